@@ -23,6 +23,9 @@ from rollbook.store.events import Json
 Rollout = TypeVar("Rollout", bound=type["AgenticRollout"])
 REGISTERED: dict[str, type[AgenticRollout]] = {}
 """Name -> class."""
+_PLAYED = "rollbook.ingest.rollouts.environments"
+OURS = {"gym": f"{_PLAYED}:Gym", "openenv": f"{_PLAYED}:OpenEnv"}
+"""Name -> where a class is that comes with Rollbook."""
 
 
 class LLM:
@@ -81,7 +84,7 @@ class EnvRollout(AgenticRollout):
     """An agent whose other side is an environment of `reset` and `step`, as OpenEnv's and gym's: what it
     observes is the user, what the policy says is its action."""
 
-    most_turns: ClassVar[int] = 16
+    most_turns: int = 16
 
     @abstractmethod
     def make_env(self, task: Task) -> Any:
@@ -186,7 +189,7 @@ def rollout_class(name: str) -> type[AgenticRollout]:
     Raises:
         ConfigError: there is none, or it is no AgenticRollout.
     """
-    found = REGISTERED.get(name) or imported(name, "agent.rollout")
+    found = REGISTERED.get(name) or imported(OURS.get(name, name), "agent.rollout")
     if not (inspect.isclass(found) and issubclass(found, AgenticRollout)):
         raise ConfigError(f"agent.rollout: {name!r} is {found!r}, no class derived from AgenticRollout")
     return found

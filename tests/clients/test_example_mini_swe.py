@@ -9,7 +9,7 @@ import pytest
 from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
 
-FIX = r"""sed -i 's/"\W"/"\W+"/' slugs.py"""
+FIX = r"""sed -i 's/"\\W"/"\\W+"/' slugs.py"""
 SAYINGS = (
     *(call("bash", command=FIX), call("bash", command="python3 -m unittest -q")),
     *(call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"), "Let me think."),
