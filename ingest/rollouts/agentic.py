@@ -35,13 +35,25 @@ class LLM:
         base_url: for a client of the agent's own, which speaks OpenAI's API.
         api_key: the trajectory's own; it opens no other.
         trajectory: its name.
-        replies: what the policy answered, in order.
+        agent: which of a trajectory's agents it is for, in its requests' `metadata`; empty: the first.
+        replies: what the policy answered it, in order.
     """
 
-    def __init__(self, http: httpx.AsyncClient, base_url: str, api_key: str, trajectory: str) -> None:
-        self.base_url, self.api_key, self.trajectory = base_url, api_key, trajectory
+    def __init__(
+        self, http: httpx.AsyncClient, base_url: str, api_key: str, trajectory: str, agent: str = ""
+    ) -> None:
+        self.base_url, self.api_key, self.trajectory, self.agent = base_url, api_key, trajectory, agent
         self.replies: list[Json] = []
         self._http = http
+
+    def sub(self, name: str) -> LLM:
+        """The policy for an agent that this one starts.
+
+        Its conversations are paths of the same trajectory: they have its reward, and count with it as one
+        member of the group. Rewards of its turns alone go by their ids, `llm.replies[i]["id"]`.
+        """
+        agent = f"{self.agent}/{name}" if self.agent else name
+        return LLM(self._http, self.base_url, self.api_key, self.trajectory, agent)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
         """The policy's message after these.
@@ -54,6 +66,8 @@ class LLM:
             RequestError: the proxy refused the request.
         """
         body = {"model": "policy", "messages": list(messages)} | fields
+        if self.agent:
+            body["metadata"] = fields.get("metadata", {}) | {"agent": self.agent}
         headers = {"authorization": f"Bearer {self.api_key}"}
         try:
             answer = await self._http.post(f"{self.base_url}/chat/completions", json=body, headers=headers)
