@@ -7,19 +7,29 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
 from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
-from rollbook.ingest.rollouts.config import AgentConfig, ClocksConfig, RolloutConfig
+from rollbook.ingest.rollouts.config import ClocksConfig, RolloutConfig
+from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, command_of, files_of, placed, variables
+from rollbook.ingest.rollouts.told import (
+    Address,
+    address_in,
+    command_of,
+    files_of,
+    network_of,
+    placed,
+    variables,
+)
 from rollbook.ingest.rollouts.watch import Activity
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import Json
@@ -65,24 +75,41 @@ class Agents(Protocol):
             LaunchError: it cannot be started.
         """
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
-        """Find and end what launches that are not alive left behind."""
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
+        """Find and end what launches that are not alive left behind.
+
+        Args:
+            dead: launches of processes that are known to be gone.
+        """
 
 
 class Programs:
-    """Agents that are programs."""
+    """Agents that are programs.
 
-    def __init__(self, agent: AgentConfig, clocks: ClocksConfig, launcher: Launcher) -> None:
-        self._agent, self._clocks, self._launcher = agent, clocks, launcher
-        self._command, self._limits = placed(agent.command), Limits(**agent.limits.model_dump())
+    Args:
+        inside: what each sees as its own folder, and as the proxy's URL; None: as they are here.
+    """
+
+    def __init__(
+        self,
+        agent: AgentConfig,
+        clocks: ClocksConfig,
+        launcher: Launcher,
+        inside: tuple[Path, str] | None = None,
+    ) -> None:
+        self._agent, self._clocks, self._launcher, self._inside = agent, clocks, launcher, inside
+        self._command = placed(agent.command) if inside is None else agent.command
+        self._limits = Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
-        agent = self._agent
+        agent, folder, address = self._agent, job.folder, job.address
+        if self._inside is not None:
+            folder, address = self._inside[0], replace(address, proxy=self._inside[1])
         launch = Launch(
             launch_id=job.launch_id,
             command=command_of(self._command, job.task),
-            environment=variables(agent, job.address, job.group, job.task, job.folder, os.environ),
+            environment=variables(agent, address, job.group, job.task, folder, os.environ),
             folder=job.folder,
             output=job.folder,
             isolation=agent.isolation,
@@ -91,21 +118,29 @@ class Programs:
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """As `Agents`."""
-        return await self._launcher.sweep(alive)
+        return await self._launcher.sweep(alive, dead)
 
 
 def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
-    """What starts the programs of a CONFIG: its agents, where they are programs, and its scorers.
+    """What starts programs on this host of a CONFIG: its agents, where they are such, and its scorers.
 
     Those with files of their own see the files that commands name, with what lies beside them, and no launch
     but their own.
     """
-    words = [*config.agent.command, *(word for one in config.score for word in one.command)]
+    agents = config.agent.command if config.agent.launcher == "subprocess" else ()
+    words = [*agents, *(word for one in config.score for word in one.command)]
     beside = {path.parent for path in files_of(words).values()}
     readable = tuple(path.resolve() for path in (*config.agent.readable, *sorted(beside)))
     return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
+
+
+def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
+    network = network_of(container.network, config.proxy)
+    launcher = ContainerLauncher(container, network, {"rollbook.rollout": config.name})
+    inside = Path(container.folder), address_in(network, config.agent, config.proxy)
+    return Programs(config.agent, config.clocks, launcher, inside)
 
 
 def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents:
@@ -116,6 +151,8 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
     """
     if config.agent.launcher == "python":
         return Coroutines(config.agent, config.clocks, proxy)
+    if config.agent.container is not None and config.agent.launcher == "docker":
+        return _in_containers(config, config.agent.container)
     return Programs(config.agent, config.clocks, launcher)
 
 
@@ -130,7 +167,8 @@ class _Program:
             stopped = await _until(waiting, self._job, self._clocks)
             if stopped is None:
                 found = waiting.result()
-                return Ended(found.code, found.signal), found
+                ended = Ended(found.code, found.signal, found.error, found.infrastructure)
+                return ended, found
         except BaseException:
             await self._running.stop(0)
             raise
@@ -159,7 +197,7 @@ class Coroutines:
         llm = LLM(self._proxy.http, job.address.openai, job.address.key, job.address.trajectory)
         return _Coroutine(made, llm, job, self._clocks)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """A coroutine leaves no process behind."""
         return []
 

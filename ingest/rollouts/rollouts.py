@@ -134,7 +134,7 @@ class Rollouts:
         self._names = {
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
         }
-        await self._leaks(await self._agents.sweep(frozenset()), "start")
+        await self._leaks(await self._agents.sweep(frozenset(), frozenset(course.orphans)), "start")
         for name in sorted(course.unlaunched):
             await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():

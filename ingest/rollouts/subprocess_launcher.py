@@ -27,6 +27,8 @@ INSIST_S = keeper.INSIST_S + 5.0
 """A keeper that has not ended everything so long after it was told to is ended itself."""
 LAST_WORDS_S = 2.0
 """So long output is waited for once nothing of the agent runs: another process may hold its end."""
+FIRST = 2000
+"""Bytes of the beginning of a stream, by which a failure is told."""
 T = TypeVar("T")
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9-]{1,200}")
 
@@ -37,7 +39,7 @@ class _Kept(asyncio.Protocol):
     def __init__(self, path: Path, most: int) -> None:
         self.path, self.count = path, 0
         self.closed = asyncio.get_running_loop().create_future()
-        self._room = most
+        self._room, self._first = most, b""
         self._file = path.open("wb", buffering=0)
 
     async def follow(self, pipe: IO[bytes]) -> asyncio.BaseTransport:
@@ -48,6 +50,7 @@ class _Kept(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep what there is room for, and count all."""
         self.count += len(data)
+        self._first += data[: FIRST - len(self._first)]
         kept = data[: self._room]
         try:
             while kept:
@@ -63,9 +66,9 @@ class _Kept(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def beginning(self, length: int = 2000) -> str:
-        """What was kept first, on one line."""
-        return " ".join(self.path.read_bytes()[:length].decode(errors="replace").split())
+    def beginning(self) -> str:
+        """What came first, on one line; not from the file, which the agent may have replaced."""
+        return " ".join(self._first.decode(errors="replace").split())
 
 
 class SubprocessLauncher(Launcher):
@@ -91,8 +94,8 @@ class SubprocessLauncher(Launcher):
         await started.begin()
         return started
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
-        """Find processes of launches that are not among those alive, end them, and say which."""
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
+        """As `Launcher`; where a launch's process is gone, so is its keeper."""
         return await asyncio.to_thread(leaks.end_left, alive)
 
 
@@ -163,7 +166,8 @@ class _Started(Running):
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_WR)
         if self._force is None and not self._end.done():
-            self._force = asyncio.get_running_loop().call_later(INSIST_S, self._process.kill)
+            insist_s = INSIST_S + (keeper.AFTER_S if self._launch.after else 0.0)
+            self._force = asyncio.get_running_loop().call_later(insist_s, self._process.kill)
 
     async def _life(self) -> Exit:
         transports: list[asyncio.BaseTransport] = []
@@ -194,7 +198,8 @@ class _Started(Running):
             if self._force is not None:
                 self._force.cancel()
         printed = {name: stream.count for name, stream in self._streams.items()}
-        return replace(found or Exit(None, None), printed=printed)
+        complaint = self._streams["stderr"].beginning()
+        return replace(found or Exit(None, None), printed=printed, complaint=complaint)
 
     async def _heard(self, said: asyncio.StreamReader) -> list[str]:
         """What the keeper says, after it was told what to start and answered that."""
@@ -252,12 +257,15 @@ def _keeper(
 
 def _marshalled(launch: Launch, level: Level) -> bytes:
     """What the keeper is sent, which runs on this very interpreter."""
+    # The environment of a client is not its agent's: what it starts for others is no process of the launch.
+    tag = {} if launch.after else {leaks.LAUNCH_ID: launch.launch_id}
     task = {
         "command": list(launch.command),
-        "environment": {**launch.environment, leaks.LAUNCH_ID: launch.launch_id},
+        "environment": {**launch.environment, **tag},
         "folder": str(launch.folder.absolute()),
         "limits": _limits(launch.limits),
         "own_group": level != "none",
+        "after": list(launch.after),
     }
     data = marshal.dumps(task)
     return len(data).to_bytes(keeper.LENGTH_BYTES, "big") + data

@@ -6,15 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import orjson
 
-from rollbook.ingest.rollouts.config import AgentConfig
+from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.tasks import Task
 
 NO_KEY = "none"
 """In the place of a key where the proxy asks for none: clients refuse an empty one."""
+
+HOST_NETWORK, DEFAULT_NETWORK = "host", "default"
+"""Networks of containers: this host's, and the engine's own default, which has no name."""
+GATEWAY = "host.docker.internal"
+"""The name of this host in a container that has a network of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,36 @@ class Address:
         return f"{self.root}/v1"
 
 
+def on_loopback(url: str) -> bool:
+    """Whether a server is reached from its own host alone."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def network_of(asked: str, proxy: str) -> str:
+    """The network of containers, where `auto` may be asked for."""
+    if asked != "auto":
+        return asked
+    return HOST_NETWORK if on_loopback(proxy) else DEFAULT_NETWORK
+
+
+def address_in(network: str, agent: AgentConfig, proxy: str) -> str:
+    """The proxy's URL as containers on a network reach it."""
+    if agent.address is not None:
+        return agent.address
+    if network == HOST_NETWORK or not on_loopback(proxy):
+        return proxy
+    parts = urlsplit(proxy)
+    return urlunsplit(parts._replace(netloc=f"{GATEWAY}:{parts.port or 80}"))
+
+
 def variables(
     agent: AgentConfig, address: Address, group: str, task: Task, folder: Path, own: Mapping[str, str]
 ) -> dict[str, str]:
     """All variables of a program.
 
     Args:
-        folder: of the launch; its task's file is in it.
+        folder: of the launch, as the program sees it; its task's file is in it.
         own: this process's, of which those that are allowed are passed on.
     """
     ours = {
@@ -77,8 +105,9 @@ def variables(
 
 
 def passed(agent: AgentConfig, own: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables that programs are given."""
-    return {name: own[name] for name in agent.pass_environment if name in own}
+    """This process's variables that programs are given; in an image, programs are elsewhere."""
+    left_out = {"PATH"} if agent.launcher == "docker" else set()
+    return {name: own[name] for name in agent.pass_environment if name in own and name not in left_out}
 
 
 def files_of(command: Sequence[str]) -> dict[str, Path]:

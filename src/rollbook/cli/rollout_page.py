@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig, LimitsConfig, ServiceConfig
 from rollbook.ingest.rollouts.config import (
-    AgentConfig,
     ClocksConfig,
-    LimitsConfig,
     RetriesConfig,
     RolloutConfig,
     ScoreConfig,
@@ -31,12 +30,14 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": RolloutConfig,
     "`[agent]`": AgentConfig,
     "`[agent.limits]`": LimitsConfig,
+    "`[agent.container]`": ContainerConfig,
+    "`[agent.service]`": ServiceConfig,
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
 }
 
-APART = frozenset({"agent", "limits", "clocks", "retries", "score"})
+APART = frozenset({"agent", "limits", "container", "service", "clocks", "retries", "score"})
 """Keys that are tables of their own."""
 
 
