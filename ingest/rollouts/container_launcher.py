@@ -170,14 +170,19 @@ class _Contained(Running):
     def __init__(self, client: Running, launch: Launch, isolation: Json) -> None:
         self.isolation = isolation
         self._client, self._launch = client, launch
+        self._found: Exit | None = None
 
     async def wait(self) -> Exit:
         """Wait until its first process ended, and its container is gone."""
-        return self._ended(await self._client.wait())
+        client = await self._client.wait()
+        self._found = self._found or self._ended(client)
+        return self._found
 
     async def stop(self, grace_s: float) -> Exit:
         """End it: SIGTERM by the client to its first process, and after `grace_s` the container."""
-        return replace(self._ended(await self._client.stop(grace_s)), infrastructure=None)
+        client = await self._client.stop(grace_s)
+        self._found = self._found or self._ended(client)
+        return replace(self._found, infrastructure=None)
 
     def _ended(self, client: Exit) -> Exit:
         """How the container ended, as the engine said; of the client's own end only what it printed."""

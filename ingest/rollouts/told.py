@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -35,6 +35,10 @@ class Address:
     proxy: str
     trajectory: str
     key: str
+
+    def at(self, proxy: str) -> Address:
+        """The same, where the proxy has another URL."""
+        return replace(self, proxy=proxy)
 
     @property
     def root(self) -> str:

@@ -62,6 +62,11 @@ elif what == "hang":
     ask("hello")
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     time.sleep(600)
+elif what == "heed":
+    # Asked to end, it puts its things in order first.
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open("bye.txt", "w").close(), sys.exit(0)))
+    ask("hello")
+    time.sleep(600)
 elif what == "wait":
     ask("hello")
     time.sleep(600)
@@ -375,6 +380,16 @@ def killed(server: Any, beside: Path, tmp_path: Path) -> RolloutConfig:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return load_rollouts(file)
+
+
+def test_what_a_clock_ends_is_asked_first(server: Any, config: Any, tmp_path: Path) -> None:
+    """It has its grace."""
+    made = config(clocks={"total_s": 1.0, "grace_s": 20.0})
+    begun = time.monotonic()
+    run(made, tasks("heed"))
+    assert told(launches(server, made.name), "status", "exit_code") == [("timeout", 0)]
+    assert len(list(tmp_path.rglob("bye.txt"))) == 1
+    assert time.monotonic() - begun < 15
 
 
 def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
