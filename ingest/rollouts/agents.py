@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
 from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
+from rollbook.ingest.rollouts.cgroups import controllers
 from rollbook.ingest.rollouts.config import ClocksConfig, RolloutConfig
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
 from rollbook.ingest.rollouts.isolation import Files
@@ -95,6 +96,7 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
 
     Raises:
         ConfigError: there is no such class, or no token for a service.
+        LaunchError: a limit cannot be kept here.
     """
     if config.agent.launcher == "python":
         return Coroutines(config.agent, config.clocks, proxy)
@@ -103,6 +105,7 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
         return ServiceAgents(config.agent, config.agent.service, config.clocks, address)
     if config.agent.container is not None and config.agent.launcher == "docker":
         return _in_containers(config, config.agent.container)
+    controllers(Limits(**config.agent.limits.model_dump()))
     return Programs(config.agent, config.clocks, launcher)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig
+from rollbook.ingest.rollouts.score_config import ScoreConfig
 from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
@@ -47,25 +48,6 @@ class RetriesConfig(Table):
     """Of so many launches, the latest, ..."""
     stop_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """... this share failed by its infrastructure: then the rollouts stop."""
-
-
-class ScoreConfig(Table):
-    """`[[score]]`: a component of the reward."""
-
-    name: Name
-    """What it is called; the source of its reward."""
-    function: str | None = None
-    """`module:function` or `file.py:function` of (task, attempt) that gives a number."""
-    command: tuple[str, ...] = ()
-    """A program whose last line of output is a number, or an object with `reward`."""
-    weight: float = 1.0
-    """What it counts in the sum, which is the trajectory's reward."""
-
-    @model_validator(mode="after")
-    def _one(self) -> ScoreConfig:
-        if (self.function is None) == (not self.command):
-            raise ValueError("needs either a function or a command")
-        return self
 
 
 class RolloutConfig(Table):

@@ -166,7 +166,8 @@ def _command(pid: int) -> str:
 
 
 def _received() -> dict[str, Any]:
-    """What is to be started: `command`, `environment`, `folder`, `limits`, `own_group` and `after`."""
+    """What is to be started: `command`, `environment`, `folder`, `limits`, `own_group`, `after`, and the
+    descriptors, `entrances`, of the cgroups that it is to enter."""
     data = bytearray()
     length = LENGTH_BYTES
     while len(data) < length:
@@ -193,6 +194,9 @@ def _start(task: dict[str, Any]) -> tuple[int, str]:
     pid = os.fork()
     if pid == 0:
         try:
+            for entrance in task["entrances"]:
+                os.write(entrance, b"0")
+                os.close(entrance)
             _prepare(task["folder"], task["own_group"])
             _limit(task["limits"])
             os.execvpe(task["command"][0], task["command"], task["environment"])

@@ -75,12 +75,19 @@ def _end_one(pid: int, tag: tuple[str, bool]) -> str | None:
     try:
         if _tag(pid) != tag:
             return None
-        words = (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-        )
+        command = command_of(pid)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return " ".join(words)[:TOLD_LENGTH] or "?"
+    return command
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; `?` of one that has none, or ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "?"
+    return " ".join(words.split())[:TOLD_LENGTH] or "?"

@@ -104,14 +104,16 @@ def variables(
         "HOME": str(folder),
         "TMPDIR": str(folder),
     }
-    known = passed(agent, own) | ours | agent.environment
+    theirs = passed(agent, own)
+    if agent.launcher == "docker":
+        theirs.pop("PATH", None)  # an image has its programs elsewhere
+    known = theirs | ours | agent.environment
     return known | {name: known[of] for name, of in agent.names.items() if of in known}
 
 
 def passed(agent: AgentConfig, own: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables that programs are given; in an image, programs are elsewhere."""
-    left_out = {"PATH"} if agent.launcher == "docker" else set()
-    return {name: own[name] for name in agent.pass_environment if name in own and name not in left_out}
+    """This process's variables that programs are given."""
+    return {name: own[name] for name in agent.pass_environment if name in own}
 
 
 def files_of(command: Sequence[str]) -> dict[str, Path]:
@@ -135,6 +137,11 @@ def command_of(command: Sequence[str], task: Task) -> tuple[str, ...]:
         return word
 
     return tuple(map(filled, command))
+
+
+def folder_of(folder: Path, trajectory: str, launch_id: str) -> Path:
+    """Where a launch has its folder, in that of its rollouts."""
+    return (folder / f"{trajectory}-{launch_id[-8:]}").resolve()
 
 
 def make_folder(folder: Path, task: Task) -> None:

@@ -14,8 +14,8 @@ from rollbook.ingest.rollouts.config import (
     ClocksConfig,
     RetriesConfig,
     RolloutConfig,
-    ScoreConfig,
 )
+from rollbook.ingest.rollouts.score_config import JudgeConfig, ScoreConfig
 from rollbook.train.config.docs import HEAD, rows
 
 INTRODUCTION = """# Configuration of rollouts
@@ -35,9 +35,10 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
+    "`[score.judge]`": JudgeConfig,
 }
 
-APART = frozenset({"agent", "limits", "container", "service", "clocks", "retries", "score"})
+APART = frozenset({"agent", "limits", "container", "service", "clocks", "retries", "score", "judge"})
 """Keys that are tables of their own."""
 
 
