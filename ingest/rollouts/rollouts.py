@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollbook.ingest.rollouts.agents import Agents, Job
 from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
 from rollbook.ingest.rollouts.places import KINDS, LABEL, Course, Place, course_of, places_of
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
-from rollbook.ingest.rollouts.scoring import Attempt, Scores, functions_of, score
+from rollbook.ingest.rollouts.rescoring import AGENT, assign
+from rollbook.ingest.rollouts.scoring import Scorers, Scores
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, make_folder, passed
+from rollbook.ingest.rollouts.told import Address, folder_of, make_folder
 from rollbook.ingest.rollouts.watch import Watch
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import VOID, Json
@@ -84,9 +84,9 @@ class Rollouts:
         say: Callable[[str], None] = lambda text: None,
         tell: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        self._config, self._proxy, self._agents, self._launcher = config, proxy, agents, launcher
+        self._config, self._proxy, self._agents = config, proxy, agents
         self._tasks = {task.name: task for task in tasks}
-        self._functions = functions_of(config.score)
+        self._scorers = Scorers(config, proxy, launcher)
         self._owner, self._say, self._tell = owner, say, tell
         self._breaker = Breaker(config.retries.window, config.retries.stop_share)
         self._stop = asyncio.Event()
@@ -112,7 +112,7 @@ class Rollouts:
         course = course_of(events, self._config.name)
         await self._settle_orphans(course)
         left = self._left(course)
-        async with Watch(self._proxy, run, cut) as watch:
+        async with self._scorers, Watch(self._proxy, run, cut) as watch:
             beside = [asyncio.create_task(self._sweep()), asyncio.create_task(self._look_at_the_loop())]
             many = min(self._config.concurrency, max(self.progress.total, 1))
             workers = [asyncio.create_task(self._work(left, course, watch)) for _ in range(many)]
@@ -136,7 +136,7 @@ class Rollouts:
         self._names = {
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
         }
-        await self._leaks(await self._agents.sweep(frozenset()), "start")
+        await self._leaks(await self._agents.sweep(frozenset(), frozenset(course.orphans)), "start")
         for name in sorted(course.unlaunched):
             await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():
@@ -200,7 +200,7 @@ class Rollouts:
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
-        folder = (config.folder / f"{name}-{launch_id[-8:]}").resolve()
+        folder = folder_of(config.folder, name, launch_id)
         make_folder(folder, self._tasks[place.task])
         activity = watch.begin(opened.trajectory_id)
         self._names[launch_id] = name
@@ -229,7 +229,7 @@ class Rollouts:
             ended, exit_ = await started.end()
         await self._seen(job, ended)
         status, why = verdict(ended, job.activity.seen)
-        scores = await self._scored(job, status, ended)
+        scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
         said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
@@ -265,21 +265,12 @@ class Rollouts:
                 return
             await asyncio.sleep(0.02)
 
-    async def _scored(self, job: Job, status: Status, ended: Ended) -> Scores | None:
+    async def _scored(self, job: Job, status: Status) -> Scores | None:
         """What the CONFIG's scorers say; None: there are none, or it has no reward."""
-        config = self._config
-        if not status.rewarded or not config.score:
+        if not status.rewarded:
             return None
-        attempt = Attempt(job.address.trajectory, job.folder)
-        environment = passed(config.agent, os.environ) | {
-            "ROLLBOOK_TASK_FILE": str(job.folder / "task.json"),
-            "ROLLBOOK_TRAJECTORY_ID": job.address.trajectory,
-        }
-        limit = config.clocks.scoring_s
-        scores = await score(
-            config.score, self._functions, job.task, attempt, limit, self._launcher, environment
-        )
-        for component, why in scores.errors.items():
+        scores = await self._scorers.score(job.task, job.address.trajectory, job.folder)
+        for component, why in scores.errors.items() if scores is not None else ():
             self._say(f"{job.address.trajectory}: scorer {component} failed: {why}")
         return scores
 
@@ -301,7 +292,7 @@ class Rollouts:
         if outcome is not None:
             fields |= {"success": outcome.success, "turn_rewards": outcome.turn_rewards}
         if not await self._proxy.finish(name, fields) and scores is not None and reward is not None:
-            await self._proxy.reward(name, reward, "agent")
+            await assign(self._proxy, name, {AGENT: reward})
         if reward is not None:
             self._rewards += reward
             self._show(rewarded=self.progress.rewarded + 1)

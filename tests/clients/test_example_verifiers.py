@@ -25,7 +25,6 @@ def played(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
         f'agent.environment.PYTHONPATH="{EXAMPLES}/arithmetic"',
         f'agent.environment.PATH="{ENVIRONMENT}/bin:{os.environ["PATH"]}"',
         'tasks="range:2"',
-        'agent.isolation="session"',
     ]
     return play(tmp_path_factory.mktemp("verifiers"), "arithmetic", ["verifiers"], SAYINGS, *settings)
 

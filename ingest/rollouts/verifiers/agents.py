@@ -12,8 +12,9 @@ from typing import Any
 
 import orjson
 
-from rollbook.ingest.rollouts.agents import Job, Started, until_stopped
-from rollbook.ingest.rollouts.config import AgentConfig, ClocksConfig
+from rollbook.ingest.rollouts.agent_config import AgentConfig
+from rollbook.ingest.rollouts.config import ClocksConfig
+from rollbook.ingest.rollouts.jobs import Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.told import passed, placed
@@ -53,10 +54,10 @@ class Verifiers:
         worker = await asyncio.shield(self._worker)
         return _Rollout(worker, job, self._clocks)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """As `Agents`."""
         own = {self._worker.result().launch_id} if self._worker and _serves(self._worker) else set()
-        return await self._launcher.sweep(alive | own)
+        return await self._launcher.sweep(alive | own, dead)
 
     async def close(self) -> None:
         """As `Agents`."""
@@ -198,7 +199,7 @@ class _Rollout:
     async def end(self) -> tuple[Ended, Exit | None]:
         """As `Started`."""
         try:
-            stopped = await until_stopped(self._told, self._job, self._clocks)
+            stopped = await until(self._told, self._job, self._clocks)
             if stopped is not None:
                 self._worker.cancel(self._job.launch_id)
                 await asyncio.wait({self._told}, timeout=self._clocks.grace_s)

@@ -20,7 +20,9 @@ from rollbook.cli.terminal import Console, print_json, say
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
 from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.rescoring import Rescored, score_again
 from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.scoring import Scorers
 from rollbook.ingest.rollouts.tasks import read_tasks
 from rollbook.store.errors import RolloutError
 from rollbook.store.ids import new_id
@@ -47,6 +49,32 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: boo
     return 1 if found.given_up or found.done < found.total else 0
 
 
+def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+    """Score what ended again; the exit code.
+
+    Raises:
+        ConfigError: the CONFIG, its tasks or its scorers cannot be used.
+        RolloutError: the proxy is away, or another process scores these rollouts.
+    """
+    config = load_rollouts(path, overrides)
+
+    async def again() -> Rescored:
+        tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
+        async with Proxy(config.proxy, key) as proxy:
+            return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
+
+    with _alone(config, "scoring"):
+        found = asyncio.run(again())
+    if json:
+        print_json(asdict(found))
+    else:
+        failed = f", {found.failed} with a scorer that failed" if found.failed else ""
+        say(f"scored {found.scored} launches{failed}; {found.rewards} rewards are new")
+        for why, count in sorted(found.left_out.items()):
+            say(f"left out: {count}, {why}")
+    return 1 if found.failed else 0
+
+
 async def _run(
     config: RolloutConfig, key: str | None, tell: Callable[[Progress], None], stopped: list[int]
 ) -> Progress:
@@ -69,14 +97,15 @@ async def _run(
 
 
 @contextmanager
-def _alone(config: RolloutConfig) -> Iterator[None]:
-    """No other process runs these rollouts from the same folder meanwhile.
+def _alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
+    """No other process runs these rollouts from the same folder meanwhile, or does `what` with them.
 
     Raises:
         RolloutError: one does.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    with (config.folder / f"{config.name}.lock").open("w") as file:
+    lock = f"{config.name}.{what}.lock" if what else f"{config.name}.lock"
+    with (config.folder / lock).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

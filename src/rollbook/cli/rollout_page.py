@@ -9,14 +9,13 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig, LimitsConfig, ServiceConfig
 from rollbook.ingest.rollouts.config import (
-    AgentConfig,
     ClocksConfig,
-    LimitsConfig,
     RetriesConfig,
     RolloutConfig,
-    ScoreConfig,
 )
+from rollbook.ingest.rollouts.score_config import JudgeConfig, ScoreConfig
 from rollbook.train.config.docs import HEAD, rows
 
 INTRODUCTION = """# Configuration of rollouts
@@ -31,12 +30,15 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": RolloutConfig,
     "`[agent]`": AgentConfig,
     "`[agent.limits]`": LimitsConfig,
+    "`[agent.container]`": ContainerConfig,
+    "`[agent.service]`": ServiceConfig,
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
+    "`[score.judge]`": JudgeConfig,
 }
 
-APART = frozenset({"agent", "limits", "clocks", "retries", "score"})
+APART = frozenset({"agent", "limits", "container", "service", "clocks", "retries", "score", "judge"})
 """Keys that are tables of their own."""
 
 
