@@ -12,6 +12,7 @@ from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
 from rollbook.ingest.rollouts.cgroups import controllers
 from rollbook.ingest.rollouts.config import ClocksConfig, RolloutConfig
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
+from rollbook.ingest.rollouts.harbor import places_of
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.jobs import Agents, Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
@@ -64,6 +65,7 @@ class Programs:
             isolation=agent.isolation,
             require=agent.require,
             limits=self._limits,
+            places=await asyncio.to_thread(places_of, job.task, job.folder) if self._inside is None else {},
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
@@ -85,7 +87,7 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
     words = [*agents, *(word for one in config.score for word in one.command)]
     beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
     if config.agent.launcher == "verifiers":
-        beside.add(Path(__file__).with_name("verifiers"))
+        beside.add(Path(__file__).resolve().with_name("verifiers"))
     readable = tuple(Path(os.path.abspath(path)) for path in (*config.agent.readable, *sorted(beside)))
     return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
 

@@ -53,6 +53,8 @@ class Launch:
         output: the folder for what it prints: `stdout.log` and `stderr.log`.
         isolation: how far it is kept from others.
         require: the least isolation; with less the launch is refused.
+        places: where else it finds parts of its folder, which it may write to; with less than files of its
+            own (bwrap) a launch that has any is refused.
         after: where the command is the client of another program, which runs the agent: what ends the agent
             there, and tidies up. It is run in the same environment, also once this process is gone.
     """
@@ -65,6 +67,7 @@ class Launch:
     isolation: Isolation = "auto"
     require: Level = "none"
     limits: Limits = field(default_factory=Limits)
+    places: Mapping[str, Path] = field(default_factory=dict)
     after: tuple[str, ...] = ()
 
 

@@ -12,6 +12,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollbook.ingest.rollouts.harbor_tasks import are_in, harbor_tasks
 from rollbook.ingest.rollouts.named import imported
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
@@ -67,7 +68,9 @@ def _name(values: Json, number: int) -> str:
 
 def _values(source: str) -> Iterator[Json]:
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and are_in(path):
+        yield from harbor_tasks(path)
+    elif path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet", ".arrow"))
         if not files:
             raise ConfigError(f"tasks: {source!r} holds no file of JSON lines, Parquet or Arrow")
