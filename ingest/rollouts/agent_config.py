@@ -81,7 +81,8 @@ class AgentConfig(Table):
     image has it, and without a command the image's own is run. For verifiers: vf-eval, the environment and
     its options; which tasks, how often, and the model's address are not among them."""
     rollout: str | None = None
-    """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by."""
+    """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by;
+    `gym` and `openenv` are there."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For python: what the class is made with. For http: `options` of what is sent."""
     address: str | None = None

@@ -19,14 +19,15 @@ ENVIRONMENT = CLIENTS / "verifiers"
 @pytest.fixture(scope="module")
 def played(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """The rollouts of two sums, and a step."""
+    folder = tmp_path_factory.mktemp("verifiers")
     words = ["sums_env", "--env.agent.harness.id", "sums_env", "--env.agent.runtime.type", "subprocess"]
     settings = [
         f"agent.command={[f'{ENVIRONMENT}/bin/vf-eval', *words]}",
-        f'agent.environment.PYTHONPATH="{EXAMPLES}/arithmetic"',
+        f'agent.environment.PYTHONPATH="{folder}/examples/arithmetic"',
         f'agent.environment.PATH="{ENVIRONMENT}/bin:{os.environ["PATH"]}"',
         'tasks="range:2"',
     ]
-    return play(tmp_path_factory.mktemp("verifiers"), "arithmetic", ["verifiers"], SAYINGS, *settings)
+    return play(folder, "arithmetic", ["verifiers"], SAYINGS, *settings)
 
 
 def test_its_rollouts_are_groups_of_ours(played: Played) -> None:

@@ -9,6 +9,9 @@ import pytest
 from habits import call
 from tests.examples.played import EXAMPLES, Played, lines_of_ours, play
 
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import samples_of
+
 CALLS = [
     call("calc", a=a, op=op, b=b) for a, op, b in ((37, "+", 58), (60, "-", 18), (58, "+", 37), (60, "+", 18))
 ]
@@ -47,6 +50,18 @@ def test_both_ways_call_the_calculator(played: Played) -> None:
         FROM (SELECT trajectory, unnest(new_messages::JSON[]) AS m FROM turns) WHERE m ->> 'role' = 'tool'""")
     assert {way for way, _ in shown} == {"program", "class"}
     assert {result for _, result in shown} <= {"95", "42", "78"}
+
+
+def test_each_component_is_a_reward_to_train_on(played: Played) -> None:
+    """By `reward_source`, beside the sum."""
+    programs = [t for t in fold(played.log.events()).values() if t.opened.name.startswith("program")]
+    for trajectory in programs:
+        [[whole], [correct], [brief]] = [
+            list(samples_of(trajectory, source)) for source in ("agent", "correct", "brief")
+        ]
+        assert correct.reward in (0.0, 1.0)
+        assert whole.reward == correct.reward + brief.reward
+    assert len(programs) == 8
 
 
 def test_its_steps_replay_bit_for_bit(played: Played) -> None:

@@ -92,6 +92,9 @@ class Verifiers:
             meeting = asyncio.ensure_future(connected.get())
             try:
                 await asyncio.wait({ended, meeting}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+            except BaseException:
+                await running.stop(0)
+                raise
             finally:
                 meeting.cancel()
             if not meeting.done() or meeting.cancelled():
