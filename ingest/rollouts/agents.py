@@ -63,6 +63,7 @@ class Programs:
             isolation=agent.isolation,
             require=agent.require,
             limits=self._limits,
+            labels=job.labels,
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
@@ -86,7 +87,7 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
 
 def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
     network = network_of(container.network, config.proxy)
-    launcher = ContainerLauncher(container, network, {"rollbook.rollout": config.name})
+    launcher = ContainerLauncher(container, network)
     inside = Path(container.folder), address_in(network, config.agent, config.proxy)
     return Programs(config.agent, config.clocks, launcher, inside)
 

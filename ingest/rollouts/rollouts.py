@@ -197,8 +197,7 @@ class Rollouts:
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
         try:
-            labels = {LABEL: config.name}
-            opened = await self._proxy.open(name, group, place.task, config.split, labels)
+            opened = await self._proxy.open(name, group, place.task, config.split, {LABEL: config.name})
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
@@ -209,7 +208,10 @@ class Rollouts:
         self._show(running=self.progress.running + 1)
         try:
             address = Address(self._proxy.url, name, opened.key)
-            job = Job(launch_id, self._tasks[place.task], group, address, folder, activity, self._stop)
+            labels = {"rollbook.run": watch.run, "rollbook.rollout": config.name}
+            job = Job(
+                launch_id, self._tasks[place.task], group, address, folder, activity, self._stop, labels
+            )
             return await self._launched(job, opened, place, number)
         finally:
             del self._names[launch_id]
