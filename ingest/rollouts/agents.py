@@ -66,6 +66,7 @@ class Programs:
             require=agent.require,
             limits=self._limits,
             places=await asyncio.to_thread(places_of, job.task, job.folder) if self._inside is None else {},
+            labels=job.labels,
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
@@ -94,7 +95,7 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
 
 def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
     network = network_of(container.network, config.proxy)
-    launcher = ContainerLauncher(container, network, {"rollbook.rollout": config.name})
+    launcher = ContainerLauncher(container, network)
     inside = Path(container.folder), address_in(network, config.agent, config.proxy)
     return Programs(config.agent, config.clocks, launcher, inside)
 

@@ -48,6 +48,8 @@ class RetriesConfig(Table):
     """Of so many launches, the latest, ..."""
     stop_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """... this share failed by its infrastructure: then the rollouts stop."""
+    warn_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """This share of all launches, `window` or more, failed so: then it is said, once."""
 
 
 class RolloutConfig(Table):

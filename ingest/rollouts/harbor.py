@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.harbor_tasks import HARBOR, instructions
 from rollbook.ingest.rollouts.isolation import SYSTEM
 from rollbook.ingest.rollouts.launching import Launch
-from rollbook.ingest.rollouts.scoring import Attempt
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.errors import LaunchError, RolloutError

@@ -6,12 +6,13 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import orjson
 
 from rollbook.ingest.rollouts.agentic import LLM
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.score_config import JudgeConfig
 from rollbook.ingest.rollouts.service_agents import bearer
@@ -20,9 +21,6 @@ from rollbook.ingest.rollouts.told import Address
 from rollbook.store.errors import RolloutError
 from rollbook.store.events import VOID, Json
 from rollbook.store.ids import new_id
-
-if TYPE_CHECKING:
-    from rollbook.ingest.rollouts.scoring import Attempt
 
 PAUSE_S = 0.5
 """Before a request is sent again; twice as long before each further time."""

@@ -78,7 +78,6 @@ async def score_again(
     if not config.score:
         raise ConfigError("the CONFIG has no [[score]]: there is nothing to score by")
     by_name = {task.name: task for task in tasks}
-    events, _ = await proxy.recorded(await proxy.run_name(), KINDS)
     places = asyncio.Semaphore(config.concurrency)
     tally: Counter[str] = Counter()
 
@@ -97,16 +96,21 @@ async def score_again(
         for component, why in scores.errors.items():
             say(f"{name}: scorer {component} failed: {why}")
         whole = {} if scores.total is None else {AGENT: scores.total}
-        tally["rewards"] += await assign(proxy, name, {**scores.values, **whole})
+        written = await assign(proxy, name, {**scores.values, **whole})
+        tally["rewards"] += written  # not in one with the wait, or what others add meanwhile is lost
         tally["failed" if scores.errors else "scored"] += 1
 
-    launches = [
-        (place.trajectory(config.name, attempt), place.task, launch_id)
-        for place, attempt, launch_id in scored_launches(events, config.name)
-    ]
     async with scorers:
-        await asyncio.gather(
-            *(one(name, task, folder_of(config.folder, name, id_)) for name, task, id_ in launches)
-        )
+        await asyncio.gather(*(one(*launch) for launch in await _ended(config, proxy)))
     scored, failed, rewards = (tally.pop(what, 0) for what in ("scored", "failed", "rewards"))
     return Rescored(scored, failed, rewards, left_out=dict(tally))
+
+
+async def _ended(config: RolloutConfig, proxy: Proxy) -> list[tuple[str, str, Path]]:
+    """Trajectory, task and folder of each launch that ended with a right to a reward."""
+    events, _ = await proxy.recorded(await proxy.run_name(), KINDS)
+    found = []
+    for place, attempt, launch_id in scored_launches(events, config.name):
+        name = place.trajectory(config.name, attempt)
+        found.append((name, place.task, folder_of(config.folder, name, launch_id)))
+    return found

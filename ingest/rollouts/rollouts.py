@@ -48,6 +48,7 @@ class Progress:
         reward, rewarded: the mean reward of those that have one, and how many have.
         given_up: places whose every attempt failed by its infrastructure.
         leaked: processes that launches left behind.
+        infra_failed_rate: the share of launches of this process that failed by their infrastructure.
     """
 
     total: int
@@ -58,6 +59,7 @@ class Progress:
     rewarded: int = 0
     given_up: int = 0
     leaked: int = 0
+    infra_failed_rate: float | None = None
 
 
 class Rollouts:
@@ -88,7 +90,8 @@ class Rollouts:
         self._tasks = {task.name: task for task in tasks}
         self._scorers = Scorers(config, proxy, launcher)
         self._owner, self._say, self._tell = owner, say, tell
-        self._breaker = Breaker(config.retries.window, config.retries.stop_share)
+        retries = config.retries
+        self._breaker = Breaker(retries.window, retries.stop_share, retries.warn_share)
         self._stop = asyncio.Event()
         self._names: dict[str, str] = {}
         """Launch -> the name of its trajectory; of those that run, and of those that another process left."""
@@ -173,7 +176,8 @@ class Rollouts:
                 number += 1
             status, why = await self._attempt(place, number, watch)
             self._ended[status] += 1
-            self._breaker.add(status, why)
+            if (warning := self._breaker.add(status, why)) is not None:
+                self._say(warning)
             self._show()
             if status is Status.cancelled:
                 return
@@ -195,8 +199,7 @@ class Rollouts:
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
         try:
-            labels = {LABEL: config.name}
-            opened = await self._proxy.open(name, group, place.task, config.split, labels)
+            opened = await self._proxy.open(name, group, place.task, config.split, {LABEL: config.name})
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
@@ -207,7 +210,10 @@ class Rollouts:
         self._show(running=self.progress.running + 1)
         try:
             address = Address(self._proxy.url, name, opened.key)
-            job = Job(launch_id, self._tasks[place.task], group, address, folder, activity, self._stop)
+            labels = {"rollbook.run": watch.run, "rollbook.rollout": config.name}
+            job = Job(
+                launch_id, self._tasks[place.task], group, address, folder, activity, self._stop, labels
+            )
             return await self._launched(job, opened, place, number)
         finally:
             del self._names[launch_id]
@@ -325,7 +331,8 @@ class Rollouts:
                 self._say(f"this process was blocked for {late:.2f} s, and with it every agent in it")
 
     def _show(self, **changes: int) -> None:
-        self.progress = replace(self.progress, **changes, by_status=dict(self._ended))
+        rate = self._breaker.failed_rate
+        self.progress = replace(self.progress, **changes, by_status=dict(self._ended), infra_failed_rate=rate)
         if self.progress.rewarded:
             self.progress = replace(self.progress, reward=self._rewards / self.progress.rewarded)
         self._tell(self.progress)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.judges import HttpJudge, ModelJudge, number_of, read_number
 from rollbook.ingest.rollouts.launching import Launch, Launcher
@@ -25,35 +26,6 @@ from rollbook.store.events import Json
 
 SHOWN = 2000
 """Characters of a scorer's error that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What scorers are given beside the task.
-
-    Attributes:
-        trajectory: its name.
-        folder: what the agent left there.
-        conversations: what was said, each from its beginning to a last reply: objects with `messages` and
-            `tools`.
-        trajectory_id: of the log.
-    """
-
-    trajectory: str
-    folder: Path
-    conversations: Sequence[Json] = ()
-    trajectory_id: str = ""
-
-    @property
-    def messages(self) -> list[Json]:
-        """The last conversation's, the agent's last reply included; none where nothing was said."""
-        return list(self.conversations[-1]["messages"]) if self.conversations else []
-
-    @property
-    def answer(self) -> str:
-        """The text of the agent's last reply."""
-        content = self.messages[-1].get("content") if self.messages else None
-        return content if isinstance(content, str) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,13 +138,15 @@ def test_python_compiles_and_runs(
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_every_toml_block_loads(block: Block) -> None:
-    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout` or `train`.
-    Each key is known."""
+    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout` or `train`, or
+    tables of `rollout`'s. Each key is known."""
     values = tomllib.loads(block.code)
     if set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
     elif "tasks" in values:
         assert parse_rollouts(values, str(block)).model_fields_set == set(values)
+    elif set(values) <= {"agent", "score"}:
+        parse_rollouts({"tasks": "t.jsonl", "agent": {"command": ["true"]}} | values, str(block))
     elif "store" in values:
         assert parse_settings(values, str(block)).model_fields_set == set(values)
     elif set(values) <= set(RecipeConfig.model_fields):

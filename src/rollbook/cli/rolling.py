@@ -141,11 +141,13 @@ def _table(config: RolloutConfig, progress: Progress) -> Table:
 
 def _lines(progress: Progress) -> list[str]:
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
+    rate = progress.infra_failed_rate
     found: dict[str, Any] = {
         "done": f"{progress.done} of {progress.total}",
         "running": progress.running or None,
         "launches": by_status or None,
         "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",
+        "failed by infrastructure": f"{rate:.0%} of launches" if rate else None,
         "given up": progress.given_up or None,
         "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
     }

@@ -261,7 +261,9 @@ def test_without_a_controller(version_2: Callable[..., Path], tmp_path: Path) ->
 def test_without_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is that of each process then, and the log says that no cgroup keeps it."""
     monkeypatch.setattr(cgroups, "_trees", lambda: {})
-    found, isolated = _run(_launch(tmp_path, "held = bytearray(400 << 20)", Limits(memory_mb=256)))
+    launch = _launch(tmp_path, "held = bytearray(400 << 20)", Limits(memory_mb=256))
+    found, isolated = _run(launch)
     assert (found.code, "cgroup" in isolated) == (1, False)
+    assert "MemoryError" in (launch.output / "stderr.log").read_text()
     with pytest.raises(LaunchError, match=r"limits\.processes: there is no cgroup controller"):
         _run(_launch(tmp_path, "pass", Limits(processes=5)))
