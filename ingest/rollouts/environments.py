@@ -20,6 +20,10 @@ SEEDS = ("seed", "idx")
 """Values of a task that an environment begins with, the first that there is: all of a group begin alike."""
 
 
+NOT_THE_AGENT = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")
+"""Codes of errors of OpenEnv's server that no action brought about."""
+
+
 class Gym(EnvRollout):
     """Plays an environment of gymnasium.
 
@@ -175,7 +179,12 @@ class _OpenEnv:
         action = self._ways.action(text)
         if action is None:
             return "Say an action: a JSON object.", 0.0, False
-        found = await self._asked(self._client.step, action)
+        try:
+            found = await self._asked(self._client.step, action)
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" not in str(error):
+                raise
+            return str(error), 0.0, False
         return self._ways.seen(found.observation), float(found.reward or 0.0), bool(found.done)
 
     async def close(self) -> None:
@@ -186,14 +195,16 @@ class _OpenEnv:
         """What the server answers.
 
         Raises:
-            RolloutError: it does not, which is not the agent's doing.
+            RolloutError: it does not, or has no room, which is not the agent's doing.
         """
         try:
             return await called(call, *given, **named)
-        except OSError as error:
-            raise RolloutError(
-                f"the OpenEnv server at {self._ways.url} does not answer: {error!r}"
-            ) from error
+        except Exception as error:
+            away = isinstance(error, OSError) or type(error).__module__.startswith("websockets")
+            if not away and not any(code in str(error) for code in NOT_THE_AGENT):
+                raise
+            text = f"the OpenEnv server at {self._ways.url} does not serve: {error!r}"
+            raise RolloutError(text) from error
 
 
 def _seed(task: Task) -> int | None:
