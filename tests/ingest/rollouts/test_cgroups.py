@@ -19,6 +19,7 @@ from rollbook.ingest.rollouts import cgroups, isolation
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.rollouts.launching import Exit, Isolation, Launch, Limits
+from rollbook.ingest.rollouts.leaks import command_of
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.store.errors import LaunchError
@@ -118,13 +119,14 @@ def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None
     """A daemon with another environment is in the group all the same."""
     program = (
         "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
-        "  os.execve('/bin/sleep', ['sleep', '61'], {})\n os._exit(0)\ntime.sleep(0.3)"
+        "  os.execve('/bin/sleep', ['sleep', '61'], {})\n os._exit(0)\ntime.sleep(60)"
     )
     launch = _launch(tmp_path, program, Limits(processes=50))
 
     async def killed() -> Exit:
         running = await SubprocessLauncher().start(launch)
-        await asyncio.sleep(0.2)
+        while "sleep 61" not in [command_of(int(pid)) for path in _groups() for pid in _pids(path)]:
+            await asyncio.sleep(0.02)
         os.kill(running._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return await running.wait()
 
@@ -173,7 +175,7 @@ def _pids(path: Path) -> list[str]:
 
 
 def _in_time(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (done := true()) and time.monotonic() < end:
         time.sleep(0.02)
     return done
