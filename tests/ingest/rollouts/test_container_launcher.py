@@ -23,6 +23,7 @@ from rollout_runs import launches, run, told
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
 from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
+from rollbook.ingest.rollouts.engines import Engine
 from rollbook.ingest.rollouts.launching import Exit, Launch, Limits
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.ingest.rollouts.told import address_in, network_of
@@ -429,3 +430,19 @@ def test_rollouts_in_containers(
     assert (
         containers.said("ps", "--all", "--filter", f"label=rollbook.rollout={config.name}", "--quiet") == ""
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "heeded"),
+    [
+        *[(name, True) for name in ("PATH", "HOME", "DOCKER_HOST", "https_proxy", "LD_PRELOAD", "GODEBUG")],
+        *[(name, False) for name in ("OPENAI_API_KEY", "GOOGLE_API_KEY", "NOTION_TOKEN", "ROLLBOOK_TASK")],
+    ],
+)
+def test_variables_that_clients_heed_do_not_reach_them(name: str, heeded: bool, tmp_path: Path) -> None:
+    """All others do, since command lines can be read by everybody on a host."""
+    engine = Engine("/bin/engine", "docker", "1", "runc", False)
+    launch = Launch("l", (), {name: "a secret"}, tmp_path, tmp_path)
+    words, own = ContainerLauncher(ContainerConfig(image=IMAGE), "host")._client(launch, engine)
+    assert (f"--env={name}=a secret" in words, f"--env={name}" in words) == (heeded, not heeded)
+    assert (own.get(name) == "a secret") is not heeded
