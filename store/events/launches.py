@@ -47,8 +47,8 @@ class LaunchEnded:
     """A launch is over, and so is the scoring of what it did.
 
     `status` is done, truncated, agent_error, infra_error, timeout or cancelled; `why` says more where there
-    is more to say. `exit_code` and `signal` are of its first process, `cpu_s` of all of them, `peak_rss_mb` of
-    the largest one, or where a cgroup counts of all, with what is cached of files; null: not known. `output`
+    is more to say. `exit_code` and `signal` are of its first process, `cpu_s` of all of them, `peak_rss_mb`
+    of the largest, or where a cgroup counts of all, with what is cached of files; null: not known. `output`
     says of each stream how many bytes were printed and how many of them are kept in the file at `path`, which
     is not of the store. `scoring` has of each component its score, or an object that says why there is none.
     """
