@@ -24,8 +24,8 @@ class LaunchStarted:
     configuration that says what to start; `place` is where in it this is: `epoch`, `task` and `sample`;
     `attempt` counts from 1. `launcher` is how it was started (`subprocess`, `docker`, `http`, `python`),
     `isolation` what really keeps it apart, `owner` the id of the process that started it. `clocks` are limits
-    in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out of
-    `place`, as out of the trajectory's opening.
+    in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out
+    of `place`, as out of the trajectory's opening.
     """
 
     KIND: ClassVar[str] = "launch.started"
