@@ -21,7 +21,7 @@ from container_engine import IMAGE
 from rollout_runs import launches, run, told
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
-from rollbook.ingest.rollouts.config import parse_rollouts
+from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
 from rollbook.ingest.rollouts.engines import Engine
 from rollbook.ingest.rollouts.launching import Exit, Launch, Limits
@@ -398,38 +398,33 @@ def test_rollouts_in_containers(
     (tmp_path / "scores.py").write_text(
         "def size(task, attempt):\n    return float((attempt.folder / 'answer.json').stat().st_size > 100)\n"
     )
-    config = parse_rollouts(
-        {
-            **{
-                "name": f"boxes-{containers.engine}",
-                "proxy": server.url,
-                "tasks": "none",
-                "folder": str(tmp_path / "launches"),
-            },
-            "clocks": {"total_s": 6.0, "grace_s": 0.2},
+    container = {"image": IMAGE, "engine": containers.engine}
+    agent = {"launcher": "docker", "command": ["/bin/sh", "-c", "{do}"], "container": container}
+
+    def config(name: str, **clocks: float) -> RolloutConfig:
+        values = {
+            **{"name": f"{name}-{containers.engine}", "proxy": server.url, "tasks": "none"},
+            **{"folder": str(tmp_path / name), "agent": agent, "clocks": {"grace_s": 0.2} | clocks},
             "score": [{"name": "size", "function": f"{tmp_path}/scores.py:size"}],
-            "agent": {
-                "launcher": "docker",
-                "command": ["/bin/sh", "-c", "{do}"],
-                "container": {"image": IMAGE, "engine": containers.engine},
-            },
-        },
-        "test",
-    )
-    what = [AGENT, AGENT + "exit 5", AGENT + "trap '' TERM; sleep 60 & sleep 60", "true"]
-    found, _ = run(config, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
-    rows = launches(server, config.name)
+        }
+        return parse_rollouts(values, "test")
+
+    boxes, late = config("boxes"), config("late", total_s=3.0)
+    what = [AGENT, AGENT + "exit 5", "true"]
+    found, _ = run(boxes, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
+    rows = launches(server, boxes.name)
     assert told(rows, "status", "finished", "reward", "turns", "exit_code") == [
         ("done", "completed", 1.0, 1, 0),
         ("agent_error", "failed", None, 1, 5),
-        ("timeout", "failed", None, 1, None),
         ("agent_error", "failed", None, 0, 0),
     ]
     assert {json.loads(row["isolation"])["level"] for row in rows} == {"container"}
-    assert (found.done, found.leaked) == (4, 0)
-    assert (
-        containers.said("ps", "--all", "--filter", f"label=rollbook.rollout={config.name}", "--quiet") == ""
-    )
+    assert (found.done, found.leaked) == (3, 0)
+    run(late, [Task("t", {"do": "trap '' TERM; sleep 60 & sleep 60"})])
+    assert told(launches(server, late.name), "status", "finished") == [("timeout", "failed")]
+    for name in (boxes.name, late.name):
+        label = f"label=rollbook.rollout={name}"
+        assert containers.said("ps", "--all", "--quiet", "--filter", label) == ""
 
 
 @pytest.mark.parametrize(
