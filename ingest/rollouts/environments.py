@@ -34,6 +34,7 @@ class Gym(EnvRollout):
         actions: words for the actions of a Discrete space, in order; absent: their numbers.
         drawn: whether the policy sees what `render` gives (render_mode "ansi"), and not the observation.
         most_turns: after which it is cut short.
+        whole: as `EnvRollout` has it.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Gym(EnvRollout):
         actions: Sequence[str] = (),
         drawn: bool = False,
         most_turns: int = 16,
+        whole: bool = True,
     ) -> None:
-        self.most_turns = most_turns
+        self.most_turns, self.whole = most_turns, whole
         self._id, self._make, self._instructions = id, dict(make or {}), instructions
         self._actions, self._drawn = [word.lower() for word in actions], drawn
 
@@ -123,6 +125,7 @@ class OpenEnv(EnvRollout):
         shown: the field of an observation that the policy is shown; absent: all of it, as JSON.
         instructions: what the policy is told before the first observation.
         most_turns: after which it is cut short.
+        whole: as `EnvRollout` has it.
     """
 
     def __init__(
@@ -132,8 +135,9 @@ class OpenEnv(EnvRollout):
         shown: str | None = None,
         instructions: str = "",
         most_turns: int = 16,
+        whole: bool = True,
     ) -> None:
-        self.most_turns = most_turns
+        self.most_turns, self.whole = most_turns, whole
         self.url, self._action, self._shown, self._instructions = url, action, shown, instructions
 
     def make_env(self, task: Task) -> Any:
