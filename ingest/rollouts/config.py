@@ -130,6 +130,26 @@ class ScoreConfig(_Table):
         return self
 
 
+class EvaluationConfig(_Table):
+    """`[evaluation]`: with --follow, what agents are evaluated on where the training waits for that
+    (`evaluation.wait_s` of `rollbook train`)."""
+
+    tasks: str
+    """Tasks that are held out, as `tasks`."""
+    samples: Positive = 1
+    """Trajectories of each."""
+    limit: Positive | None = None
+    """Tasks, the first; absent: all."""
+    concurrency: Positive | None = None
+    """Trajectories at once; absent: as in training."""
+
+    def config(self, of: RolloutConfig, version: int) -> RolloutConfig:
+        """The rollouts that evaluate a version: those of a CONFIG, on these tasks."""
+        found = {"name": f"{of.name}.eval.{version}", "split": "eval", "epochs": 1, "evaluation": None}
+        found |= {"tasks": self.tasks, "samples": self.samples, "limit": self.limit}
+        return of.model_copy(update=found | {"concurrency": self.concurrency or of.concurrency})
+
+
 class RolloutConfig(_Table):
     """All of a CONFIG."""
 
@@ -160,6 +180,8 @@ class RolloutConfig(_Table):
     """What becomes of infrastructure that fails."""
     score: tuple[ScoreConfig, ...] = ()
     """What the reward is made of; absent: what the agent says of itself."""
+    evaluation: EvaluationConfig | None = None
+    """What agents are evaluated on, beside an online training."""
 
 
 def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -111,9 +112,13 @@ def course_of(events: Iterable[Event], rollout: str) -> Course:
     return course
 
 
-def places_of(tasks: Sequence[Task], samples: int, epochs: int) -> Iterator[Place]:
-    """All places in order: groups one after the other, so that they become whole soon."""
-    for epoch in range(epochs):
+def places_of(tasks: Sequence[Task], samples: int, epochs: int | None) -> Iterator[Place]:
+    """All places in order: groups one after the other, so that they become whole soon.
+
+    Args:
+        epochs: None: no end of them.
+    """
+    for epoch in itertools.count() if epochs is None else range(epochs):
         for task in tasks:
             for sample in range(samples):
                 yield Place(epoch, task.name, sample)

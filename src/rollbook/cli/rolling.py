@@ -19,6 +19,7 @@ from rich.table import Table
 from rollbook.cli.terminal import Console, print_json, say
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
+from rollbook.ingest.rollouts.follow import Following
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
 from rollbook.ingest.rollouts.tasks import read_tasks
@@ -26,8 +27,11 @@ from rollbook.store.errors import RolloutError
 from rollbook.store.ids import new_id
 
 
-def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: bool, json: bool) -> int:
     """Run them to their end, or until somebody interrupts; the exit code.
+
+    Args:
+        follow: beside an online training, as long as it goes on.
 
     Raises:
         ConfigError: the CONFIG or its tasks cannot be used.
@@ -36,7 +40,7 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: boo
     config = load_rollouts(path, overrides)
     stopped: list[int] = []
     with _alone(config), _shown(config) as tell:
-        found = asyncio.run(_run(config, key, tell, stopped))
+        found = asyncio.run(_run(config, key, tell, stopped, follow))
     if json:
         print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
     else:
@@ -44,19 +48,33 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: boo
             say(line)
     if stopped:
         return 128 + stopped[0]
-    return 1 if found.given_up or found.done < found.total else 0
+    return 1 if found.given_up or found.done < (found.total or 0) else 0
 
 
 async def _run(
-    config: RolloutConfig, key: str | None, tell: Callable[[Progress], None], stopped: list[int]
+    config: RolloutConfig,
+    key: str | None,
+    tell: Callable[[Progress], None],
+    stopped: list[int],
+    follow: bool,
 ) -> Progress:
     """Run them; a signal stops them orderly, and is noted."""
-    tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
     async with Proxy(config.proxy, key) as proxy:
         launcher = launcher_of(config)
         agents = agents_of(config, proxy, launcher)
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
-        rollouts = Rollouts(config, tasks, proxy, agents, launcher, owner, _warn, tell)
+        names = dict[str, str]()
+
+        async def made(of: RolloutConfig) -> Rollouts:
+            tasks = await asyncio.to_thread(read_tasks, of.tasks, of.limit)
+            # Of evaluations the trainer tells: the table shows the rollouts that they interrupt.
+            show = tell if of is config else lambda progress: None
+            endless = follow and of is config
+            return Rollouts(
+                of, tasks, proxy, agents, launcher, owner, _warn, show, endless=endless, names=names
+            )
+
+        rollouts = Following(config, proxy, made, _warn) if follow else await made(config)
         loop = asyncio.get_running_loop()
 
         def stop(number: int) -> None:
@@ -113,7 +131,7 @@ def _table(config: RolloutConfig, progress: Progress) -> Table:
 def _lines(progress: Progress) -> list[str]:
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
     found: dict[str, Any] = {
-        "done": f"{progress.done} of {progress.total}",
+        "done": f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}",
         "running": progress.running or None,
         "launches": by_status or None,
         "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",

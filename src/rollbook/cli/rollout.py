@@ -20,6 +20,10 @@ def rollout(
         str | None,
         typer.Option(envvar="ROLLBOOK_KEY", help="An operator's key, if the proxy asks for keys."),
     ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Go over the tasks again and again, until an online training ends."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run agents on tasks: started, watched and scored, each a trajectory of the proxy's log.
@@ -30,6 +34,7 @@ def rollout(
 
     rollbook serve serve.toml --store runs
     rollbook rollout rollouts.toml --set samples=8
+    rollbook rollout rollouts.toml --follow
     rollbook sql "select status, count(*) from launches group by 1" --store runs
 
     Exit codes: 0 all places have their trajectory, 1 some were given up, 2 they
@@ -37,4 +42,4 @@ def rollout(
     """
     from rollbook.cli.rolling import run_rollouts
 
-    raise typer.Exit(run_rollouts(config, overrides or [], key, json=json))
+    raise typer.Exit(run_rollouts(config, overrides or [], key, follow=follow, json=json))

@@ -71,6 +71,7 @@ MATRIX = {
     ("POST", "/v1/trajectories/x/launches/l/end"): "ow",
     ("POST", "/v1/trajectories/x/launches/l/leaks"): "ow",
     ("GET", "/v1/trajectories/x/launches"): "owt",
+    ("POST", "/v1/evaluations"): "ow",
     ("POST", "/v1/preferences"): "oj",
     ("GET", "/v1/models"): "owt",
     ("GET", "/v1/models/org/m"): "owt",
