@@ -18,6 +18,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.toml_file import read_toml
+from rollbook.store.whole_config import part_of
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -191,7 +192,7 @@ def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = read_toml(path)
+    values = part_of(read_toml(path), "rollout", str(path))
     for text in overrides:
         _override(values, text)
     return parse_rollouts(values, str(path))

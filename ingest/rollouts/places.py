@@ -21,6 +21,8 @@ from rollbook.store.events import (
 KINDS = (TrajectoryOpened.KIND, TrajectoryFinished.KIND, LaunchStarted.KIND, LaunchEnded.KIND)
 LABEL = "rollout"
 """Label of a trajectory that says which rollouts it is of."""
+OPENING = "opening"
+"""Label by which a proxy knows a request to open one again, whose answer was lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

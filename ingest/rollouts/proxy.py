@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -178,26 +178,45 @@ class Proxy:
                     found += [from_json(values) for values in orjson.loads(message.data)]
         return found, cut
 
-    async def follow(self, run: str, kinds: tuple[str, ...], cut: str) -> AsyncIterator[Event]:
-        """The events of some kinds after a cut, for ever; the connection is made again where it breaks."""
-        async for events, _ in self.batches(run, kinds, cut):
+    async def follow(
+        self,
+        run: str,
+        kinds: tuple[str, ...],
+        cut: str,
+        connected: Callable[[bool], None] = lambda there: None,
+    ) -> AsyncIterator[Event]:
+        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
+
+        Args:
+            connected: told that it broke, and that it is there again.
+        """
+        async for events, _ in self.batches(run, kinds, cut, connected):
             for event in events:
                 yield event
 
     async def batches(
-        self, run: str, kinds: tuple[str, ...], cut: str
+        self,
+        run: str,
+        kinds: tuple[str, ...],
+        cut: str,
+        connected: Callable[[bool], None] = lambda there: None,
     ) -> AsyncIterator[tuple[list[Event], str]]:
         """As `follow`, in batches, each with the cut up to which all has come."""
+        broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
             with contextlib.suppress(httpx.HTTPError):
                 timeout = httpx.Timeout(10.0, read=SILENCE_S)
                 async with self.http.stream("GET", "/v1/events", params=query, timeout=timeout) as answer:
                     await _check(answer, self.url)
+                    if broken:
+                        connected(True)
                     async for message in _messages(answer):
                         cut = message.id or cut
                         if message.type == "message":
                             yield [from_json(values) for values in orjson.loads(message.data)], cut
+            broken = True
+            connected(False)
             await asyncio.sleep(PAUSE_S)
 
 

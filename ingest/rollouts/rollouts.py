@@ -18,7 +18,7 @@ from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
-from rollbook.ingest.rollouts.places import KINDS, LABEL, Course, Place, course_of, places_of
+from rollbook.ingest.rollouts.places import KINDS, LABEL, OPENING, Course, Place, course_of, places_of
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
 from rollbook.ingest.rollouts.scoring import Attempt, Scores, functions_of, score
 from rollbook.ingest.rollouts.tasks import Task
@@ -211,7 +211,7 @@ class Rollouts:
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
         try:
-            labels = {LABEL: config.name}
+            labels = {LABEL: config.name, OPENING: launch_id}
             opened = await self._proxy.open(name, group, place.task, config.split, labels)
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
@@ -224,14 +224,14 @@ class Rollouts:
         try:
             address = Address(self._proxy.url, name, opened.key)
             job = Job(launch_id, self._tasks[place.task], group, address, folder, activity, self._stop)
-            return await self._launched(job, opened, place, number)
+            return await self._launched(job, opened, place, number, watch)
         finally:
             del self._names[launch_id]
             watch.end(opened.trajectory_id)
             self._show(running=self.progress.running - 1)
 
     async def _launched(
-        self, job: Job, opened: Opened, place: Place, number: int
+        self, job: Job, opened: Opened, place: Place, number: int, watch: Watch
     ) -> tuple[Status, str | None]:
         began, exit_ = time.monotonic(), None
         fields = self._described(job, place, number)
@@ -244,7 +244,7 @@ class Rollouts:
             await self._proxy.launch(opened.name, fields | {"isolation": started.isolation})
             ended, exit_ = await started.end()
         await self._seen(job, ended)
-        status, why = verdict(ended, job.activity.seen)
+        status, why = verdict(ended, watch.seen(job.activity))
         scores = await self._scored(job, status, ended)
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}

@@ -48,6 +48,8 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: b
             say(line)
     if stopped:
         return 128 + stopped[0]
+    if follow:
+        return 0  # it ends with its training
     return 1 if found.given_up or found.done < (found.total or 0) else 0
 
 
