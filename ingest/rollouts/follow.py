@@ -124,6 +124,8 @@ class Following:
         run = await self._proxy.run_name()
         events, cut = await self._proxy.recorded(run, KINDS)
         self._training.take(events)
+        asked = {event.record.policy_version for event in events if isinstance(event.record, EvalStarted)}
+        self._asked_at = dict.fromkeys(asked, "")  # another process may have begun these
         following = asyncio.create_task(self._follow(run, cut))
         if self._training.policy is None or self._training.over:
             self._say(f"waiting for an online training of run {run!r} (rollbook train --source tail)")

@@ -37,9 +37,9 @@ def specs_of(
     }
     for part in only:
         if not made[part]:
-            where = (
-                "its address is another host's" if part in ("engines", "proxy") else "it has no such table"
-            )
+            table = {"engines": config.engines, "proxy": config.serve, "trainer": config.train}
+            has = table.get(part, config.rollout) is not None
+            where = "its address is another host's" if has else "it has no such table"
             raise ConfigError(f"{config.path}: --only {part}: {where}")
     return [made[part] for part in PARTS if part in wanted]
 
