@@ -18,7 +18,7 @@ TABLES = ("engines", "serve", "train", "rollout")
 KEYS = ("run", "store", "model", "proxy", "logs", "evaluation", *TABLES)
 ADDRESS, PORT = "127.0.0.1", 8000
 WAIT_S = 1800.0
-"""How long an evaluation waits for its agents, where nothing else is said."""
+"""How long a training waits for agents to be evaluated, where nothing else is said."""
 
 
 def is_whole(values: Json) -> bool:

@@ -43,6 +43,12 @@ def planned(*trajectories: str) -> StepPlanned:
     return StepPlanned(**values | {"step": 0, "attempt": 1, "policy": "actor", "samples": samples})
 
 
+def dropped(trajectory: str) -> SampleDropped:
+    """A sample of it is not used."""
+    values: dict[str, Any] = {field.name: None for field in fields(SampleDropped)}
+    return SampleDropped(**values | {"trajectory_id": trajectory, "rule": "too_stale"})
+
+
 def test_groups() -> None:
     """Running, waiting, used, dropped and void ones; evaluations are none."""
     began = [opened(f"{group}{i}", group) for group in "abc" for i in (1, 2)]
@@ -52,8 +58,8 @@ def test_groups() -> None:
     assert found.groups == (1, 2)
     found = course(*began, *ended, planned("a1", "a2"), StepCommitted(0, 1, "actor", 1, {}, {"loss": 0.5}))
     assert (found.groups, found.done, found.version) == ((1, 1), 1, 1)
-    found.take([Event(TrajectoryFinished("c2", "void"), "run"), Event(SampleDropped("b1", "t", 0, 1), "run")])
-    found.take([Event(SampleDropped("b2", "t", 0, 1), "run")])
+    found.take([Event(TrajectoryFinished("c2", "void"), "run"), Event(dropped("b1"), "run")])
+    found.take([Event(dropped("b2"), "run")])
     assert found.groups == (0, 1)
 
 

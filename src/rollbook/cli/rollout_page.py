@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from rollbook.ingest.rollouts.config import (
     AgentConfig,
     ClocksConfig,
+    EvaluationConfig,
     LimitsConfig,
     RetriesConfig,
     RolloutConfig,
@@ -34,9 +35,10 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
+    "`[evaluation]`": EvaluationConfig,
 }
 
-APART = frozenset({"agent", "limits", "clocks", "retries", "score"})
+APART = frozenset({"agent", "limits", "clocks", "retries", "score", "evaluation"})
 """Keys that are tables of their own."""
 
 

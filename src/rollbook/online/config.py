@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,19 +20,55 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.toml_file import read_toml
-from rollbook.store.whole_config import ADDRESS, TABLES, check_whole, is_whole, part_of, proxy_url
+from rollbook.store.whole_config import ADDRESS, TABLES, WAIT_S, check_whole, is_whole, part_of, proxy_url
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.files import override, read_training
 
 Seconds = Annotated[float, Field(gt=0)]
+T = TypeVar("T", bound=BaseModel)
 
 
-class EnginesConfig(BaseModel):
-    """`[engines]`: SGLang servers of the run; absent: the proxy's own engine answers."""
-
+class _Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class SharedConfig(_Table):
+    """What the parts share, at the top of the file."""
+
+    run: str = "default"
+    """Name of the run."""
+    store: Path
+    """Folder of the store."""
+    model: Path | None = None
+    """Model directory that the run starts from; engines and proxy serve it."""
+    proxy: str | None = None
+    """The proxy's address, as the other parts reach it; absent: by `host` and `port` of [serve]."""
+    logs: Path = Path("logs")
+    """Folder for what the parts print."""
+
+
+class EvaluatedConfig(_Table):
+    """`[evaluation]`: agents are evaluated on tasks that are held out, at every so many steps; the training
+    waits for that, so that it is of one version."""
+
+    tasks: str
+    """Tasks that are held out, in a form that [rollout] takes."""
+    every: Annotated[int, Field(ge=1)] = 50
+    """Optimizer steps between evaluations. One comes before the first step, and one after the last."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Trajectories of each task."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Tasks, the first; absent: all."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Trajectories at once; absent: as in training."""
+    wait_s: Seconds = WAIT_S
+    """Longest wait for them; training goes on after it."""
+
+
+class EnginesConfig(_Table):
+    """`[engines]`: SGLang servers of the run; absent: the proxy's own engine answers."""
 
     addresses: Annotated[tuple[str, ...], Field(min_length=1)] = (f"{ADDRESS}:30000",)
     """host:port of each. Those of this host are started; others are waited for, and started there by
@@ -106,17 +142,19 @@ def load_whole(path: Path, overrides: Sequence[str] = ()) -> WholeConfig:
         raise ConfigError(f"{path}: a run has at least one of the tables {tables}")
     name = str(path)
     check_whole(values, name)
-    logs = Path(values.get("logs", "logs"))
+    shared = _checked(SharedConfig, {k: v for k, v in values.items() if k in SharedConfig.model_fields}, name)
+    engines = _checked(EnginesConfig, values["engines"], f"{name}: engines") if "engines" in values else None
+    if "evaluation" in values:
+        _checked(EvaluatedConfig, values["evaluation"], f"{name}: evaluation")
     serve = parse_settings(part_of(values, "serve", name), name)
     trained = read_training(part_of(values, "train", name), path) if "train" in values else None
     rollouts = parse_rollouts(part_of(values, "rollout", name), name) if "rollout" in values else None
     _check_evaluation(trained, rollouts, name)
-    engines = _engines(values, name)
     if engines is not None and serve.model is None:
         raise ConfigError(f"{name}: [engines] needs `model`, the directory of what they serve")
     return WholeConfig(
-        path=_written(values, path, logs) if overrides else path,
-        logs=logs,
+        path=_written(values, path, shared.logs) if overrides else path,
+        logs=shared.logs,
         proxy=proxy_url(values),
         here=is_local(serve.host),
         engines=engines,
@@ -142,17 +180,24 @@ def is_local(host: str) -> bool:
     return False
 
 
-def _engines(values: Json, name: str) -> EnginesConfig | None:
-    if "engines" not in values:
-        return None
+def _checked(model: type[T], values: Json, name: str) -> T:
+    """A table of the CONFIG, typed.
+
+    Raises:
+        ConfigError: a key is unknown, missing or ill-typed; all are named.
+    """
     try:
-        return EnginesConfig.model_validate_json(json.dumps(values["engines"], default=str))
+        return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        lines = [f"  engines.{'.'.join(map(str, e['loc'])) or ''}: {_said(e)}" for e in error.errors()]
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'table'}: {_said(e)}" for e in error.errors()]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
 
 
 def _said(error: Any) -> str:
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
     return shown(f"{error['msg']} (got {error['input']!r})")
 
 
