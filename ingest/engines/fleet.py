@@ -198,8 +198,8 @@ class Fleet:
     ) -> None:
         """Apply the syncs that the log holds from before this proxy began.
 
-        An engine in this process began with the proxy, and has the weights that it began with: while a training
-        goes on it waits for its sync.
+        An engine in this process began with the proxy, and has the weights that it began with: while a
+        training goes on it waits for its sync.
 
         Args:
             trained: an online training goes on.
