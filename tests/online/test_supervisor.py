@@ -28,7 +28,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if how == "hangs" and os.path.exists("answered"):
             time.sleep(600)
         open("answered", "w").close()
-        self.send_response(200); self.end_headers()
+        self.send_response(503 if how == "waits" else 200); self.end_headers()
     def log_message(self, *words): pass
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -103,6 +103,19 @@ def test_in_order(server: Callable[..., Spec]) -> None:
     assert ended[1] < ended[0]
     assert [part.state for part in supervisor.parts] == ["ended"] * 3
     assert all(gone(pid) for one in (first, second) for pid in pids(one))
+
+
+def test_one_that_waits_for_another(server: Callable[..., Spec]) -> None:
+    """It answers that it is not ready, and that is enough for the next to begin."""
+    for how, begins in (("waits", True), ("well", True)):
+        first = server(how, how, any_answer=how == "waits")
+        run(Supervisor([[first], [program("work", "print('begun')")]], lambda text: None).run())
+        assert (Path("work.log").read_text() == "begun\n") is begins
+        Path("work.log").unlink()
+    never = server("never", "waits", ready_s=0.5)
+    with pytest.raises(PartError, match="never was ended by SIGKILL before it was ready"):
+        run(Supervisor([[never], [program("work", "print('begun')")]], lambda text: None).run())
+    assert not Path("work.log").exists()
 
 
 def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,14 +14,9 @@ from rich.live import Live
 from rich.table import Table
 
 from rollbook.cli.terminal import Console, print_json, say
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
-from rollbook.ingest.rollouts.follow import Following
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
-from rollbook.ingest.rollouts.tasks import read_tasks
-from rollbook.store.errors import RolloutError
-from rollbook.store.ids import new_id
+from rollbook.ingest.rollouts.manager import RolloutManager
+from rollbook.ingest.rollouts.rollouts import Progress
 
 
 def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: bool, json: bool) -> int:
@@ -39,8 +31,9 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: b
     """
     config = load_rollouts(path, overrides)
     stopped: list[int] = []
-    with _alone(config), _shown(config) as tell:
-        found = asyncio.run(_run(config, key, tell, stopped, follow))
+    with _shown(config) as tell:
+        manager = RolloutManager(config, key, follow=follow, say=_warn, tell=tell)
+        found = asyncio.run(_run(manager, stopped))
     if json:
         print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
     else:
@@ -53,58 +46,16 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: b
     return 1 if found.given_up or found.done < (found.total or 0) else 0
 
 
-async def _run(
-    config: RolloutConfig,
-    key: str | None,
-    tell: Callable[[Progress], None],
-    stopped: list[int],
-    follow: bool,
-) -> Progress:
+async def _run(manager: RolloutManager, stopped: list[int]) -> Progress:
     """Run them; a signal stops them orderly, and is noted."""
-    async with Proxy(config.proxy, key) as proxy:
-        launcher = launcher_of(config)
-        agents = agents_of(config, proxy, launcher)
-        owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
-        names = dict[str, str]()
 
-        async def made(of: RolloutConfig) -> Rollouts:
-            tasks = await asyncio.to_thread(read_tasks, of.tasks, of.limit)
-            # Of evaluations the trainer tells: the table shows the rollouts that they interrupt.
-            show = tell if of is config else lambda progress: None
-            endless = follow and of is config
-            return Rollouts(
-                of, tasks, proxy, agents, launcher, owner, _warn, show, endless=endless, names=names
-            )
+    def stop(number: int) -> None:
+        stopped.append(number)
+        manager.stop()
 
-        rollouts = Following(config, proxy, made, _warn) if follow else await made(config)
-        loop = asyncio.get_running_loop()
-
-        def stop(number: int) -> None:
-            stopped.append(number)
-            rollouts.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
-        return await rollouts.run()
-
-
-@contextmanager
-def _alone(config: RolloutConfig) -> Iterator[None]:
-    """No other process runs these rollouts from the same folder meanwhile.
-
-    Raises:
-        RolloutError: one does.
-    """
-    config.folder.mkdir(parents=True, exist_ok=True)
-    with (config.folder / f"{config.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            text = (
-                f"another process runs rollouts {config.name!r} in {config.folder}: wait for it, or stop it"
-            )
-            raise RolloutError(text) from error
-        yield
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return await manager.run()
 
 
 def _warn(text: str) -> None:

@@ -39,6 +39,7 @@ class Spec:
     Attributes:
         log: file for what it prints.
         health: address that answers 200 once it is ready; None: it is ready at once.
+        any_answer: whatever it answers, it is ready: it may wait for another part.
         ready_s: longest time until then. silence_s: after this long without an answer it is ended.
         stop_s: from SIGTERM to SIGKILL.
         ends: it ends by itself, with exit code 0; another one runs until it is stopped.
@@ -49,6 +50,7 @@ class Spec:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     health: str | None = None
+    any_answer: bool = False
     ready_s: float = 300.0
     silence_s: float = 120.0
     stop_s: float = 30.0
@@ -130,7 +132,8 @@ class Part:
         async with httpx.AsyncClient(timeout=10.0) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(self.spec.health)).status_code == 200:
+                    answer = await client.get(self.spec.health)
+                    if self.spec.any_answer or answer.status_code == 200:
                         self._answers()
                         heard, limit = time.monotonic(), self.spec.silence_s
                 if time.monotonic() - heard > limit:

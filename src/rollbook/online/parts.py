@@ -69,8 +69,9 @@ def _rollbook(*words: object) -> tuple[str, ...]:
 
 
 def _proxy(config: WholeConfig) -> Spec:
-    health = f"{config.proxy}/healthz"
-    return Spec("proxy", _rollbook("serve", config.path), config.logs / "proxy.log", health=health)
+    health, log = f"{config.proxy}/healthz", config.logs / "proxy.log"
+    # Its engine may wait for the trainer to give it weights, which begins after it.
+    return Spec("proxy", _rollbook("serve", config.path), log, health=health, any_answer=True)
 
 
 def _trainer(config: WholeConfig, options: Sequence[str]) -> Spec:
