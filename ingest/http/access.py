@@ -82,6 +82,7 @@ RULES = (
     Rule("GET", "/v1/cursors/{name}", READERS),
     Rule("PUT", "/v1/cursors/{name}", OPERATORS),
     Rule("POST", "/v1/trajectories", AGENTS),
+    Rule("GET", "/v1/trajectories/{name:path}", READERS),
     Rule("POST", "/v1/trajectories/{name:path}/finish", AGENTS),
     Rule("POST", "/v1/trajectories/{name:path}/rewards", AGENTS | {Role.judge}),
     Rule("POST", "/v1/trajectories/{name:path}/labels", AGENTS | {Role.judge}),

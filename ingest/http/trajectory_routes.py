@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from weakref import WeakValueDictionary
 
+import orjson
 from fastapi import FastAPI, Request, Response
 
 from rollbook.ingest.http.access import check_source, check_trajectory, check_unfinished
@@ -21,8 +24,9 @@ from rollbook.ingest.requests.fields import (
     FinishTrajectory,
     OpenTrajectory,
 )
+from rollbook.ingest.trajectories.description import description
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.trajectories.rewards import assigned_reward, turn_of_reply
+from rollbook.ingest.trajectories.rewards import assigned_reward, repeated, turn_of_reply
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, LabelAdded, PreferenceAdded
 from rollbook.store.fold.trajectory import Trajectory
@@ -34,6 +38,7 @@ def add_trajectory_routes(
     """Add the routes under /v1/trajectories."""
     desk = Desk(recorder, door, guard, room)
     _add_course(app, desk)
+    _add_reading(app, desk)
     _add_remarks(app, desk)
     _add_preferences(app, desk)
     add_launch_routes(app, desk)
@@ -91,20 +96,39 @@ async def _opened_so(desk: Desk, body: OpenTrajectory) -> LiveTrajectory | None:
     return live
 
 
+def _add_reading(app: FastAPI, desk: Desk) -> None:
+    """What the log has of one trajectory, for who judges it."""
+
+    @app.get("/v1/trajectories/{name:path}")
+    async def read(name: str) -> Response:
+        trajectory = await desk.recorded(name)
+        said = await asyncio.to_thread(lambda: orjson.dumps(description(trajectory)))
+        return Response(said, media_type="application/json")
+
+
 def _add_remarks(app: FastAPI, desk: Desk) -> None:
-    """What anybody says of a trajectory, at any time; but its agent until its end, and as itself."""
+    """What anybody says of a trajectory, at any time; but its agent until its end, and as itself.
+
+    A reward that is sent again is one reward: 201 for what is new, 200 for a repetition.
+    """
+    turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
-    async def reward(name: str, request: Request) -> Json:
+    async def reward(name: str, request: Request, response: Response) -> Json:
         caller = caller_of(request)
         check_trajectory(caller, name)
         body = await desk.read(request, AssignReward)
         check_source(caller, body.source)
-        trajectory = await desk.recorded(name)
-        record = assigned_reward(trajectory, body, caller.name)
-        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
-        [event] = await desk.recorder.write(record)
-        return {"id": name, "trajectory_id": trajectory.opened.trajectory_id, "event_id": event.event_id}
+        async with turns.setdefault(name, asyncio.Lock()):
+            trajectory = await desk.recorded(name)
+            record = assigned_reward(trajectory, body, caller.name)
+            check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
+            if (event_id := repeated(trajectory, record)) is not None:
+                response.status_code = 200
+            else:
+                [event] = await desk.recorder.write(record)
+                event_id = event.event_id
+        return {"id": name, "trajectory_id": record.trajectory_id, "event_id": event_id}
 
     @app.post("/v1/trajectories/{name:path}/labels", status_code=201)
     async def label(name: str, request: Request) -> Json:

@@ -216,7 +216,8 @@ class Recorder(RunWriter):
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
         said = (wanted.group, wanted.task, wanted.split, wanted.labels)
-        opened = TrajectoryOpened(trajectory_id, name, *said, by)
+        judged = None if wanted.judges is None else {"trajectory_id": wanted.judges, "how": "judged"}
+        opened = TrajectoryOpened(trajectory_id, name, *said, by, judged)
         return LiveTrajectory(opened, self.lane)
 
     def record_opening(self, live: LiveTrajectory, *records: Record) -> Future[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollbook.ingest.engines.sampling_bounds import Finite, Temperature
 from rollbook.ingest.requests.json_bounds import check_depth, check_weight
 from rollbook.store.errors import RequestError
-from rollbook.store.events import SPLITS, Json
+from rollbook.store.events import JUDGE, SPLITS, Json
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -57,8 +57,16 @@ class OpenTrajectory(BaseModel):
     id: str | None = Field(None, min_length=1, max_length=256)
     group: str | None = Field(None, max_length=NAME_LENGTH)
     task: str | None = Field(None, max_length=TASK_LENGTH)
-    split: Literal["train", "eval", "teacher"] = "train"
+    split: Literal["train", "eval", "teacher", "judge"] = "train"
     labels: Annotated[Json, Field(max_length=LABELS)] = Field(default_factory=dict)
+    judges: str | None = Field(None, min_length=1, max_length=NAME_LENGTH)
+    """Id of the trajectory that one of split judge is about."""
+
+    @model_validator(mode="after")
+    def _names_whom_it_judges(self) -> OpenTrajectory:
+        if (self.split == JUDGE) != (self.judges is not None):
+            raise ValueError("`judges`, the id of a trajectory, goes with split 'judge', and that with it")
+        return self
 
 
 class FinishTrajectory(BaseModel):

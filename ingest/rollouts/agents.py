@@ -1,88 +1,65 @@
-"""The two ways in which an agent runs: a program in a process of its own, a coroutine in this one."""
+"""Agents that are programs, of whatever launcher, and such that are coroutines of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
+from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
 from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
-from rollbook.ingest.rollouts.config import AgentConfig, ClocksConfig, RolloutConfig
+from rollbook.ingest.rollouts.cgroups import controllers
+from rollbook.ingest.rollouts.config import ClocksConfig, RolloutConfig
+from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
 from rollbook.ingest.rollouts.isolation import Files
+from rollbook.ingest.rollouts.jobs import Agents, Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.service_agents import ServiceAgents
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
-from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, command_of, files_of, placed, variables
-from rollbook.ingest.rollouts.watch import Activity
+from rollbook.ingest.rollouts.told import (
+    address_in,
+    command_of,
+    files_of,
+    network_of,
+    placed,
+    variables,
+)
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import Json
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An agent to run.
-
-    Attributes:
-        folder: the launch's own.
-        activity: what the proxy sees of it.
-        stop: set once nobody waits for it any more.
-    """
-
-    launch_id: str
-    task: Task
-    group: str
-    address: Address
-    folder: Path
-    activity: Activity
-    stop: asyncio.Event
-
-
-class Started(Protocol):
-    """An agent that runs."""
-
-    isolation: Json
-
-    async def end(self) -> tuple[Ended, Exit | None]:
-        """Wait for its end, or end it when a clock runs out; nothing of it is left then."""
-
-
-class Agents(Protocol):
-    """Starts agents, all alike."""
-
-    async def start(self, job: Job) -> Started:
-        """Start one.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
-
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
-        """Find and end what launches that are not alive left behind."""
-
 
 class Programs:
-    """Agents that are programs."""
+    """Agents that are programs.
 
-    def __init__(self, agent: AgentConfig, clocks: ClocksConfig, launcher: Launcher) -> None:
-        self._agent, self._clocks, self._launcher = agent, clocks, launcher
-        self._command, self._limits = placed(agent.command), Limits(**agent.limits.model_dump())
+    Args:
+        inside: what each sees as its own folder (None: as it is here), and as the proxy's URL; None: both as
+            they are here.
+    """
+
+    def __init__(
+        self,
+        agent: AgentConfig,
+        clocks: ClocksConfig,
+        launcher: Launcher,
+        inside: tuple[Path | None, str] | None = None,
+    ) -> None:
+        self._agent, self._clocks, self._launcher, self._inside = agent, clocks, launcher, inside
+        here = inside is None or inside[0] is None
+        self._command = placed(agent.command) if here else agent.command
+        self._limits = Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
-        agent = self._agent
+        agent, folder, address = self._agent, job.folder, job.address
+        if self._inside is not None:
+            folder, address = self._inside[0] or folder, address.at(self._inside[1])
         launch = Launch(
             launch_id=job.launch_id,
             command=command_of(self._command, job.task),
-            environment=variables(agent, job.address, job.group, job.task, job.folder, os.environ),
+            environment=variables(agent, address, job.group, job.task, folder, os.environ),
             folder=job.folder,
             output=job.folder,
             isolation=agent.isolation,
@@ -91,31 +68,61 @@ class Programs:
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """As `Agents`."""
-        return await self._launcher.sweep(alive)
+        return await self._launcher.sweep(alive, dead)
 
 
 def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
-    """What starts the programs of a CONFIG: its agents, where they are programs, and its scorers.
+    """What starts programs on this host of a CONFIG: its agents, where they are such, and its scorers.
 
     Those with files of their own see the files that commands name, with what lies beside them, and no launch
     but their own.
     """
-    words = [*config.agent.command, *(word for one in config.score for word in one.command)]
+    return SubprocessLauncher(_files_for(config))
+
+
+def _files_for(config: RolloutConfig) -> Files:
+    agents = config.agent.command if config.agent.launcher in ("subprocess", "ray") else ()
+    words = [*agents, *(word for one in config.score for word in one.command)]
     beside = {path.parent for path in files_of(words).values()}
     readable = tuple(path.resolve() for path in (*config.agent.readable, *sorted(beside)))
-    return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
+    return Files(readable, hidden=(config.folder.resolve(),))
+
+
+def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
+    network = network_of(container.network, config.proxy)
+    launcher = ContainerLauncher(container, network, {"rollbook.rollout": config.name})
+    inside = Path(container.folder), address_in(network, config.agent, config.proxy)
+    return Programs(config.agent, config.clocks, launcher, inside)
+
+
+def _on_nodes(config: RolloutConfig) -> Programs:
+    from rollbook.ingest.rollouts.ray_launcher import RayLauncher
+
+    address, nodes = config.agent.address or config.proxy, config.agent.nodes
+    launcher = RayLauncher(_files_for(config), nodes.resources, address, nodes.within_s)
+    return Programs(config.agent, config.clocks, launcher, (None, address))
 
 
 def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents:
     """What starts the agents of a CONFIG.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: there is no such class, no token for a service, or no Ray.
+        RolloutError: Ray does not answer.
+        LaunchError: a limit cannot be kept here.
     """
     if config.agent.launcher == "python":
         return Coroutines(config.agent, config.clocks, proxy)
+    if config.agent.service is not None and config.agent.launcher == "http":
+        address = config.agent.address or config.proxy
+        return ServiceAgents(config.agent, config.agent.service, config.clocks, address)
+    if config.agent.container is not None and config.agent.launcher == "docker":
+        return _in_containers(config, config.agent.container)
+    if config.agent.launcher == "ray":
+        return _on_nodes(config)
+    controllers(Limits(**config.agent.limits.model_dump()))
     return Programs(config.agent, config.clocks, launcher)
 
 
@@ -127,17 +134,15 @@ class _Program:
     async def end(self) -> tuple[Ended, Exit | None]:
         waiting = asyncio.ensure_future(self._running.wait())
         try:
-            stopped = await _until(waiting, self._job, self._clocks)
+            stopped = await until(waiting, self._job, self._clocks)
             if stopped is None:
                 found = waiting.result()
-                return Ended(found.code, found.signal), found
-        except BaseException:
-            await self._running.stop(0)
-            raise
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        found = await self._running.stop(self._clocks.grace_s)
-        return Ended(found.code, found.signal, stopped=stopped), found
+                return Ended(found.code, found.signal, found.error, found.infrastructure), found
+            found = await self._running.stop(self._clocks.grace_s)
+            return Ended(found.code, found.signal, stopped=stopped), found
+        finally:
+            waiting.cancel()  # which ends at once whatever runs yet
+            await asyncio.wait([waiting])
 
 
 class Coroutines:
@@ -159,7 +164,7 @@ class Coroutines:
         llm = LLM(self._proxy.http, job.address.openai, job.address.key, job.address.trajectory)
         return _Coroutine(made, llm, job, self._clocks)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """A coroutine leaves no process behind."""
         return []
 
@@ -172,7 +177,7 @@ class _Coroutine:
     async def end(self) -> tuple[Ended, Exit | None]:
         running = asyncio.ensure_future(self._made.run(self._job.task, self._llm))
         try:
-            stopped = await _until(running, self._job, self._clocks)
+            stopped = await until(running, self._job, self._clocks)
             if stopped is not None:
                 running.cancel()
                 await asyncio.wait([running], timeout=self._clocks.grace_s)
@@ -194,37 +199,3 @@ def _said(running: asyncio.Future[Outcome | float | None]) -> Ended:
         return Ended(code=1, error=repr(error))
     said = running.result()
     return Ended(outcome=said if isinstance(said, Outcome | None) else Outcome(float(said)))
-
-
-async def _until(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | None:
-    """Wait for an end; the clock that ran out before it, or `cancelled`."""
-    began, future = time.monotonic(), asyncio.ensure_future(running)
-    stop = asyncio.ensure_future(job.stop.wait())
-    try:
-        while True:
-            which, at = _next(clocks, began, job.activity)
-            left = None if at is None else max(at - time.monotonic(), 0.0)
-            done, _ = await asyncio.wait({future, stop}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if future in done:
-                return None
-            if stop in done:
-                return "cancelled"
-            if (at := _next(clocks, began, job.activity)[1]) is not None and at <= time.monotonic():
-                return which
-    finally:
-        stop.cancel()
-
-
-def _next(clocks: ClocksConfig, began: float, activity: Activity) -> tuple[str, float | None]:
-    """The clock that runs out first, and when."""
-    ends: list[tuple[float, str]] = []
-    if clocks.total_s is not None:
-        ends.append((began + clocks.total_s, "total"))
-    if not activity.seen.requests and clocks.start_s is not None:
-        ends.append((began + clocks.start_s, "start"))
-    if activity.seen.requests and clocks.idle_s is not None:
-        ends.append((activity.last_s + clocks.idle_s, "idle"))
-    if not ends:
-        return "", None
-    at, which = min(ends)
-    return which, at

@@ -1,4 +1,5 @@
-"""Stops rollouts whose infrastructure is gone, before they use up every attempt on it. Pure."""
+"""Watches how many launches fail by their infrastructure: warns, and stops rollouts whose infrastructure is
+gone, before they use up every attempt on it. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +9,38 @@ from rollbook.ingest.rollouts.outcome import Status
 
 
 class Breaker:
-    """Looks at the latest launches.
+    """Looks at launches, and above all at the latest.
 
     Args:
-        window: at how many.
-        stop_share: this share of them failed by their infrastructure: then it is open.
+        window: so many are the latest, and none is judged by fewer.
+        stop_share: this share of the latest failed by their infrastructure: then it is open.
+        warn_share: this share of all did: then it warns, once.
     """
 
-    def __init__(self, window: int, stop_share: float) -> None:
-        self._window, self._share = window, stop_share
+    def __init__(self, window: int, stop_share: float, warn_share: float = 1.0) -> None:
+        self._window, self._share, self._warn_share = window, stop_share, warn_share
         self._latest: deque[tuple[Status, str | None]] = deque(maxlen=window)
+        self._ended = self._failed = 0
+        self._warned = False
 
-    def add(self, status: Status, why: str | None) -> None:
-        """A launch ended. Those that were cancelled say nothing."""
-        if status is not Status.cancelled:
-            self._latest.append((status, why))
+    def add(self, status: Status, why: str | None) -> str | None:
+        """A launch ended; a warning, if it is time for one. Those that were cancelled say nothing."""
+        if status is Status.cancelled:
+            return None
+        self._latest.append((status, why))
+        self._ended += 1
+        self._failed += status is Status.infra_error
+        if self._warned or self._ended < self._window or self._failed < self._warn_share * self._ended:
+            return None
+        self._warned = True
+        failed = [why for status, why in self._latest if status is Status.infra_error]
+        last = f", the last: {failed[-1]}" if failed else ""
+        return f"{self._failed} of {self._ended} launches failed by their infrastructure{last}"
+
+    @property
+    def failed_rate(self) -> float | None:
+        """The share of all launches that failed by their infrastructure; None: none ended."""
+        return self._failed / self._ended if self._ended else None
 
     @property
     def open(self) -> str | None:

@@ -11,80 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
-from rollbook.ingest.rollouts.launching import Isolation, Level
+from rollbook.ingest.rollouts.agent_config import AgentConfig
+from rollbook.ingest.rollouts.score_config import ScoreConfig
+from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.toml_file import read_toml
 from rollbook.store.whole_config import part_of
 
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Seconds = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
-
-class _Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class LimitsConfig(_Table):
-    """`[agent.limits]`: what an agent may take; absent: as much as there is."""
-
-    memory_mb: Positive | None = None
-    """Address space of each of its processes."""
-    cpu_s: Positive | None = None
-    """CPU time of each of its processes."""
-    file_mb: Positive | None = None
-    """Size of each file that it writes."""
-    open_files: Positive | None = None
-    """Open files of each of its processes."""
-    output_mb: Annotated[float, Field(ge=0)] = 8.0
-    """Kept of each of stdout and stderr, the beginning; the rest is let go."""
-
-
-class AgentConfig(_Table):
-    """`[agent]`: what is run for each trajectory."""
-
-    launcher: Literal["subprocess", "python"] = "subprocess"
-    """A program in a process of its own, or a coroutine in this one."""
-    command: tuple[str, ...] = ()
-    """For subprocess: the program and its arguments; {name} stands for a value of the task. What names a file
-    beside this process is found, though the agent starts in a folder of its own."""
-    rollout: str | None = None
-    """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """For python: what the class is made with."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """For subprocess: variables that it is given besides."""
-    pass_environment: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ")
-    """For subprocess: variables of this process that it is given; no others are."""
-    names: dict[str, str] = Field(default_factory=dict)
-    """For subprocess: variables of other systems, each with the one of ours that it stands for:
-    RELAX_ROLLOUT_URL = "OPENAI_BASE_URL"."""
-    isolation: Isolation = "auto"
-    """How far its processes are kept apart: none, session, pidns, bwrap, or the most that works here."""
-    require: Level = "none"
-    """The least isolation; with less nothing is started."""
-    readable: tuple[Path, ...] = ()
-    """With bwrap: files and folders that it may read, beside the system's programs and the folders of files
-    that the command names."""
-    limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    """What it may take."""
-
-    @model_validator(mode="after")
-    def _whole(self) -> AgentConfig:
-        if self.launcher == "subprocess" and not self.command:
-            raise ValueError('launcher = "subprocess" needs a command, such as ["python", "agent.py"]')
-        if self.launcher == "python" and self.rollout is None:
-            raise ValueError('launcher = "python" needs a rollout, such as "my_agents:MyAgent"')
-        return self
-
-
-class ClocksConfig(_Table):
+class ClocksConfig(Table):
     """`[clocks]`: how long is waited, in seconds."""
 
     start_s: Seconds | None = 120.0
@@ -99,7 +38,7 @@ class ClocksConfig(_Table):
     """From SIGTERM to SIGKILL."""
 
 
-class RetriesConfig(_Table):
+class RetriesConfig(Table):
     """`[retries]`: what becomes of trajectories whose infrastructure failed."""
 
     attempts: Positive = 3
@@ -110,28 +49,11 @@ class RetriesConfig(_Table):
     """Of so many launches, the latest, ..."""
     stop_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """... this share failed by its infrastructure: then the rollouts stop."""
+    warn_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """This share of all launches, `window` or more, failed so: then it is said, once."""
 
 
-class ScoreConfig(_Table):
-    """`[[score]]`: a component of the reward."""
-
-    name: Name
-    """What it is called; the source of its reward."""
-    function: str | None = None
-    """`module:function` or `file.py:function` of (task, attempt) that gives a number."""
-    command: tuple[str, ...] = ()
-    """A program whose last line of output is a number, or an object with `reward`."""
-    weight: float = 1.0
-    """What it counts in the sum, which is the trajectory's reward."""
-
-    @model_validator(mode="after")
-    def _one(self) -> ScoreConfig:
-        if (self.function is None) == (not self.command):
-            raise ValueError("needs either a function or a command")
-        return self
-
-
-class EvaluationConfig(_Table):
+class EvaluationConfig(Table):
     """`[evaluation]`: with --follow, what agents are evaluated on where the training waits for that
     (`evaluation.wait_s` of `rollbook train`)."""
 
@@ -151,7 +73,7 @@ class EvaluationConfig(_Table):
         return of.model_copy(update=found | {"concurrency": self.concurrency or of.concurrency})
 
 
-class RolloutConfig(_Table):
+class RolloutConfig(Table):
     """All of a CONFIG."""
 
     name: Name = "rollouts"

@@ -8,6 +8,9 @@ Its stdin is a socket to the launcher. From there come the length and the marsha
 and then perhaps a `T`, at which the agent is asked to end. The end of the stream, which is also that of the
 launcher, ends all of it. To there go lines: `started`, or `failed WHY`; at the end `left PID COMMAND` for
 each process that had to be ended, and `ended CODE SIGNAL CPU_S RSS_KB`.
+
+What is started may be the client of another program that runs the agent. Then a command, `after`, ends the
+agent there and tidies up, however the client ended, and whoever is gone by then.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ import select
 import signal
 import time
 
+TYPE_CHECKING = False  # as in `typing`, whose import takes as long as all others together
+if TYPE_CHECKING:
+    from typing import Any
+
 LENGTH_BYTES = 8
 """Of the length before what is to be started."""
 SETTLE_S = 0.2
@@ -29,6 +36,8 @@ INSIST_S = 3.0
 """So long what was sent SIGKILL is waited for: of another user, or at a hung disk, it may never end."""
 TOLD, TOLD_LENGTH = 100, 500
 """Most processes that are told as left, and most characters of a command line."""
+AFTER_S = 60.0
+"""So long the command that tidies up may take."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -156,7 +165,9 @@ def _command(pid: int) -> str:
     return " ".join(words.split())[:TOLD_LENGTH] or "?"
 
 
-def _received() -> tuple[list[str], dict[str, str], str, dict[str, int], bool]:
+def _received() -> dict[str, Any]:
+    """What is to be started: `command`, `environment`, `folder`, `limits`, `own_group`, `after`, and the
+    descriptors, `entrances`, of the cgroups that it is to enter."""
     data = bytearray()
     length = LENGTH_BYTES
     while len(data) < length:
@@ -166,10 +177,8 @@ def _received() -> tuple[list[str], dict[str, str], str, dict[str, int], bool]:
         data += more
         if length == LENGTH_BYTES and len(data) == length:
             length += int.from_bytes(data, "big")
-    received = marshal.loads(data[LENGTH_BYTES:])
-    names = ("command", "environment", "folder", "limits", "own_group")
-    command, environment, folder, limits, own_group = (received[name] for name in names)
-    return command, environment, folder, limits, own_group
+    received: dict[str, Any] = marshal.loads(data[LENGTH_BYTES:])
+    return received
 
 
 def _adopt() -> None:
@@ -179,17 +188,18 @@ def _adopt() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _start(
-    command: list[str], environment: dict[str, str], folder: str, limits: dict[str, int], own_group: bool
-) -> tuple[int, str]:
+def _start(task: dict[str, Any]) -> tuple[int, str]:
     """The agent's first process, and what kept it from becoming the agent."""
     hear, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            _prepare(folder, own_group)
-            _limit(limits)
-            os.execvpe(command[0], command, environment)
+            for entrance in task["entrances"]:
+                os.write(entrance, b"0")
+                os.close(entrance)
+            _prepare(task["folder"], task["own_group"])
+            _limit(task["limits"])
+            os.execvpe(task["command"][0], task["command"], task["environment"])
         except BaseException as error:
             os.write(tell, _why(error).encode(errors="replace")[:1000])
         finally:
@@ -197,6 +207,25 @@ def _start(
     os.close(tell)
     with open(hear, "rb") as heard:
         return pid, heard.read().decode(errors="replace")
+
+
+def _tidy(task: dict[str, Any]) -> None:
+    """Run the command that comes after, for as long as it may take."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            _prepare("/", own_group=True)
+            os.execvpe(task["after"][0], task["after"], task["environment"])
+        finally:
+            os._exit(127)
+    until = time.monotonic() + AFTER_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def _why(error: BaseException) -> str:
@@ -242,19 +271,21 @@ def main() -> None:
     """Start what the launcher sends, and stay until nothing of it is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    if os.getpid() != 1:
-        _adopt()
     task = _received()
-    agent, why = _start(*task)
+    if os.getpid() != 1 and not task["after"]:
+        _adopt()
+    agent, why = _start(task)
     if why:
         _say("failed " + " ".join(why.split()))
         return
     _say("started")
-    keeper = Keeper(agent, own_group=task[-1])
+    keeper = Keeper(agent, task["own_group"])
     keeper.watch()
     left = keeper.left()
     keeper.end()
     taken = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if task["after"]:
+        _tidy(task)
     status = -signal.SIGKILL if keeper.status is None else keeper.status
     code, ended_by = (status, 0) if status >= 0 else (0, -status)
     _say(

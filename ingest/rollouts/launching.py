@@ -21,7 +21,10 @@ class Limits:
     """What an agent may take; None: as much as the launcher itself may.
 
     Attributes:
-        memory_mb: of each of its processes, as address space; what asks for more is refused it.
+        memory_mb: of all of its processes by a cgroup; where there can be none, of each as address space:
+            what asks for more is refused it.
+        processes: processes and threads at once.
+        cpus: that it may keep busy.
         cpu_s: of each of its processes; SIGXCPU then, and SIGKILL a second later.
         file_mb: of each file that it writes; SIGXFSZ then.
         open_files: of each of its processes.
@@ -29,6 +32,8 @@ class Limits:
     """
 
     memory_mb: int | None = None
+    processes: int | None = None
+    cpus: float | None = None
     cpu_s: int | None = None
     file_mb: int | None = None
     open_files: int | None = None
@@ -48,6 +53,8 @@ class Launch:
         output: the folder for what it prints: `stdout.log` and `stderr.log`.
         isolation: how far it is kept from others.
         require: the least isolation; with less the launch is refused.
+        after: where the command is the client of another program, which runs the agent: what ends the agent
+            there, and tidies up. It is run in the same environment, also once this process is gone.
     """
 
     launch_id: str
@@ -58,6 +65,7 @@ class Launch:
     isolation: Isolation = "auto"
     require: Level = "none"
     limits: Limits = field(default_factory=Limits)
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,9 @@ class Exit:
         printed: stream -> bytes that it printed, of which the file holds the first.
         left: processes that were still there when it ended, and were ended: `pid`, in the agent's own
             namespace if it has one, and `command`.
+        complaint: the beginning of its stderr, on one line.
+        error: what is known of its failure beyond that.
+        infrastructure: why it could not run, or could not go on, by no fault of its own.
     """
 
     code: int | None
@@ -81,15 +92,18 @@ class Exit:
     peak_rss_mb: float | None = None
     printed: Mapping[str, int] = field(default_factory=dict)
     left: tuple[Json, ...] = ()
+    complaint: str = ""
+    error: str | None = None
+    infrastructure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A process that a launch left behind, found and ended.
+    """A process or container that a launch left behind, found and ended.
 
     Attributes:
-        launch_id: as in its environment.
-        pid, command: of the process.
+        launch_id: as in its environment, or its label.
+        pid, command: of the process; of a container that of its first one, 0 where none runs.
     """
 
     launch_id: str
@@ -127,8 +141,12 @@ class Launcher(Protocol):
             LaunchError: it cannot be started, or not as isolated as is required; the message says why.
         """
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """Find processes of launches that are not among those alive, end them, and say which.
 
         What another launcher on this host still watches over is spared, whatever `alive` says.
+
+        Args:
+            dead: launches of which it is known that nobody watches over them any more, wherever they were
+                started.
         """

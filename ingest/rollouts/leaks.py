@@ -21,13 +21,22 @@ def end_left(alive: frozenset[str]) -> list[Leak]:
     A keeper goes as soon as its launcher does. Where one runs, its launch is some launcher's.
     """
     tagged = dict(_tagged())
-    kept = {id_ for id_, is_keeper in tagged.values() if is_keeper}
-    return _end(tagged, lambda launch_id: launch_id not in alive | kept)
+    spared = alive | _kept(tagged)
+    return _end(tagged, lambda launch_id: launch_id not in spared)
+
+
+def kept() -> frozenset[str]:
+    """The launches of this user that somebody watches over."""
+    return _kept(dict(_tagged()))
 
 
 def end_launch(launch_id: str) -> list[Leak]:
     """End all processes of one launch."""
     return _end(dict(_tagged()), lambda found: found == launch_id)
+
+
+def _kept(tagged: dict[int, tuple[str, bool]]) -> frozenset[str]:
+    return frozenset(launch_id for launch_id, is_keeper in tagged.values() if is_keeper)
 
 
 def _tagged() -> Iterator[tuple[int, tuple[str, bool]]]:
@@ -66,12 +75,19 @@ def _end_one(pid: int, tag: tuple[str, bool]) -> str | None:
     try:
         if _tag(pid) != tag:
             return None
-        words = (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-        )
+        command = command_of(pid)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return " ".join(words)[:TOLD_LENGTH] or "?"
+    return command
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; `?` of one that has none, or ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "?"
+    return " ".join(words.split())[:TOLD_LENGTH] or "?"

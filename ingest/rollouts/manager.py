@@ -60,7 +60,7 @@ class RolloutManager:
                 infrastructure.
         """
         config = self._config
-        with _alone(config):
+        with alone(config):
             async with Proxy(config.proxy, self._key) as proxy:
                 launcher = launcher_of(config)
                 agents = agents_of(config, proxy, launcher)
@@ -84,14 +84,15 @@ class RolloutManager:
 
 
 @contextlib.contextmanager
-def _alone(config: RolloutConfig) -> Iterator[None]:
-    """No other process runs these rollouts from the same folder meanwhile.
+def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
+    """No other process runs these rollouts from the same folder meanwhile, or does `what` with them.
 
     Raises:
         RolloutError: one does.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    with (config.folder / f"{config.name}.lock").open("w") as file:
+    lock = f"{config.name}.{what}.lock" if what else f"{config.name}.lock"
+    with (config.folder / lock).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

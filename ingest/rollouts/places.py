@@ -98,7 +98,7 @@ def course_of(events: Iterable[Event], rollout: str) -> Course:
                 course.finished[record.trajectory_id] = record.status
             case LaunchStarted() as record if record.rollout == rollout:
                 launched.add(record.trajectory_id)
-                place = Place(record.place["epoch"], record.place["task"], record.place["sample"])
+                place = _place(record)
                 running[record.launch_id] = Orphan(
                     place, record.attempt, record.launch_id, record.trajectory_id
                 )
@@ -112,6 +112,23 @@ def course_of(events: Iterable[Event], rollout: str) -> Course:
     course.orphans = running
     course.unlaunched = frozenset(name for one, name in opened.items() if one not in launched)
     return course
+
+
+def scored_launches(events: Iterable[Event], rollout: str) -> Iterator[tuple[Place, int, str]]:
+    """The launches of the rollouts of a name that ended so that they have a reward: place, attempt and id."""
+    running: dict[str, LaunchStarted] = {}
+    for event in events:
+        match event.record:
+            case LaunchStarted() as record if record.rollout == rollout:
+                running[record.launch_id] = record
+            case LaunchEnded() as record if record.launch_id in running:
+                started = running.pop(record.launch_id)
+                if Status(record.status).rewarded:
+                    yield _place(started), started.attempt, record.launch_id
+
+
+def _place(started: LaunchStarted) -> Place:
+    return Place(started.place["epoch"], started.place["task"], started.place["sample"])
 
 
 def places_of(tasks: Sequence[Task], samples: int, epochs: int | None) -> Iterator[Place]:

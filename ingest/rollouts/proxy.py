@@ -15,7 +15,7 @@ import orjson
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
 from rollbook.store.errors import RequestError, RolloutError
-from rollbook.store.events import Event, Json
+from rollbook.store.events import JUDGE, Event, Json
 from rollbook.store.events.event_json import from_json
 
 AWAY_S = 60.0
@@ -79,6 +79,25 @@ class Proxy:
         said = await self._sent("POST", "/v1/trajectories", body, held=True)
         return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
 
+    async def open_judge(self, name: str, judged: str, labels: Json) -> Opened:
+        """Open a trajectory of a model that judges another, whose id is given.
+
+        Raises:
+            RequestError: 409, the run has one of that name.
+            RolloutError: the proxy does not answer, or refuses.
+        """
+        body = {"id": name, "split": JUDGE, "judges": judged, "labels": labels}
+        said = await self._sent("POST", "/v1/trajectories", body)
+        return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
+
+    async def trajectory(self, name: str) -> Json:
+        """What the log has of a trajectory: its conversations, and its rewards.
+
+        Raises:
+            RolloutError: the proxy does not answer, or refuses.
+        """
+        return await self._sent("GET", _of(name))
+
     async def launch(self, name: str, fields: Json) -> str:
         """Record that an agent is started for a trajectory; the launch's id."""
         return str((await self._sent("POST", f"{_of(name)}/launches", fields))["launch_id"])
@@ -110,9 +129,14 @@ class Proxy:
         body = {"policy": policy, "policy_version": version, "rollout": rollout, "trajectories": trajectories}
         await self._sent("POST", "/v1/evaluations", body)
 
-    async def reward(self, name: str, value: float, source: str) -> None:
-        """Record a reward."""
-        await self._sent("POST", f"{_of(name)}/rewards", {"reward": value, "source": source})
+    async def reward(self, name: str, value: float, source: str, supersedes: str | None = None) -> None:
+        """Record a reward; sent again it is still one.
+
+        Args:
+            supersedes: the event of an earlier one of the source, in whose place it is.
+        """
+        body = {"reward": value, "source": source, "supersedes": supersedes}
+        await self._sent("POST", f"{_of(name)}/rewards", body)
 
     async def _sent(
         self,

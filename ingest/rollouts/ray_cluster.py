@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollbook.store.errors import ConfigError, RolloutError
+from rollbook.store.events import Json
 
 ADDRESS = "RAY_ADDRESS"
 NAMESPACE = "rollbook"
@@ -29,6 +30,11 @@ class Node:
     node_id: str
     address: str
     resources: Mapping[str, float]
+
+    @property
+    def described(self) -> Json:
+        """As the log has it."""
+        return {"node": self.address, "node_id": self.node_id}
 
 
 def connected() -> Any:
@@ -72,7 +78,7 @@ def nodes_with(resources: Mapping[str, float]) -> list[Node]:
     there = "; ".join(f"{n.address}: {_shown(n.resources)}" for n in alive) or "no node"
     raise RolloutError(
         f"no node of the Ray cluster has {_shown(resources)}, which agents are to be on; there is {there}. "
-        "Start a node with them (ray start --resources), or change agent.resources"
+        "Start a node with them (ray start --resources), or change agent.nodes.resources"
     )
 
 

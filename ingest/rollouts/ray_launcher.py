@@ -64,9 +64,9 @@ class NodeLauncher:
         """Nobody asks of it any more."""
         self._running.pop(launch_id, None)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str]) -> list[Leak]:
         """As `Launcher`, on this node."""
-        return await self._launcher.sweep(alive)
+        return await self._launcher.sweep(alive, dead)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,14 +111,14 @@ class RayLauncher:
             isolation = await answered(place.actor.start.remote(launch), START_S)
         except LostError as error:
             place.running -= 1
-            self._lost(place)
+            self.lost(place)
             raise LaunchError(f"node {place.node.address} was lost: {error}") from error
         except BaseException:
             place.running -= 1
             raise
-        return _OnNode(self, place, launch.launch_id, isolation | {"node": place.node.address})
+        return _OnNode(self, place, launch.launch_id, isolation | place.node.described)
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """As `Launcher`, on every node; the first waits for one that has what is asked for.
 
         Raises:
@@ -128,9 +128,9 @@ class RayLauncher:
         await self._awaited()
         for place in list(self._places.values()):
             try:
-                found += await answered(place.actor.sweep.remote(alive), SWEEP_S)
+                found += await answered(place.actor.sweep.remote(alive, dead), SWEEP_S)
             except LostError:
-                self._lost(place)
+                self.lost(place)
         return found
 
     async def _awaited(self) -> None:
@@ -170,7 +170,7 @@ class RayLauncher:
             self._unreached.clear()
             for node_id in list(self._places):
                 if node_id not in nodes:
-                    self._lost(self._places[node_id])
+                    self.lost(self._places[node_id])
             for node_id, node in nodes.items():
                 if node_id not in self._places:
                     await self._begin(node)
@@ -189,7 +189,8 @@ class RayLauncher:
             self._unreached[node.address] = why
             self._end(actor)
 
-    def _lost(self, place: _Place) -> None:
+    def lost(self, place: _Place) -> None:
+        """A node does not answer any more."""
         if self._places.get(place.node.node_id) is place:
             del self._places[place.node.node_id]
             self._looked = -LOOK_S
@@ -210,17 +211,22 @@ class _OnNode:
         self._over = False
 
     async def wait(self) -> Exit:
-        return await self._ended(self._place.actor.wait.remote(self._launch_id), None)
+        try:
+            return await self._ended(self._place.actor.wait.remote(self._launch_id), None)
+        except asyncio.CancelledError:
+            await self.stop(0)
+            raise
 
     async def stop(self, grace_s: float) -> Exit:
         return await self._ended(self._place.actor.stop.remote(self._launch_id, grace_s), grace_s + START_S)
 
     async def _ended(self, reference: Any, within_s: float | None) -> Exit:
+        """Its end; one whose node was lost did not fail at its task."""
         try:
             found: Exit = await answered(reference, within_s)
         except LostError as error:
-            self._launcher._lost(self._place)
-            raise LaunchError(f"node {self._place.node.address} was lost: {error}") from error
+            self._launcher.lost(self._place)
+            return Exit(None, None, infrastructure=f"node {self._place.node.address} was lost: {error}")
         if not self._over:
             self._over = True
             self._place.running -= 1

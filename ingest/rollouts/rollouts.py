@@ -6,23 +6,23 @@ Nothing is known here that the log does not know: a process that is started agai
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollbook.ingest.rollouts.agents import Agents, Job
 from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
 from rollbook.ingest.rollouts.places import KINDS, LABEL, OPENING, Course, Place, course_of, places_of
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
-from rollbook.ingest.rollouts.scoring import Attempt, Scores, functions_of, score
+from rollbook.ingest.rollouts.rescoring import AGENT, assign
+from rollbook.ingest.rollouts.scoring import Scorers, Scores
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, make_folder, passed
+from rollbook.ingest.rollouts.told import Address, folder_of, make_folder
 from rollbook.ingest.rollouts.watch import Watch
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import VOID, Json
@@ -48,6 +48,7 @@ class Progress:
         reward, rewarded: the mean reward of those that have one, and how many have.
         given_up: places whose every attempt failed by its infrastructure.
         leaked: processes that launches left behind.
+        infra_failed_rate: the share of launches of this process that failed by their infrastructure.
     """
 
     total: int | None
@@ -58,6 +59,7 @@ class Progress:
     rewarded: int = 0
     given_up: int = 0
     leaked: int = 0
+    infra_failed_rate: float | None = None
 
 
 class Rollouts:
@@ -90,11 +92,12 @@ class Rollouts:
         endless: bool = False,
         names: dict[str, str] | None = None,
     ) -> None:
-        self._config, self._proxy, self._agents, self._launcher = config, proxy, agents, launcher
+        self._config, self._proxy, self._agents = config, proxy, agents
         self._tasks = {task.name: task for task in tasks}
-        self._functions = functions_of(config.score)
+        self._scorers = Scorers(config, proxy, launcher)
         self._owner, self._say, self._tell = owner, say, tell
-        self._breaker = Breaker(config.retries.window, config.retries.stop_share)
+        retries = config.retries
+        self._breaker = Breaker(retries.window, retries.stop_share, retries.warn_share)
         self._stop = asyncio.Event()
         self._names = {} if names is None else names
         self._orphans: dict[str, str] = {}
@@ -127,7 +130,7 @@ class Rollouts:
         course = course_of(events, self._config.name)
         await self._settle_orphans(course)
         left = self._left(course)
-        async with Watch(self._proxy, run, cut) as watch:
+        async with self._scorers, Watch(self._proxy, run, cut) as watch:
             beside = [asyncio.create_task(self._sweep()), asyncio.create_task(self._look_at_the_loop())]
             many = min(self._config.concurrency, max(self.progress.total or self._config.concurrency, 1))
             workers = [asyncio.create_task(self._work(left, course, watch)) for _ in range(many)]
@@ -150,7 +153,8 @@ class Rollouts:
         self._orphans = {
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
         }
-        await self._leaks(await self._agents.sweep(frozenset(self._names)), "start")
+        orphans = frozenset(course.orphans)
+        await self._leaks(await self._agents.sweep(frozenset(self._names), orphans), "start")
         for name in sorted(course.unlaunched):
             await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():
@@ -189,7 +193,8 @@ class Rollouts:
                 number += 1
             status, why = await self._attempt(place, number, watch)
             self._ended[status] += 1
-            self._breaker.add(status, why)
+            if (warning := self._breaker.add(status, why)) is not None:
+                self._say(warning)
             self._show()
             if status is Status.cancelled:
                 return
@@ -216,7 +221,7 @@ class Rollouts:
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
-        folder = (config.folder / f"{name}-{launch_id[-8:]}").resolve()
+        folder = folder_of(config.folder, name, launch_id)
         make_folder(folder, self._tasks[place.task])
         activity = watch.begin(opened.trajectory_id)
         self._names[launch_id] = name
@@ -245,7 +250,7 @@ class Rollouts:
             ended, exit_ = await started.end()
         await self._seen(job, ended)
         status, why = verdict(ended, watch.seen(job.activity))
-        scores = await self._scored(job, status, ended)
+        scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
         said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
@@ -281,21 +286,12 @@ class Rollouts:
                 return
             await asyncio.sleep(0.02)
 
-    async def _scored(self, job: Job, status: Status, ended: Ended) -> Scores | None:
+    async def _scored(self, job: Job, status: Status) -> Scores | None:
         """What the CONFIG's scorers say; None: there are none, or it has no reward."""
-        config = self._config
-        if not status.rewarded or not config.score:
+        if not status.rewarded:
             return None
-        attempt = Attempt(job.address.trajectory, job.folder)
-        environment = passed(config.agent, os.environ) | {
-            "ROLLBOOK_TASK_FILE": str(job.folder / "task.json"),
-            "ROLLBOOK_TRAJECTORY_ID": job.address.trajectory,
-        }
-        limit = config.clocks.scoring_s
-        scores = await score(
-            config.score, self._functions, job.task, attempt, limit, self._launcher, environment
-        )
-        for component, why in scores.errors.items():
+        scores = await self._scorers.score(job.task, job.address.trajectory, job.folder)
+        for component, why in scores.errors.items() if scores is not None else ():
             self._say(f"{job.address.trajectory}: scorer {component} failed: {why}")
         return scores
 
@@ -317,7 +313,7 @@ class Rollouts:
         if outcome is not None:
             fields |= {"success": outcome.success, "turn_rewards": outcome.turn_rewards}
         if not await self._proxy.finish(name, fields) and scores is not None and reward is not None:
-            await self._proxy.reward(name, reward, "agent")
+            await assign(self._proxy, name, {AGENT: reward})
         if reward is not None:
             self._rewards += reward
             self._show(rewarded=self.progress.rewarded + 1)
@@ -351,7 +347,8 @@ class Rollouts:
                 self._say(f"this process was blocked for {late:.2f} s, and with it every agent in it")
 
     def _show(self, **changes: int) -> None:
-        self.progress = replace(self.progress, **changes, by_status=dict(self._ended))
+        rate = self._breaker.failed_rate
+        self.progress = replace(self.progress, **changes, by_status=dict(self._ended), infra_failed_rate=rate)
         if self.progress.rewarded:
             self.progress = replace(self.progress, reward=self._rewards / self.progress.rewarded)
         self._tell(self.progress)

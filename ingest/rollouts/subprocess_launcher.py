@@ -11,11 +11,13 @@ import re
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypeVar
 
-from rollbook.ingest.rollouts import isolation, keeper, leaks
+from rollbook.ingest.rollouts import cgroups, isolation, keeper, leaks
+from rollbook.ingest.rollouts.cgroups import Cgroup
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Level, Limits, Running
 from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
@@ -27,6 +29,8 @@ INSIST_S = keeper.INSIST_S + 5.0
 """A keeper that has not ended everything so long after it was told to is ended itself."""
 LAST_WORDS_S = 2.0
 """So long output is waited for once nothing of the agent runs: another process may hold its end."""
+FIRST = 2000
+"""Bytes of the beginning of a stream, by which a failure is told."""
 T = TypeVar("T")
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9-]{1,200}")
 
@@ -37,7 +41,7 @@ class _Kept(asyncio.Protocol):
     def __init__(self, path: Path, most: int) -> None:
         self.path, self.count = path, 0
         self.closed = asyncio.get_running_loop().create_future()
-        self._room = most
+        self._room, self._first = most, b""
         self._file = path.open("wb", buffering=0)
 
     async def follow(self, pipe: IO[bytes]) -> asyncio.BaseTransport:
@@ -48,6 +52,7 @@ class _Kept(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep what there is room for, and count all."""
         self.count += len(data)
+        self._first += data[: FIRST - len(self._first)]
         kept = data[: self._room]
         try:
             while kept:
@@ -63,9 +68,9 @@ class _Kept(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def beginning(self, length: int = 2000) -> str:
-        """What was kept first, on one line."""
-        return " ".join(self.path.read_bytes()[:length].decode(errors="replace").split())
+    def beginning(self) -> str:
+        """What came first, on one line; not from the file, which the agent may have replaced."""
+        return " ".join(self._first.decode(errors="replace").split())
 
 
 class SubprocessLauncher(Launcher):
@@ -91,9 +96,12 @@ class SubprocessLauncher(Launcher):
         await started.begin()
         return started
 
-    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
-        """Find processes of launches that are not among those alive, end them, and say which."""
-        return await asyncio.to_thread(leaks.end_left, alive)
+    async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
+        """As `Launcher`; where a launch's process is gone, so is its keeper."""
+        return [
+            *await asyncio.to_thread(leaks.end_left, alive),
+            *await asyncio.to_thread(cgroups.sweep, alive),
+        ]
 
 
 class _Started(Running):
@@ -109,12 +117,21 @@ class _Started(Running):
         self.isolation: Json = isolation.described(level)
         self._launch, self._level = launch, level
         self._streams = _streams(launch)
+        self._group = Cgroup(launch.launch_id, launch.limits)
+        self._entrances: list[int] = []
         try:
-            self._ours, self._process = _keeper(launch, level, files)
+            self._entrances += self._group.entrances()
+            self._ours, self._process = _keeper(launch, level, files, self._entrances)
         except OSError as error:
+            self._group.remove()
             for stream in self._streams.values():
                 stream.connection_lost()
             raise LaunchError(f"launch {launch.launch_id}: its keeper cannot be started: {error}") from error
+        finally:
+            for entrance in self._entrances:
+                os.close(entrance)
+        if self._group.controllers:
+            self.isolation = self.isolation | {"cgroup": list(self._group.controllers)}
         loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[str] = loop.create_future()
         self._writer: asyncio.StreamWriter | None = None
@@ -163,7 +180,8 @@ class _Started(Running):
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_WR)
         if self._force is None and not self._end.done():
-            self._force = asyncio.get_running_loop().call_later(INSIST_S, self._process.kill)
+            insist_s = INSIST_S + (keeper.AFTER_S if self._launch.after else 0.0)
+            self._force = asyncio.get_running_loop().call_later(insist_s, self._process.kill)
 
     async def _life(self) -> Exit:
         transports: list[asyncio.BaseTransport] = []
@@ -179,12 +197,14 @@ class _Started(Running):
                 left = await asyncio.to_thread(leaks.end_launch, self._launch.launch_id)
                 told = tuple({"pid": leak.pid, "command": leak.command} for leak in left)
                 found = Exit(None, signal.SIGKILL, left=told)
+            found = await asyncio.to_thread(_with_group, found, self._group, self._launch.limits)
             await asyncio.wait({stream.closed for stream in self._streams.values()}, timeout=LAST_WORDS_S)
         except BaseException:  # the loop itself ends, or lacks descriptors: nobody will look after the agent
             self._kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(INSIST_S)
             self._process.kill()
+            self._group.end()
             raise
         finally:
             if not self._answer.done():
@@ -194,14 +214,15 @@ class _Started(Running):
             if self._force is not None:
                 self._force.cancel()
         printed = {name: stream.count for name, stream in self._streams.items()}
-        return replace(found or Exit(None, None), printed=printed)
+        complaint = self._streams["stderr"].beginning()
+        return replace(found or Exit(None, None), printed=printed, complaint=complaint)
 
     async def _heard(self, said: asyncio.StreamReader) -> list[str]:
         """What the keeper says, after it was told what to start and answered that."""
         assert self._writer is not None
         rest = b""
         with contextlib.suppress(OSError):  # it ended before it had read all
-            self._writer.write(_marshalled(self._launch, self._level))
+            self._writer.write(_marshalled(self._launch, self._level, self._group, self._entrances))
             answer = await said.readline()
             self._answer.set_result(answer.decode(errors="replace").strip())
             rest = await said.read()
@@ -224,9 +245,12 @@ def _streams(launch: Launch) -> dict[str, _Kept]:
 
 
 def _keeper(
-    launch: Launch, level: Level, files: isolation.Files
+    launch: Launch, level: Level, files: isolation.Files, passed: list[int]
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A keeper, and our end of the socket to it. The agent's environment is not its: it may bend loaders."""
+    """A keeper, which has the descriptors that are passed, and our end of the socket to it.
+
+    The agent's environment is not its: it may bend loaders.
+    """
     command = [isolation.interpreter(), "-I", "-S", str(Path(keeper.__file__).resolve())]
     environment = {leaks.LAUNCH_ID: launch.launch_id, leaks.KEEPER: "1"}
     if "LD_LIBRARY_PATH" in os.environ:  # by which the interpreter may find its own library
@@ -241,6 +265,7 @@ def _keeper(
             env=environment,
             cwd="/",
             start_new_session=level != "none",
+            pass_fds=passed,
         )
     except BaseException:
         ours.close()
@@ -250,23 +275,28 @@ def _keeper(
     return ours, process
 
 
-def _marshalled(launch: Launch, level: Level) -> bytes:
+def _marshalled(launch: Launch, level: Level, group: Cgroup, entrances: list[int]) -> bytes:
     """What the keeper is sent, which runs on this very interpreter."""
+    # The environment of a client is not its agent's: what it starts for others is no process of the launch.
+    tag = {} if launch.after else {leaks.LAUNCH_ID: launch.launch_id}
     task = {
         "command": list(launch.command),
-        "environment": {**launch.environment, leaks.LAUNCH_ID: launch.launch_id},
+        "environment": {**launch.environment, **tag},
         "folder": str(launch.folder.absolute()),
-        "limits": _limits(launch.limits),
+        "limits": _limits(launch.limits, of_all=group.controllers),
+        "entrances": entrances,
         "own_group": level != "none",
+        "after": list(launch.after),
     }
     data = marshal.dumps(task)
     return len(data).to_bytes(keeper.LENGTH_BYTES, "big") + data
 
 
-def _limits(limits: Limits) -> dict[str, int]:
+def _limits(limits: Limits, of_all: Sequence[str]) -> dict[str, int]:
+    """Limits of each process; what a cgroup keeps all of them to is none."""
     wanted = {
         "CORE": 0,
-        "AS": limits.memory_mb and limits.memory_mb * MIB,
+        "AS": None if "memory" in of_all else limits.memory_mb and limits.memory_mb * MIB,
         "CPU": limits.cpu_s,
         "FSIZE": limits.file_mb and limits.file_mb * MIB,
         "NOFILE": limits.open_files,
@@ -293,6 +323,27 @@ def _exit(report: list[str]) -> Exit | None:
                 left=tuple(left),
             )
     return None
+
+
+def _with_group(found: Exit | None, group: Cgroup, limits: Limits) -> Exit | None:
+    """How an agent ended, with what its cgroup says of it; the group is removed."""
+    taken, left = group.taken(), group.end()
+    if found is None or not group.controllers:
+        return found
+    how = f"signal {found.signal} ended it" if found.code is None else f"it exited with {found.code}"
+    error = found.error
+    if found.code != 0 and taken.killed:
+        error = f"{how}: it took more than limits.memory_mb = {limits.memory_mb}"
+    elif found.code != 0 and taken.refused:
+        error = f"{how}: it was refused more than limits.processes = {limits.processes}"
+    known = {found_pid["pid"] for found_pid in found.left}
+    return replace(
+        found,
+        error=error,
+        cpu_s=found.cpu_s if taken.cpu_s is None else round(taken.cpu_s, 3),
+        peak_rss_mb=found.peak_rss_mb if taken.peak_mb is None else taken.peak_mb,
+        left=(*found.left, *({"pid": pid, "command": command} for pid, command in left if pid not in known)),
+    )
 
 
 def _not_started(launch: Launch, level: Level, why: str) -> str:

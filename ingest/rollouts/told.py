@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import orjson
 
-from rollbook.ingest.rollouts.config import AgentConfig
+from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.tasks import Task
 
 NO_KEY = "none"
 """In the place of a key where the proxy asks for none: clients refuse an empty one."""
+
+HOST_NETWORK, DEFAULT_NETWORK = "host", "default"
+"""Networks of containers: this host's, and the engine's own default, which has no name."""
+GATEWAY = "host.docker.internal"
+"""The name of this host in a container that has a network of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,10 @@ class Address:
     proxy: str
     trajectory: str
     key: str
+
+    def at(self, proxy: str) -> Address:
+        """The same, where the proxy has another URL."""
+        return replace(self, proxy=proxy)
 
     @property
     def root(self) -> str:
@@ -47,13 +56,36 @@ class Address:
         return f"{self.root}/v1"
 
 
+def on_loopback(url: str) -> bool:
+    """Whether a server is reached from its own host alone."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def network_of(asked: str, proxy: str) -> str:
+    """The network of containers, where `auto` may be asked for."""
+    if asked != "auto":
+        return asked
+    return HOST_NETWORK if on_loopback(proxy) else DEFAULT_NETWORK
+
+
+def address_in(network: str, agent: AgentConfig, proxy: str) -> str:
+    """The proxy's URL as containers on a network reach it."""
+    if agent.address is not None:
+        return agent.address
+    if network == HOST_NETWORK or not on_loopback(proxy):
+        return proxy
+    parts = urlsplit(proxy)
+    return urlunsplit(parts._replace(netloc=f"{GATEWAY}:{parts.port or 80}"))
+
+
 def variables(
     agent: AgentConfig, address: Address, group: str, task: Task, folder: Path, own: Mapping[str, str]
 ) -> dict[str, str]:
     """All variables of a program.
 
     Args:
-        folder: of the launch; its task's file is in it.
+        folder: of the launch, as the program sees it; its task's file is in it.
         own: this process's, of which those that are allowed are passed on.
     """
     ours = {
@@ -72,7 +104,10 @@ def variables(
         "HOME": str(folder),
         "TMPDIR": str(folder),
     }
-    known = passed(agent, own) | ours | agent.environment
+    theirs = passed(agent, own)
+    if agent.launcher == "docker":
+        theirs.pop("PATH", None)  # an image has its programs elsewhere
+    known = theirs | ours | agent.environment
     return known | {name: known[of] for name, of in agent.names.items() if of in known}
 
 
@@ -102,6 +137,11 @@ def command_of(command: Sequence[str], task: Task) -> tuple[str, ...]:
         return word
 
     return tuple(map(filled, command))
+
+
+def folder_of(folder: Path, trajectory: str, launch_id: str) -> Path:
+    """Where a launch has its folder, in that of its rollouts."""
+    return (folder / f"{trajectory}-{launch_id[-8:]}").resolve()
 
 
 def make_folder(folder: Path, task: Task) -> None:

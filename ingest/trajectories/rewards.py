@@ -67,6 +67,21 @@ def assigned_reward(trajectory: Trajectory, body: AssignReward, by: str | None =
     return RewardAssigned(trajectory_id, turn_id, body.reward, body.source, body.supersedes, by)
 
 
+def repeated(trajectory: Trajectory, record: RewardAssigned) -> str | None:
+    """The event that says already what a reward says, as a request does that is sent again; None: it is new.
+
+    Who gives one number after the other may come back to an earlier one: without `supersedes` the last alone
+    is what may be repeated.
+    """
+    about = [
+        (event_id, known)
+        for event_id, known in trajectory.rewards
+        if (known.source, known.turn_id) == (record.source, record.turn_id)
+    ]
+    candidates = about[-1:] if record.supersedes is None else about
+    return next((event_id for event_id, known in candidates if known == record), None)
+
+
 def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str | None) -> None:
     earlier = dict(trajectory.rewards).get(body.supersedes or "")
     if earlier is None:

@@ -10,6 +10,7 @@ Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
 from rollbook.store.events.event import RECORDS, Event, Record
 from rollbook.store.events.launches import LaunchEnded, LaunchLeaked, LaunchStarted
 from rollbook.store.events.rollouts import (
+    JUDGE,
     QUARANTINE,
     REPLAY,
     SPLITS,
@@ -61,6 +62,7 @@ from rollbook.store.events.upkeep import (
 )
 
 __all__ = [
+    "JUDGE",
     "QUARANTINE",
     "RECORDS",
     "REPLAY",

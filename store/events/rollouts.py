@@ -39,6 +39,11 @@ REPLAY = "replay"
 or goes on from."""
 
 
+JUDGE = "judge"
+"""Split of what a model said when it was asked to judge a trajectory, which `origin` names: never trained
+on."""
+
+
 VOID = "void"
 """Status of a trajectory that counts for nothing: what it ran on failed, or nobody waits for it any more.
 Once it is finished so its split is `void`, whatever it was opened in: it is never trained on, and takes no
@@ -83,9 +88,11 @@ class TrajectoryOpened:
     own, null that no keys were checked, or that it came by no API. A name is an operator's word for a key, no
     text of the trajectory, so erasure leaves it.
 
-    `origin` is null but for split `replay`, where it says what was sampled again: `trajectory_id`, `turn_id`
-    (the first turn), `how` (`repeated`: each recorded request again; `continued`: the first, and then what
-    follows from the new replies), `policy` and `policy_version` (null where the engine does not say which).
+    `origin` is null but for two splits. Of `replay` it says what was sampled again: `trajectory_id`,
+    `turn_id` (the first turn), `how` (`repeated`: each recorded request again; `continued`: the first, and
+    then what follows from the new replies), `policy` and `policy_version` (null where the engine does not say
+    which).
+    Of `judge` it has the `trajectory_id` that is judged, and `how` is `judged`.
     """
 
     KIND: ClassVar[str] = "trajectory.opened"

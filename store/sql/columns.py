@@ -178,7 +178,9 @@ TRAJECTORIES = (
     TRAJECTORY_ID,
     ViewColumn("group", "VARCHAR", "trajectories compared with each other; quote it: a word of SQL"),
     ViewColumn("task", "VARCHAR", "the task, as named by the client"),
-    ViewColumn("split", "VARCHAR", "train, teacher; eval, quarantine, replay, void, which are never trained"),
+    ViewColumn(
+        "split", "VARCHAR", "train, teacher; eval, judge, quarantine, replay, void, which are never trained"
+    ),
     ViewColumn("labels", "JSON", "the client's own, an object"),
     ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted, failed or void"),
     ViewColumn("success", "BOOLEAN", "as the client reported at the finish"),
@@ -191,7 +193,9 @@ TRAJECTORIES = (
     LANE,
     ViewColumn("fidelity", "VARCHAR", "that of all its completed turns, or mixed; null without any"),
     ViewColumn(
-        "origin", "JSON", "of split replay: the trajectory, turn and version it was sampled again with"
+        "origin",
+        "JSON",
+        "of replay: the trajectory, turn and version it was sampled again with; of judge: the one judged",
     ),
 )
 
@@ -353,8 +357,8 @@ LEDGER = (
     ViewColumn(
         "rule",
         "VARCHAR",
-        "of dropped: the recipe's; of kept out: text only, altered, the split (eval, teacher, quarantine, "
-        "replay, void), erased, undelivered, late or no version",
+        "of dropped: the recipe's; of kept out: text only, altered, the split (eval, teacher, judge, "
+        "quarantine, replay, void), erased, undelivered, late or no version",
     ),
     ViewColumn("turns", "BIGINT", "turns with such tokens"),
     ViewColumn("tokens", "BIGINT", "sampled tokens"),

@@ -52,7 +52,7 @@ class EraseReport:
         shared_bodies: large values that stay, since requests of other trajectories name them too.
         units: lane/name of the units that were rewritten; none where all of it was erased before.
         finished: whether the trajectory is; if not, what is recorded later is not erased.
-        replays: trajectories that were sampled again from it and still hold its text.
+        replays: trajectories that were sampled again from it, or judge it, and still hold its text.
     """
 
     trajectory_id: str
@@ -240,7 +240,7 @@ def _remove_what_was_replaced(log: Store) -> None:
 
 
 def _replays_of(log: Store, trajectory_id: str) -> tuple[str, ...]:
-    """The replays of a trajectory, and theirs, that were not erased: their requests repeat its text."""
+    """The replays of a trajectory and its judges', and theirs, that were not erased: they repeat its text."""
     of: dict[str, str] = {}
     erased: set[str] = set()
     for event in log.events_of({TrajectoryOpened.KIND, TrajectoryErased.KIND}):

@@ -13,8 +13,8 @@ from rollbook.store.cut import Cut
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
+from rollbook.train.doctor.evidence import Course, HeldOut, Launches, Turns
 from rollbook.train.doctor.queries import Training
-from rollbook.train.doctor.signs import Course, HeldOut, Turns
 
 
 def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
@@ -44,6 +44,7 @@ def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
             syncs=[(version, error) for version, _, error in rows(training.failed_syncs())],
             held_out_losses=dict(rows(training.losses())),
             turns=[Turns(*row) for row in rows(training.ended_turns())],
+            launches=[Launches(*row) for row in rows(training.ended_launches())],
         )
 
 

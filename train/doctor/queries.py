@@ -97,6 +97,16 @@ class Training:
             "GROUP BY ALL ORDER BY status DESC, turns DESC, lane, error"
         )
 
+    def ended_launches(self) -> str:
+        """How many launches ended since it began, by rollouts; and why their infrastructure failed."""
+        return (
+            "SELECT rollout, status = 'infra_error' AS by_infrastructure, "
+            "if(status = 'infra_error', coalesce(why, ''), '') AS why, count(*) AS launches FROM launches "
+            f"WHERE run = {literal(self.run)} AND status NOT IN ('running', 'cancelled') AND ended >= "
+            f"(SELECT min(planned) FROM steps WHERE {self.of} AND step >= {self.step}) "
+            "GROUP BY ALL ORDER BY by_infrastructure DESC, launches DESC, rollout, why"
+        )
+
 
 def literal(text: str) -> str:
     """A text as SQL writes it."""

@@ -7,97 +7,12 @@ they are compared with is in the evidence, so that a reader may judge for himsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from math import sqrt
-from statistics import fmean, median
+from statistics import median
 
-from rollbook.store.events import Json
-from rollbook.train.doctor.queries import Training
-
-FEWEST = 10
-"""Steps below which nothing is said about a course."""
-Row = Mapping[str, float | None]
-"""Metric -> its value in a step; None where the step has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """The mean reward of a version's held-out trajectories, and the variance of that mean."""
-
-    mean: float
-    variance: float
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Turns that ended in one way since a training began: how many, of which lane, with which error."""
-
-    status: str
-    lane: str
-    error: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What a training did: its steps' metrics in order, and what happened beside them.
-
-    Attributes:
-        training: which one.
-        rows: of committed steps.
-        numbers: of these steps.
-        held_out: version -> reward of evaluations; held_out_losses: version -> loss of held-out samples.
-        dropped: rule -> samples that it dropped; used: samples that steps consumed.
-        failed: step -> error, of attempts that failed; syncs: version and error of syncs that failed.
-        turns: those that ended since it began, the most frequent first.
-    """
-
-    training: Training
-    rows: Sequence[Row]
-    numbers: Sequence[int]
-    held_out: Mapping[int, HeldOut]
-    dropped: Mapping[str, int]
-    used: int
-    failed: Mapping[int, str]
-    syncs: Sequence[tuple[int, str]]
-    held_out_losses: Mapping[int, float] = field(default_factory=dict)
-    turns: Sequence[Turns] = ()
-
-    def values(self, metric: str) -> list[float]:
-        """A metric of the steps that have it."""
-        return [value for row in self.rows if (value := row.get(metric)) is not None]
-
-    def ends(self, metric: str) -> tuple[float, float] | None:
-        """Its mean over the first and the last tenth of those steps; None where they are too few."""
-        values = self.values(metric)
-        if len(values) < FEWEST:
-            return None
-        size = max(len(values) // 10, 3)
-        return fmean(values[:size]), fmean(values[-size:])
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A failure of which there are signs.
-
-    Attributes:
-        name: of the failure; said: what was seen, with its numbers.
-        steps: first and last step that it was seen in; None where it is not about steps.
-        evidence: the numbers; sql: a query that shows them.
-        levers: settings that act on it.
-    """
-
-    name: str
-    said: str
-    steps: tuple[int, int] | None
-    evidence: Json
-    sql: str
-    levers: tuple[str, ...]
-
-
-def _whole(course: Course) -> tuple[int, int] | None:
-    return (course.numbers[0], course.numbers[-1]) if course.numbers else None
+from rollbook.train.doctor.evidence import FEWEST, Course, Finding
+from rollbook.train.doctor.failures import failed_launches, failed_steps, failed_syncs, failed_turns
 
 
 def entropy_collapse(course: Course) -> Finding | None:
@@ -108,7 +23,7 @@ def entropy_collapse(course: Course) -> Finding | None:
     return Finding(
         "entropy_collapse",
         f"entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats: the policy hardly explores any more",
-        _whole(course),
+        course.whole(),
         {"first": ends[0], "last": ends[1]},
         course.training.metrics("entropy", "reward"),
         ("algorithm.entropy", "algorithm.clip_high (above clip_low)", "algorithm.kl", "optimizer.lr"),
@@ -126,7 +41,7 @@ def length_hacking(course: Course) -> Finding | None:
         "length_hacking",
         f"samples grew from {lengths[0]:.4g} to {lengths[1]:.4g} trained tokens, the reward from "
         f"{rewards[0]:.3g} to {rewards[1]:.3g}",
-        _whole(course),
+        course.whole(),
         {"lengths": list(lengths), "rewards": list(rewards)},
         course.training.metrics("length_mean", "reward", "truncated"),
         ("algorithm.overlong_length", 'algorithm.normalizer = "token_mean" or "constant"', "the reward"),
@@ -148,7 +63,7 @@ def reward_hacking(course: Course) -> Finding | None:
         "reward_hacking",
         f"the reward rose from {rewards[0]:.3g} to {rewards[1]:.3g} in training and fell from "
         f"{then.mean:.3g} at version {best} to {now.mean:.3g} in evaluations",
-        _whole(course),
+        course.whole(),
         {
             "training": list(rewards),
             "evaluation": [course.held_out[version].mean for version in sorted(course.held_out)],
@@ -172,7 +87,7 @@ def overfitting(course: Course) -> Finding | None:
         "overfitting",
         f"the loss fell from {trained[0]:.3g} to {trained[1]:.3g} in training; that of held-out samples is "
         f"{losses[-1]:.3g} and was {min(losses):.3g} at version {best}",
-        _whole(course),
+        course.whole(),
         {"training": list(trained), "evaluation": losses, "best_version": best},
         course.training.losses(),
         ('a [[stop]] on evaluation.loss with better = "lower"', "more samples", "optimizer.weight_decay"),
@@ -187,7 +102,7 @@ def critic_divergence(course: Course) -> Finding | None:
     return Finding(
         "critic_divergence",
         f"the critic's explained variance is {ends[1]:.3g} at the end: its values are worse than their mean",
-        _whole(course),
+        course.whole(),
         {"first": ends[0], "last": ends[1]},
         course.training.metrics("value_loss", "explained_variance", "critic_gradient_norm"),
         ("critic.lr", "critic.alone_steps", "algorithm.value_clip", "algorithm.reward_clip"),
@@ -224,7 +139,7 @@ def empty_gradients(course: Course) -> Finding | None:
         "empty_gradients",
         f"{empty} of {len(norms)} steps had no gradient; {flat} samples were dropped because all of their "
         f"group had one reward, {course.used} were used",
-        _whole(course),
+        course.whole(),
         {"steps": len(norms), "without_gradient": empty, "zero_variance": flat, "used": course.used},
         course.training.without_gradient(),
         ("tasks of another difficulty", "algorithm.group_size", "recipe.refill"),
@@ -239,7 +154,7 @@ def exploding_gradient(course: Course) -> Finding | None:
     return Finding(
         "exploding_gradient",
         f"the gradient's norm is {ends[1]:.3g} at the end, where its median is {median(norms):.3g}",
-        _whole(course),
+        course.whole(),
         {"median": median(norms), "last": ends[1]},
         course.training.metrics("gradient_norm", "ratio_max", "loss"),
         ("optimizer.lr", "optimizer.clip_grad", "algorithm.dual_clip"),
@@ -255,7 +170,7 @@ def clip_saturation(course: Course) -> Finding | None:
         "clip_saturation",
         f"{low[1] + high[1]:.0%} of the tokens are clipped at the end: the policy is far from the one that "
         "ratios are taken to",
-        _whole(course),
+        course.whole(),
         {"low": low[1], "high": high[1]},
         course.training.metrics("clipped_low", "clipped_high", "staleness_mean", "ratio_max"),
         ('algorithm.old = "trainer"', "recipe.max_staleness", "algorithm.epochs", "optimizer.lr"),
@@ -270,7 +185,7 @@ def mostly_stale(course: Course) -> Finding | None:
     return Finding(
         "mostly_stale",
         f"{stale} samples were dropped as stale and {course.used} used: slow trajectories are not trained on",
-        _whole(course),
+        course.whole(),
         {"staleness": stale, "used": course.used},
         course.training.dropped_and_used("staleness"),
         ("recipe.max_staleness", "recipe.stale_tokens", "recipe.stale_share", "admission.hold"),
@@ -286,63 +201,10 @@ def truncation(course: Course) -> Finding | None:
         "truncation",
         f"{ends[1]:.0%} of the samples are cut off at their greatest length at the end, {ends[0]:.0%} at "
         "first",
-        _whole(course),
+        course.whole(),
         {"first": ends[0], "last": ends[1]},
         course.training.metrics("truncated", "length_mean", "length_max"),
         ("the agents' max_tokens", "algorithm.truncated_reward", "algorithm.overlong_length"),
-    )
-
-
-def failed_steps(course: Course) -> Finding | None:
-    """Attempts at steps failed."""
-    if not course.failed:
-        return None
-    numbers = sorted(course.failed)
-    return Finding(
-        "failed_steps",
-        f"{len(numbers)} steps had attempts that failed; the last: {course.failed[numbers[-1]][:200]}",
-        (numbers[0], numbers[-1]),
-        {"steps": numbers},
-        course.training.failed_steps(),
-        ("optimizer.lr", "on_not_finite"),
-    )
-
-
-def failed_syncs(course: Course) -> Finding | None:
-    """Engines did not get weights that were sent."""
-    if not course.syncs:
-        return None
-    return Finding(
-        "failed_syncs",
-        f"{len(course.syncs)} syncs failed; the last, of version {course.syncs[-1][0]}: "
-        f"{course.syncs[-1][1][:200]}",
-        None,
-        {"syncs": len(course.syncs), "versions": sorted({version for version, _ in course.syncs})},
-        course.training.failed_syncs(),
-        ("sync.timeout_s", "sync.transport", "the engine's log"),
-    )
-
-
-def failed_turns(course: Course) -> Finding | None:
-    """Of the turns that ended since the training began, more than one in twenty failed, and three or more."""
-    failed = [turns for turns in course.turns if turns.status == "failed"]
-    count, ended = sum(turns.count for turns in failed), sum(turns.count for turns in course.turns)
-    if count < 3 or count <= 0.05 * ended:
-        return None
-    most = "; ".join(f"{turns.count} in lane {turns.lane}: {turns.error[:120]}" for turns in failed[:3])
-    others = sum(turns.count for turns in failed[3:])
-    return Finding(
-        "failed_turns",
-        f"{count} of {ended} turns failed since the training began ({count / ended:.0%}). {most}"
-        + (f"; {others} others" if others else ""),
-        _whole(course),
-        {
-            "failed": count,
-            "ended": ended,
-            "errors": [{"lane": t.lane, "error": t.error, "turns": t.count} for t in failed[:10]],
-        },
-        course.training.ended_turns(),
-        ("the engine's log", "the agents' concurrency", "the engine's memory and timeouts"),
     )
 
 
@@ -361,6 +223,7 @@ SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
     failed_steps,
     failed_syncs,
     failed_turns,
+    failed_launches,
 )
 
 

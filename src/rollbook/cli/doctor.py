@@ -10,7 +10,8 @@ from rollbook.cli.runs import check_run, of_run, only_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import Console, print_json, say
 from rollbook.train.doctor.course import read_course
-from rollbook.train.doctor.signs import Course, Finding, findings
+from rollbook.train.doctor.evidence import Course, Finding
+from rollbook.train.doctor.signs import findings
 
 
 def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bool) -> int:

@@ -130,7 +130,8 @@ def _lines(report: EraseReport) -> list[str]:
             f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"
         )
     if report.replays:
-        lines.append(f"replays of it hold its text too: erase {', '.join(report.replays)} as well")
+        left = ", ".join(report.replays)
+        lines.append(f"its replays, or what judges were asked, hold its text too: erase {left} as well")
     if not report.finished:
         lines.append("the trajectory is not finished: erase it again when it is")
     return lines

@@ -14,9 +14,14 @@ from rich.live import Live
 from rich.table import Table
 
 from rollbook.cli.terminal import Console, print_json, say
+from rollbook.ingest.rollouts.agents import launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
-from rollbook.ingest.rollouts.manager import RolloutManager
+from rollbook.ingest.rollouts.manager import RolloutManager, alone
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.rescoring import Rescored, score_again
 from rollbook.ingest.rollouts.rollouts import Progress
+from rollbook.ingest.rollouts.scoring import Scorers
+from rollbook.ingest.rollouts.tasks import read_tasks
 
 
 def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: bool, json: bool) -> int:
@@ -44,6 +49,32 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: b
     if follow:
         return 0  # it ends with its training
     return 1 if found.given_up or found.done < (found.total or 0) else 0
+
+
+def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+    """Score what ended again; the exit code.
+
+    Raises:
+        ConfigError: the CONFIG, its tasks or its scorers cannot be used.
+        RolloutError: the proxy is away, or another process scores these rollouts.
+    """
+    config = load_rollouts(path, overrides)
+
+    async def again() -> Rescored:
+        tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
+        async with Proxy(config.proxy, key) as proxy:
+            return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
+
+    with alone(config, "scoring"):
+        found = asyncio.run(again())
+    if json:
+        print_json(asdict(found))
+    else:
+        failed = f", {found.failed} with a scorer that failed" if found.failed else ""
+        say(f"scored {found.scored} launches{failed}; {found.rewards} rewards are new")
+        for why, count in sorted(found.left_out.items()):
+            say(f"left out: {count}, {why}")
+    return 1 if found.failed else 0
 
 
 async def _run(manager: RolloutManager, stopped: list[int]) -> Progress:
@@ -83,11 +114,13 @@ def _table(config: RolloutConfig, progress: Progress) -> Table:
 
 def _lines(progress: Progress) -> list[str]:
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
+    rate = progress.infra_failed_rate
     found: dict[str, Any] = {
         "done": f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}",
         "running": progress.running or None,
         "launches": by_status or None,
         "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",
+        "failed by infrastructure": f"{rate:.0%} of launches" if rate else None,
         "given up": progress.given_up or None,
         "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
     }

@@ -24,6 +24,13 @@ def rollout(
         bool,
         typer.Option("--follow", help="Go over the tasks again and again, until an online training ends."),
     ] = False,
+    score_again: Annotated[
+        bool,
+        typer.Option(
+            "--score-again",
+            help="Run nothing: score again what ended and left its folder; what changed is superseded.",
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run agents on tasks: started, watched and scored, each a trajectory of the proxy's log.
@@ -37,9 +44,11 @@ def rollout(
     rollbook rollout rollouts.toml --follow
     rollbook sql "select status, count(*) from launches group by 1" --store runs
 
-    Exit codes: 0 all places have their trajectory, 1 some were given up, 2 they
-    could not begin or go on.
+    Exit codes: 0 all places have their trajectory, 1 some were given up (or, of
+    --score-again, some scorers failed), 2 they could not begin or go on.
     """
-    from rollbook.cli.rolling import run_rollouts
+    from rollbook.cli.rolling import run_rollouts, run_scoring
 
+    if score_again:
+        raise typer.Exit(run_scoring(config, overrides or [], key, json=json))
     raise typer.Exit(run_rollouts(config, overrides or [], key, follow=follow, json=json))

@@ -9,15 +9,20 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from rollbook.ingest.rollouts.config import (
+from rollbook.ingest.rollouts.agent_config import (
     AgentConfig,
+    ContainerConfig,
+    LimitsConfig,
+    NodesConfig,
+    ServiceConfig,
+)
+from rollbook.ingest.rollouts.config import (
     ClocksConfig,
     EvaluationConfig,
-    LimitsConfig,
     RetriesConfig,
     RolloutConfig,
-    ScoreConfig,
 )
+from rollbook.ingest.rollouts.score_config import JudgeConfig, ScoreConfig
 from rollbook.train.config.docs import HEAD, rows
 
 INTRODUCTION = """# Configuration of rollouts
@@ -32,13 +37,19 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": RolloutConfig,
     "`[agent]`": AgentConfig,
     "`[agent.limits]`": LimitsConfig,
+    "`[agent.container]`": ContainerConfig,
+    "`[agent.service]`": ServiceConfig,
+    "`[agent.nodes]`": NodesConfig,
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
+    "`[score.judge]`": JudgeConfig,
     "`[evaluation]`": EvaluationConfig,
 }
 
-APART = frozenset({"agent", "limits", "clocks", "retries", "score", "evaluation"})
+APART = frozenset(
+    {"agent", "limits", "container", "service", "nodes", "clocks", "retries", "score", "judge", "evaluation"}
+)
 """Keys that are tables of their own."""
 
 

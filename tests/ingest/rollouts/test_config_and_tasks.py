@@ -36,7 +36,7 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
         (LEAST | {"samples": 0}, "samples: "),
         (LEAST | {"agent": {}}, "needs a command"),
         (LEAST | {"agent": {"launcher": "python"}}, "needs a rollout"),
-        (LEAST | {"score": [{"name": "a"}]}, "needs either a function or a command"),
+        (LEAST | {"score": [{"name": "a"}]}, "needs one of function, command, url and judge"),
         (LEAST | {"score": [{"name": "a", "function": "m:f"}] * 2}, "two components have the same name"),
         (LEAST | {"name": "a b"}, "name: "),
     ],

@@ -64,6 +64,19 @@ def test_the_breaker_opens_when_the_infrastructure_is_gone() -> None:
     assert breaker.open is None
 
 
+def test_it_warns_once_of_a_share_of_all() -> None:
+    """Once there are as many as its window; whatever the latest were."""
+    breaker = Breaker(4, 1.0, warn_share=0.25)
+    statuses = [Status.infra_error, Status.cancelled, *[Status.done] * 2]
+    assert [breaker.add(status, "no proxy") for status in statuses] == [None] * 4
+    assert breaker.failed_rate == pytest.approx(1 / 3)
+    assert breaker.add(Status.timeout, None) == (
+        "1 of 4 launches failed by their infrastructure, the last: no proxy"
+    )
+    assert breaker.add(Status.infra_error, "again") is None
+    assert (breaker.failed_rate, Breaker(4, 1.0).failed_rate) == (0.4, None)
+
+
 def test_a_few_launches_open_no_breaker() -> None:
     """It waits until there are as many as it looks at."""
     breaker = Breaker(4, 0.5)

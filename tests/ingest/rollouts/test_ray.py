@@ -82,7 +82,7 @@ def config(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     (tmp_path / "agent.py").write_text(AGENT)
 
     def make(**changes: Any) -> RolloutConfig:
-        agent = {"launcher": "ray", "resources": {"agents": 1}, "isolation": "session"}
+        agent = {"launcher": "ray", "nodes": {"resources": {"agents": 1}}, "isolation": "session"}
         agent |= {"command": ["python3", "-S", str(tmp_path / "agent.py")]} | changes.pop("agent", {})
         values = {"name": request.node.name, "proxy": server.url, "folder": str(tmp_path / "launches")}
         values |= {"tasks": "none", "retries": {"pause_s": 0.1}, "clocks": {"grace_s": 0.2}, "agent": agent}
@@ -152,7 +152,7 @@ def test_agents_are_on_the_nodes_that_were_asked_for(cluster: Any, server: Any, 
 
 def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
     """It says what there is, after the time that it may take."""
-    made = config(agent={"resources": {"gold": 2}, "place_within_s": 0.5})
+    made = config(agent={"nodes": {"resources": {"gold": 2}, "within_s": 0.5}})
     with pytest.raises(
         RolloutError, match=r"no node of the Ray cluster has 2 gold.*1 agents.*waited for 0.5 s"
     ):
@@ -161,8 +161,8 @@ def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
 
 def test_a_proxy_that_no_node_reaches(cluster: Any, server: Any, config: Any) -> None:
     """Of each node the reason, in the log too."""
-    made = config(agent={"proxy": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
-    with pytest.raises(RolloutError, match="no node reaches the proxy at http://127.0.0.1:9"):
+    made = config(agent={"address": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
+    with pytest.raises(RolloutError, match=r"no node reaches the proxy at http://127\.0\.0\.1:9"):
         run(made, tasks(1, 0.0))
     assert rows(server, made, "l.status, t.status") == [("infra_error", "void")]
 

@@ -9,19 +9,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from rollout_runs import launches, run, tasks, told
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.ingest.rollouts.places import LABEL, Place
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 
@@ -62,6 +61,11 @@ elif what == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ask("hello")
     subprocess.Popen(["sleep", "600"], start_new_session=True)
+    time.sleep(600)
+elif what == "heed":
+    # Asked to end, it puts its things in order first.
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open("bye.txt", "w").close(), sys.exit(0)))
+    ask("hello")
     time.sleep(600)
 elif what == "wait":
     ask("hello")
@@ -184,47 +188,6 @@ def config(server: Any, beside: Path, tmp_path: Path, request: pytest.FixtureReq
 def own(beside: Path, name: str, **options: Any) -> dict[str, Any]:
     """`[agent]` of a class of this file's."""
     return {"launcher": "python", "rollout": f"{beside}/own_agents.py:{name}", "options": options}
-
-
-def tasks(*what: str) -> list[Task]:
-    """A task for each thing to do."""
-    return [Task(f"t{i}-{one.replace(' ', '-')}", {"do": one}) for i, one in enumerate(what)]
-
-
-def run(
-    config: RolloutConfig, what: list[Task], stop: Callable[[Rollouts], Any] | None = None
-) -> tuple[Progress, list[str]]:
-    """Run rollouts; how far they came, and what was said."""
-    said: list[str] = []
-
-    async def all_of_it() -> Progress:
-        launcher = launcher_of(config)
-        async with Proxy(config.proxy) as proxy:
-            agents = agents_of(config, proxy, launcher)
-            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
-            if stop is not None:
-                stop(rollouts)
-            return await asyncio.wait_for(rollouts.run(), 60)
-
-    return asyncio.run(all_of_it()), said
-
-
-def launches(server: Any, name: str) -> list[dict[str, Any]]:
-    """What the log says of each launch of these rollouts, in order."""
-    with rb.connect(server.path) as connection:
-        query = """
-            SELECT l.task, l.sample, l.attempt, l.status, l.why, l.exit_code, l.leaked, l.scoring, l.output,
-                   l.isolation, t.status AS finished, t.split, t.reward, t.turns, t.trajectory, t."group"
-            FROM launches l JOIN trajectories t USING (trajectory_id) WHERE rollout = $name
-            ORDER BY l.task, l.sample, l.attempt"""
-        rows = connection.execute(query, {"name": name})
-        columns = [column[0] for column in rows.description]
-        return [dict(zip(columns, row, strict=True)) for row in rows.fetchall()]
-
-
-def told(rows: list[dict[str, Any]], *columns: str) -> list[Any]:
-    """These columns of each."""
-    return [tuple(row[column] for column in columns) for row in rows]
 
 
 # Programs -----------------------------------------------------------------------------------------
@@ -417,6 +380,16 @@ def killed(server: Any, beside: Path, tmp_path: Path) -> RolloutConfig:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return load_rollouts(file)
+
+
+def test_what_a_clock_ends_is_asked_first(server: Any, config: Any, tmp_path: Path) -> None:
+    """It has its grace."""
+    made = config(clocks={"total_s": 1.0, "grace_s": 20.0})
+    begun = time.monotonic()
+    run(made, tasks("heed"))
+    assert told(launches(server, made.name), "status", "exit_code") == [("timeout", 0)]
+    assert len(list(tmp_path.rglob("bye.txt"))) == 1
+    assert time.monotonic() - begun < 15
 
 
 def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:

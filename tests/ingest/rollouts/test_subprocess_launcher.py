@@ -348,13 +348,10 @@ def test_a_gigabyte_printed_is_read_and_let_go(agents: Agents) -> None:
 
 
 def test_limits_hold(agents: Agents) -> None:
-    """Of file sizes, memory, descriptors, processor time, also for what an agent starts; and no cores."""
+    """Of file sizes, descriptors, processor time, also for what an agent starts; and no cores."""
     found, launch = agents.run("head -c 3M /dev/zero > big; echo $?", limits=Limits(file_mb=1))
     assert _out(launch) == f"{128 + signal.SIGXFSZ}\n"
     assert (launch.folder / "big").stat().st_size == 1 << 20
-    found, launch = agents.run((*PYTHON, "bytearray(300 << 20)"), limits=Limits(memory_mb=200))
-    assert found.code == 1
-    assert "MemoryError" in _out(launch, "stderr")
     found, launch = agents.run("ulimit -n; ulimit -c", limits=Limits(open_files=77))
     assert _out(launch) == "77\n0\n"
     found, _ = agents.run((*PYTHON, "while True: pass"), limits=Limits(cpu_s=1))

@@ -15,6 +15,8 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import (
     EvalFinished,
+    LaunchEnded,
+    LaunchStarted,
     Record,
     RunOpened,
     SampleDropped,
@@ -26,8 +28,9 @@ from rollbook.store.events import (
     SyncStarted,
     TurnFailed,
 )
+from rollbook.train.doctor.evidence import Course, HeldOut
 from rollbook.train.doctor.queries import Training
-from rollbook.train.doctor.signs import SIGNS, Course, HeldOut, findings
+from rollbook.train.doctor.signs import SIGNS, findings
 
 STEPS = 40
 EACH = 20
@@ -65,6 +68,7 @@ class Made:
         dropped: rule -> samples; failed: step -> error of its first attempt.
         broken: version -> error of a sync that failed before it was sent again.
         unanswered: error -> turns that failed by it.
+        away: reason -> launches of agents whose infrastructure failed for it, beside thirty that did not.
     """
 
     metrics: Mapping[str, Of] = field(default_factory=dict)
@@ -74,6 +78,7 @@ class Made:
     failed: Mapping[int, str] = field(default_factory=dict)
     broken: Mapping[int, str] = field(default_factory=dict)
     unanswered: Mapping[str, int] = field(default_factory=lambda: {"EngineError('busy')": 2})
+    away: Mapping[str, int] = field(default_factory=lambda: {"no engine": 3})
 
     def steps(self, fabric: Any) -> list[Record]:
         """What the trainer writes: steps, drops, evaluations, syncs."""
@@ -122,6 +127,12 @@ class Made:
                 name = f"{error}-{i}"
                 made += fabric.records(name, [fabric.T(failed=True)], finished=False)[:2]
                 made.append(TurnFailed(name, f"{name}.0", error))
+        ends = [("done", None)] * 20 + [("agent_error", "exit code 3")] * 10 + [("cancelled", None)] * 9
+        ends += [("infra_error", why) for why, count in self.away.items() for _ in range(count)]
+        for i, (status, why) in enumerate(ends):
+            place = {"epoch": 0, "task": "t", "sample": i}
+            said = ("nightly", place, 1, "subprocess", {}, "host-1", {})
+            made += [LaunchStarted("e0-0", f"l{i}", *said), LaunchEnded("e0-0", f"l{i}", status, why)]
         return made
 
     def write(self, fabric: Any, path: Path) -> Store:
@@ -178,6 +189,15 @@ def _errors(rows: Rows) -> Mapping[str, Any]:
         "failed": sum(row["turns"] for row in failed),
         "ended": sum(row["turns"] for row in rows),
         "errors": [{key: row[key] for key in ("lane", "error", "turns")} for row in failed],
+    }
+
+
+def _launches(rows: Rows) -> Mapping[str, Any]:
+    failed = [row for row in rows if row["by_infrastructure"]]
+    counts = [sum(row["launches"] for row in of) for of in (failed, rows)]
+    return {
+        **{"failed": counts[0], "ended": counts[1], "infra_failed_rate": counts[0] / counts[1]},
+        "errors": [{key: row[key] for key in ("rollout", "why", "launches")} for row in failed],
     }
 
 
@@ -303,6 +323,19 @@ FAULTY = {
         },
         _errors,
         f"12 of 112 turns failed since the training began (11%). 8 in lane serve: {TIMED_OUT}; 4 in lane",
+    ),
+    "failed_launches": Fault(
+        Made(away={"no engine": 6, "no image": 4}),
+        WHOLE,
+        {
+            **{"failed": 10, "ended": 40, "infra_failed_rate": 0.25},
+            "errors": [
+                {"rollout": "nightly", "why": "no engine", "launches": 6},
+                {"rollout": "nightly", "why": "no image", "launches": 4},
+            ],
+        },
+        _launches,
+        "10 of 40 launches failed by their infrastructure since the training began (25%). 6 of rollouts",
     ),
 }
 

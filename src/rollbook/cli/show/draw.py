@@ -118,6 +118,8 @@ def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
 
 
 def _origin(origin: Json) -> Words:
+    if origin["how"] == "judged":
+        return [(visible(f"judges {origin['trajectory_id']}"), "")]
     how = f"{origin['trajectory_id']}, {origin['how']} from turn {short_id(origin['turn_id'])}"
     return [
         (visible(how), ""),
