@@ -85,9 +85,9 @@ class AgentConfig(Table):
     """A program in a process of its own, here or on a node of a Ray cluster, a container, an agent of
     somebody's service, or a coroutine in this process."""
     command: tuple[str, ...] = ()
-    """The program and its arguments; {name} stands for a value of the task. For subprocess and ray, what names
-    a file beside this process is found, though the agent starts in a folder of its own; for docker all is as
-    the image has it, and without a command the image's own is run."""
+    """The program and its arguments; {name} stands for a value of the task. For subprocess and ray, what
+    names a file beside this process is found, though the agent starts in a folder of its own; for docker all
+    is as the image has it, and without a command the image's own is run."""
     rollout: str | None = None
     """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by."""
     options: dict[str, Any] = Field(default_factory=dict)

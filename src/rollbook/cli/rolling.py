@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
 from rich.table import Table
@@ -22,13 +22,26 @@ from rollbook.ingest.rollouts.rescoring import Rescored, score_again
 from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.ingest.rollouts.scoring import Scorers
 from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollbook.ingest.rollouts.ray_manager import RayRollouts
 
 
-def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: bool, json: bool) -> int:
+def run_rollouts(
+    path: Path,
+    overrides: list[str],
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    *,
+    json: bool,
+) -> int:
     """Run them to their end, or until somebody interrupts; the exit code.
 
     Args:
         follow: beside an online training, as long as it goes on.
+        cluster: an actor of a Ray cluster runs them, which takes these resources; None: this process.
 
     Raises:
         ConfigError: the CONFIG or its tasks cannot be used.
@@ -37,8 +50,7 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, follow: b
     config = load_rollouts(path, overrides)
     stopped: list[int] = []
     with _shown(config) as tell:
-        manager = RolloutManager(config, key, follow=follow, say=_warn, tell=tell)
-        found = asyncio.run(_run(manager, stopped))
+        found = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
     if json:
         print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
     else:
@@ -77,8 +89,22 @@ def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool
     return 1 if found.failed else 0
 
 
-async def _run(manager: RolloutManager, stopped: list[int]) -> Progress:
+async def _run(
+    config: RolloutConfig,
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    tell: Callable[[Progress], None],
+    stopped: list[int],
+) -> Progress:
     """Run them; a signal stops them orderly, and is noted."""
+    manager: RolloutManager | RayRollouts
+    if cluster is None:
+        manager = RolloutManager(config, key, follow=follow, say=_warn, tell=tell)
+    else:
+        from rollbook.ingest.rollouts.ray_manager import RayRollouts
+
+        manager = RayRollouts(config, key, follow=follow, resources=cluster, say=_warn, tell=tell)
 
     def stop(number: int) -> None:
         stopped.append(number)
@@ -87,6 +113,22 @@ async def _run(manager: RolloutManager, stopped: list[int]) -> Progress:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     return await manager.run()
+
+
+def resources_of(texts: list[str]) -> dict[str, float]:
+    """Resources of Ray, of texts such as `cpu_node=0.01`.
+
+    Raises:
+        ConfigError: one is no such text.
+    """
+    found = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError as error:
+            raise ConfigError(f"--resources {text!r}: write NAME=AMOUNT, such as cpu_node=0.01") from error
+    return found
 
 
 def _warn(text: str) -> None:

@@ -24,6 +24,13 @@ def rollout(
         bool,
         typer.Option("--follow", help="Go over the tasks again and again, until an online training ends."),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Have an actor of a Ray cluster run them: that of RAY_ADDRESS.")
+    ] = False,
+    resources: Annotated[
+        list[str] | None,
+        typer.Option(help="With --ray: what the actor takes, such as cpu_node=0.01; once for each."),
+    ] = None,
     score_again: Annotated[
         bool,
         typer.Option(
@@ -42,13 +49,20 @@ def rollout(
     rollbook serve serve.toml --store runs
     rollbook rollout rollouts.toml --set samples=8
     rollbook rollout rollouts.toml --follow
+    rollbook rollout rollouts.toml --ray --resources cpu_node=0.01
     rollbook sql "select status, count(*) from launches group by 1" --store runs
 
     Exit codes: 0 all places have their trajectory, 1 some were given up (or, of
     --score-again, some scorers failed), 2 they could not begin or go on.
     """
-    from rollbook.cli.rolling import run_rollouts, run_scoring
+    from rollbook.cli.rolling import resources_of, run_rollouts, run_scoring
 
+    if resources and not ray:
+        raise typer.BadParameter("goes with --ray", param_hint="--resources")
     if score_again:
         raise typer.Exit(run_scoring(config, overrides or [], key, json=json))
-    raise typer.Exit(run_rollouts(config, overrides or [], key, follow=follow, json=json))
+    raise typer.Exit(
+        run_rollouts(
+            config, overrides or [], key, follow, resources_of(resources or []) if ray else None, json=json
+        )
+    )

@@ -19,9 +19,10 @@ from rollbook import store as rb
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.ray_manager import RayRollouts
 from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.store.errors import RolloutError
+from rollbook.store.errors import ConfigError, RolloutError
 from rollbook.testing.ledger import fold_ledger
 
 pytestmark = pytest.mark.ranks
@@ -50,13 +51,15 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
         patch.delenv("RAY_ADDRESS", raising=False)
+        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
+        patch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
         import ray
         from ray.cluster_utils import Cluster
 
         handler = signal.getsignal(signal.SIGTERM)
-        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
         small = {"object_store_memory": 80 * 2**20}
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder} | small
+        head = {"num_cpus": 1, "include_dashboard": False} | small
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
             made.agents = [made.add_node(num_cpus=1, resources={"agents": 1}, **small) for _ in range(2)]
@@ -167,15 +170,90 @@ def test_a_proxy_that_no_node_reaches(cluster: Any, server: Any, config: Any) ->
     assert rows(server, made, "l.status, t.status") == [("infra_error", "void")]
 
 
+def on_ray(
+    config: RolloutConfig, beside: Callable[[RayRollouts], Any] = lambda rollouts: None
+) -> tuple[Progress, list[str]]:
+    """Have the cluster run rollouts, with something beside; how far they came, and what was said."""
+    said: list[str] = []
+
+    async def all_of_it() -> Progress:
+        rollouts = RayRollouts(
+            config, None, follow=False, resources={}, say=said.append, tell=lambda progress: None
+        )
+        acting = asyncio.create_task(asyncio.to_thread(beside, rollouts))
+        found = await asyncio.wait_for(rollouts.run(), 120)
+        await acting
+        return found
+
+    return asyncio.run(all_of_it()), said
+
+
+def test_a_manager_that_dies_goes_on(cluster: Any, server: Any, config: Any, tmp_path: Path) -> None:
+    """From the log: what was done is not done again, what ran is void and tried again; and soon."""
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"id": "t{i}", "sleep": 0.4}}\n' for i in range(12)))
+    own = {"launcher": "subprocess", "nodes": {}}
+    made = config(tasks=str(tmp_path / "tasks.jsonl"), concurrency=2, agent=own)
+    took: list[float] = []
+
+    def kill(rollouts: RayRollouts) -> None:
+        import ray
+
+        def ended() -> int:
+            return sum(row[0] == "done" for row in rows(server, made, "l.status"))
+
+        _await(lambda: ended() >= 4)
+        os.kill(ray.get(rollouts.actor.pid.remote()), signal.SIGKILL)
+        began, before = time.monotonic(), ended()
+        _await(lambda: ended() > before)
+        took.append(time.monotonic() - began)
+
+    found, said = on_ray(made, kill)
+    assert (found.done, found.given_up) == (12, 0)
+    assert any("was lost" in text for text in said)
+    told = rows(server, made, "l.task, l.status")
+    assert sorted(task for task, status in told if status == "done") == sorted(f"t{i}" for i in range(12))
+    assert {status for _, status in told} == {"done", "infra_error"}
+    assert running(Path(made.folder)) == []
+    assert took[0] < 30  # it is measured by `bench rollouts`
+
+
+def test_a_manager_is_one(cluster: Any, config: Any, tmp_path: Path) -> None:
+    """A second one of the name is refused, and somebody who stops it is heard."""
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "sleep": 60}\n')
+    made = config(tasks=str(tmp_path / "tasks.jsonl"), agent={"launcher": "subprocess", "nodes": {}})
+
+    def beside(rollouts: RayRollouts) -> None:
+        _await(lambda: len(running(Path(made.folder))) == 1)
+        with pytest.raises(
+            RolloutError, match="the Ray cluster runs rollouts 'test_a_manager_is_one' already"
+        ):
+            on_ray(made)
+        rollouts.stop()
+
+    found, _ = on_ray(made, beside)
+    assert dict(found.by_status) == {"cancelled": 1}
+    assert running(Path(made.folder)) == []
+
+
+def test_what_a_manager_cannot_do(cluster: Any, config: Any) -> None:
+    """Its error is the caller's."""
+    with pytest.raises(ConfigError, match="'none' is no file"):
+        on_ray(config(agent={"launcher": "subprocess", "nodes": {}}))
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    by = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < by
+        time.sleep(0.02)
+
+
 def test_a_node_that_dies(cluster: Any, server: Any, config: Any) -> None:
     """Its agents end with it, are void, and are tried again on the other node; the ledger stays exact."""
     made, lost = config(concurrency=4), cluster.agents[1]
 
     def kill() -> None:
-        by = time.monotonic() + 60
-        while len(running(Path(made.folder))) < 4:
-            assert time.monotonic() < by
-            time.sleep(0.05)
+        _await(lambda: len(running(Path(made.folder))) == 4)
         cluster.remove_node(lost, allow_graceful=False)
 
     found, _ = run(made, tasks(4, 4.0), kill)
