@@ -85,8 +85,3 @@ def _rollouts(config: WholeConfig) -> Spec:
     stop_s = config.rollout.clocks.grace_s + 60.0
     log = config.logs / "rollouts.log"
     return Spec("rollouts", _rollbook("rollout", config.path, "--follow"), log, stop_s=stop_s, ends=True)
-
-
-def logs_of(specs: Sequence[Sequence[Spec]]) -> list[Path]:
-    """The files with what each prints."""
-    return [spec.log for stage in specs for spec in stage]
