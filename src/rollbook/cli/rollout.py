@@ -9,7 +9,6 @@ import typer
 
 from rollbook.cli.options import AsJson
 
-
 Config = Annotated[Path, typer.Argument(help="TOML file: tasks, agent, clocks, scores.")]
 Set = Annotated[
     list[str] | None,

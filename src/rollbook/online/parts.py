@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from rollbook.online.config import EnginesConfig, WholeConfig
 from rollbook.online.part import Spec
