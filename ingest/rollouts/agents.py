@@ -65,6 +65,7 @@ class Programs:
             isolation=agent.isolation,
             require=agent.require,
             limits=self._limits,
+            labels=job.labels,
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
@@ -92,7 +93,7 @@ def _files_for(config: RolloutConfig) -> Files:
 
 def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
     network = network_of(container.network, config.proxy)
-    launcher = ContainerLauncher(container, network, {"rollbook.rollout": config.name})
+    launcher = ContainerLauncher(container, network)
     inside = Path(container.folder), address_in(network, config.agent, config.proxy)
     return Programs(config.agent, config.clocks, launcher, inside)
 

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,11 +50,10 @@ class ContainerLauncher(Launcher):
     Args:
         container: what they run in.
         network: theirs, as the engine calls it; `default` is the engine's own.
-        labels: of each container, for who looks at it.
     """
 
-    def __init__(self, container: ContainerConfig, network: str, labels: Mapping[str, str]) -> None:
-        self._container, self._network, self._labels = container, network, labels
+    def __init__(self, container: ContainerConfig, network: str) -> None:
+        self._container, self._network = container, network
         self._clients = SubprocessLauncher()
         self._lock = threading.Lock()
         self._known: tuple[Engine, Json] | None = None
@@ -144,7 +142,7 @@ class ContainerLauncher(Launcher):
         """
         container, own = self._container, dict(os.environ)
         words = [found.program, "run", "--name", _name(launch), "--init", "--pull=never", "--log-driver=none"]
-        labels = {LAUNCH: launch.launch_id, HOST: _host(), **self._labels}
+        labels = {LAUNCH: launch.launch_id, HOST: _host(), **launch.labels}
         words += [f"--label={name}={value}" for name, value in labels.items()]
         words += ["--security-opt=no-new-privileges", "--cap-drop=ALL", f"--user={_user(container, found)}"]
         if found.name == "podman" and found.rootless:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -28,6 +28,7 @@ class Job:
         folder: the launch's own.
         activity: what the proxy sees of it.
         stop: set once nobody waits for it any more.
+        labels: for whoever looks at what runs.
     """
 
     launch_id: str
@@ -37,6 +38,7 @@ class Job:
     folder: Path
     activity: Activity
     stop: asyncio.Event
+    labels: Mapping[str, str]
 
 
 class Started(Protocol):

@@ -96,7 +96,8 @@ async def score_again(
         for component, why in scores.errors.items():
             say(f"{name}: scorer {component} failed: {why}")
         whole = {} if scores.total is None else {AGENT: scores.total}
-        tally["rewards"] += await assign(proxy, name, {**scores.values, **whole})
+        written = await assign(proxy, name, {**scores.values, **whole})
+        tally["rewards"] += written  # not in one with the wait, or what others add meanwhile is lost
         tally["failed" if scores.errors else "scored"] += 1
 
     async with scorers:

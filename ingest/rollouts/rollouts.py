@@ -228,7 +228,10 @@ class Rollouts:
         self._show(running=self.progress.running + 1)
         try:
             address = Address(self._proxy.url, name, opened.key)
-            job = Job(launch_id, self._tasks[place.task], group, address, folder, activity, self._stop)
+            labels = {"rollbook.run": watch.run, "rollbook.rollout": config.name}
+            job = Job(
+                launch_id, self._tasks[place.task], group, address, folder, activity, self._stop, labels
+            )
             return await self._launched(job, opened, place, number, watch)
         finally:
             del self._names[launch_id]

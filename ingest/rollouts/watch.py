@@ -29,7 +29,7 @@ class Watch:
     """Follows the log; of trajectories that nobody asks about it keeps nothing."""
 
     def __init__(self, proxy: Proxy, run: str, cut: str) -> None:
-        self._proxy, self._run, self._cut = proxy, run, cut
+        self._proxy, self.run, self._cut = proxy, run, cut
         self._of: dict[str, Activity] = {}
         self._away_s: float | None = None
         """When the proxy was last away, of the monotonic clock."""
@@ -62,7 +62,7 @@ class Watch:
         self._there, self._away_s = there, time.monotonic()
 
     async def _follow(self) -> None:
-        async for event in self._proxy.follow(self._run, KINDS, self._cut, self._connected):
+        async for event in self._proxy.follow(self.run, KINDS, self._cut, self._connected):
             record = event.record
             activity = self._of.get(getattr(record, "trajectory_id", ""))
             if activity is None:

@@ -124,7 +124,7 @@ def _upkeep_records() -> list[Any]:
 
 
 def _replay_records() -> list[Any]:
-    """A replay of a trajectory that has only begun."""
+    """A replay of a trajectory that has only begun, and a judgement of it that has."""
     origin = {"trajectory_id": "id-task-1-0", "turn_id": "task-1-0-1", "how": "repeated"}
     wire = {"endpoint": "/v1/chat/completions", "repeats": origin["turn_id"]}
     asked = (
@@ -147,6 +147,11 @@ def _replay_records() -> list[Any]:
             origin=origin | {"policy": "actor", "policy_version": 1},
         ),
         kinds.TurnRequested("id-replay", "r1", "r-r1", *asked, wire),
+        kinds.TrajectoryOpened(
+            *("id-judge", "task-1-0.sound.1", None, None, kinds.JUDGE, {"scorer": "sound"}, None),
+            {"trajectory_id": "id-task-1-0", "how": "judged"},
+        ),
+        kinds.TurnRequested("id-judge", "j1", "r-j1", *asked, {"endpoint": "/v1/chat/completions"}),
     ]
 
 

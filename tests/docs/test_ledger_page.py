@@ -14,7 +14,7 @@ import pytest
 
 from rollbook.cli import app as cli
 from rollbook.store import Store
-from rollbook.store.events import QUARANTINE, SPLITS
+from rollbook.store.events import JUDGE, QUARANTINE, REPLAY, SPLITS
 from rollbook.testing import ledger
 
 
@@ -56,7 +56,7 @@ def test_the_table_has_every_term_and_reason(page: str) -> None:
     assert {term for term, _ in rows} - {"term"} == set(ledger.TERMS)
     reasons = {name for term, rule in rows if term == "kept out" for name in re.findall(r"`(.+?)`", rule)}
     constants = {ledger.TEXT_ONLY, ledger.ALTERED, ledger.ERASED, ledger.UNDELIVERED, ledger.LATE}
-    assert reasons == constants | {*SPLITS, QUARANTINE, "replay"} - {"train"}
+    assert reasons == constants | {*SPLITS, JUDGE, QUARANTINE, REPLAY} - {"train"}
     assert f"`{ledger.NO_VERSION}`" in page
 
 

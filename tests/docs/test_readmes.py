@@ -141,7 +141,7 @@ def test_python_compiles_and_runs(
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
     """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout`, `train` or
-    `run`. Each key is known."""
+    `run`, or tables of `rollout`'s. Each key is known."""
     values = tomllib.loads(block.code)
     if is_whole(values):
         (tmp_path / "whole.toml").write_text(block.code)
@@ -150,6 +150,8 @@ def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
         assert StoreSettings.model_validate(values) != StoreSettings()
     elif "tasks" in values:
         assert parse_rollouts(values, str(block)).model_fields_set == set(values)
+    elif set(values) <= {"agent", "score"}:
+        parse_rollouts({"tasks": "t.jsonl", "agent": {"command": ["true"]}} | values, str(block))
     elif "store" in values:
         assert parse_settings(values, str(block)).model_fields_set == set(values)
     elif set(values) <= set(RecipeConfig.model_fields):

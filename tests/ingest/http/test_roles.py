@@ -145,7 +145,9 @@ def test_who_may_reward_and_label(proxy: Any, who: str, what: str) -> None:
     proxy.ask(f"/v1/trajectories/{name}/finish", {"reward": 0.5}, headers=_sent(proxy, "writer"))
     late = {"operator": (201, None), "writer": (403, "after_finish"), "trajectory": (403, "after_finish")}
     assert _remark(proxy, who, name, what) == late.get(who, refused)
-    assert _remark(proxy, who, name, what, source="judge") == ((201, None) if judges else refused)
+    other = {"reward": 2.0} if what == "rewards" else {}  # the same once more would be a repetition
+    said = _remark(proxy, who, name, what, source="judge", **other)
+    assert said == ((201, None) if judges else refused)
     kinds: Any = {"rewards": RewardAssigned, "labels": LabelAdded}
     told = [e.record for e in proxy.store.events() if isinstance(e.record, kinds[what])]
     opened = proxy.trajectories()[name].opened

@@ -18,6 +18,7 @@ import pytest
 from rollout_runs import launches, run
 
 from rollbook import store as rb
+from rollbook.cli.rolling import run_scoring
 from rollbook.ingest.rollouts.agents import launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.judges import filled
@@ -309,6 +310,27 @@ def test_scores_given_again(server: Any, config: Any, tmp_path: Path) -> None:
         True: 2,
         False: 3,
     }
+
+
+def test_the_command_scores_again(
+    server: Any, config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it did, and by its exit code whether a scorer failed."""
+    made = config()
+    run(made, [Task("a", {"say": "hello"}), Task("b", {"say": "ho"})])
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n')
+    file = tmp_path / "r.toml"
+    file.write_text(
+        f'name = "{made.name}"\nproxy = "{server.url}"\ntasks = "{tmp_path}/tasks.jsonl"\n'
+        f'folder = "{tmp_path}/launches"\n[agent]\nlauncher = "python"\nrollout = "{tmp_path}/own.py:Says"\n'
+        f'[[score]]\nname = "length"\nfunction = "{tmp_path}/own.py:length"\n'
+    )
+    assert run_scoring(file, [], None, json=False) == 0
+    assert capsys.readouterr().out == "scored 2 launches; 4 rewards are new\n"
+    assert [row["reward"] for row in launches(server, made.name)] == [8.0, 5.0]
+    failing = f'score=[{{name="worth", function="{tmp_path}/own.py:by_file"}}]'
+    assert run_scoring(file, [failing], None, json=True) == 1
+    assert json.loads(capsys.readouterr().out) == {"scored": 0, "failed": 2, "rewards": 0, "left_out": {}}
 
 
 def test_what_cannot_be_scored_again(server: Any, config: Any, tmp_path: Path) -> None:
