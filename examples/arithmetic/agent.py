@@ -1,7 +1,8 @@
-"""An agent that answers sums with a calculator: Python's own library, and nothing of Rollbook's."""
+"""An agent that answers sums with a calculator, of Python's own library: `python agent.py QUESTION`."""
 
 import json
 import os
+import sys
 import urllib.request
 
 TOOL = {
@@ -42,8 +43,7 @@ def calc(arguments):
         return f"error: {error}"
 
 
-with open(os.environ["ROLLBOOK_TASK_FILE"]) as file:
-    messages = [{"role": "user", "content": json.load(file)["question"]}]
+messages = [{"role": "user", "content": sys.argv[1]}]
 for _ in range(3):
     said = chat(messages)
     if not said.get("tool_calls"):
@@ -52,5 +52,4 @@ for _ in range(3):
     for call in said["tool_calls"]:
         result = calc(call["function"]["arguments"])
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-with open("answer.txt", "w") as file:
-    file.write(said.get("content") or "")
+print(said.get("content") or "")

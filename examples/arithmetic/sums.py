@@ -42,10 +42,14 @@ class Sums(ToolRollout):
 
 
 def correct(task: Task, attempt: Attempt) -> float:
-    """1 where the program's answer holds the right number."""
-    return float(str(task.values["answer"]) in (attempt.folder / "answer.txt").read_text())
+    """1 where what the program printed holds the right number."""
+    return float(str(task.values["answer"]) in _printed(attempt))
 
 
 def brief(task: Task, attempt: Attempt) -> float:
     """Less for each character of it."""
-    return -len((attempt.folder / "answer.txt").read_text()) / 1000
+    return -len(_printed(attempt)) / 1000
+
+
+def _printed(attempt: Attempt) -> str:
+    return (attempt.folder / "stdout.log").read_text().strip()

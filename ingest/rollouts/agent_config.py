@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rollbook.ingest.rollouts.launching import Isolation, Level
 from rollbook.ingest.rollouts.tables import Positive, Seconds, Table
 
-Launchers = Literal["subprocess", "docker", "ray", "http", "python"]
+Launchers = Literal["subprocess", "docker", "ray", "http", "python", "verifiers"]
 
 
 class LimitsConfig(Table):
@@ -83,13 +83,16 @@ class AgentConfig(Table):
 
     launcher: Launchers = "subprocess"
     """A program in a process of its own, here or on a node of a Ray cluster, a container, an agent of
-    somebody's service, or a coroutine in this process."""
+    somebody's service, a coroutine in this process, or rollouts of an environment of verifiers, which one
+    process plays."""
     command: tuple[str, ...] = ()
     """The program and its arguments; {name} stands for a value of the task. For subprocess and ray, what
     names a file beside this process is found, though the agent starts in a folder of its own; for docker all
-    is as the image has it, and without a command the image's own is run."""
+    is as the image has it, and without a command the image's own is run. For verifiers: vf-eval, the
+    environment and its options; which tasks, how often, and the model's address are not among them."""
     rollout: str | None = None
-    """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by."""
+    """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by;
+    `gym` and `openenv` are there."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For python: what the class is made with. For http: `options` of what is sent."""
     address: str | None = None
@@ -128,6 +131,7 @@ class AgentConfig(Table):
             "docker": (self.container, "a table [agent.container] with an image"),
             "http": (self.service, "a table [agent.service] with a url"),
             "python": (self.rollout, 'a rollout, such as "my_agents:MyAgent"'),
+            "verifiers": (self.command[1:], 'a command, such as [".venv/bin/vf-eval", "gsm8k"]'),
         }
         given, needs = wanted[self.launcher]
         if not given:

@@ -23,6 +23,9 @@ from rollbook.store.events import Json
 Rollout = TypeVar("Rollout", bound=type["AgenticRollout"])
 REGISTERED: dict[str, type[AgenticRollout]] = {}
 """Name -> class."""
+_PLAYED = "rollbook.ingest.rollouts.environments"
+OURS = {"gym": f"{_PLAYED}:Gym", "openenv": f"{_PLAYED}:OpenEnv"}
+"""Name -> where a class is that comes with Rollbook."""
 
 
 class LLM:
@@ -32,13 +35,25 @@ class LLM:
         base_url: for a client of the agent's own, which speaks OpenAI's API.
         api_key: the trajectory's own; it opens no other.
         trajectory: its name.
-        replies: what the policy answered, in order.
+        agent: which of a trajectory's agents it is for, in its requests' `metadata`; empty: the first.
+        replies: what the policy answered it, in order.
     """
 
-    def __init__(self, http: httpx.AsyncClient, base_url: str, api_key: str, trajectory: str) -> None:
-        self.base_url, self.api_key, self.trajectory = base_url, api_key, trajectory
+    def __init__(
+        self, http: httpx.AsyncClient, base_url: str, api_key: str, trajectory: str, agent: str = ""
+    ) -> None:
+        self.base_url, self.api_key, self.trajectory, self.agent = base_url, api_key, trajectory, agent
         self.replies: list[Json] = []
         self._http = http
+
+    def sub(self, name: str) -> LLM:
+        """The policy for an agent that this one starts.
+
+        Its conversations are paths of the same trajectory: they have its reward, and count with it as one
+        member of the group. Rewards of its turns alone go by their ids, `llm.replies[i]["id"]`.
+        """
+        agent = f"{self.agent}/{name}" if self.agent else name
+        return LLM(self._http, self.base_url, self.api_key, self.trajectory, agent)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
         """The policy's message after these.
@@ -51,6 +66,8 @@ class LLM:
             RequestError: the proxy refused the request.
         """
         body = {"model": "policy", "messages": list(messages)} | fields
+        if self.agent:
+            body["metadata"] = fields.get("metadata", {}) | {"agent": self.agent}
         headers = {"authorization": f"Bearer {self.api_key}"}
         try:
             answer = await self._http.post(f"{self.base_url}/chat/completions", json=body, headers=headers)
@@ -81,7 +98,7 @@ class EnvRollout(AgenticRollout):
     """An agent whose other side is an environment of `reset` and `step`, as OpenEnv's and gym's: what it
     observes is the user, what the policy says is its action."""
 
-    most_turns: ClassVar[int] = 16
+    most_turns: int = 16
 
     @abstractmethod
     def make_env(self, task: Task) -> Any:
@@ -135,7 +152,7 @@ class ToolRollout(AgenticRollout):
         return [{"role": "user", "content": str(task.values.get("prompt", task.values))}]
 
     def score(self, task: Task, answer: str) -> float | None:
-        """The reward of the last answer; None leaves it to scorers."""
+        """The reward of the last answer, empty where the turns ran out; None leaves it to scorers."""
 
     async def run(self, task: Task, llm: LLM) -> Outcome:
         """Answer calls until the policy makes none."""
@@ -147,7 +164,7 @@ class ToolRollout(AgenticRollout):
                 return Outcome(self.score(task, said.get("content") or ""))
             results = await asyncio.gather(*(self._answered(tools, call) for call in calls))
             messages += [said, *results]
-        return Outcome(truncated=True)
+        return Outcome(self.score(task, ""), truncated=True)
 
     async def _answered(self, tools: Mapping[str, Callable[..., Any]], call: Json) -> Json:
         name = call["function"]["name"]
@@ -186,7 +203,7 @@ def rollout_class(name: str) -> type[AgenticRollout]:
     Raises:
         ConfigError: there is none, or it is no AgenticRollout.
     """
-    found = REGISTERED.get(name) or imported(name, "agent.rollout")
+    found = REGISTERED.get(name) or imported(OURS.get(name, name), "agent.rollout")
     if not (inspect.isclass(found) and issubclass(found, AgenticRollout)):
         raise ConfigError(f"agent.rollout: {name!r} is {found!r}, no class derived from AgenticRollout")
     return found

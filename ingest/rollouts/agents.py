@@ -12,6 +12,7 @@ from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
 from rollbook.ingest.rollouts.cgroups import controllers
 from rollbook.ingest.rollouts.config import ClocksConfig, RolloutConfig
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
+from rollbook.ingest.rollouts.harbor import places_of
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.jobs import Agents, Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
@@ -23,6 +24,7 @@ from rollbook.ingest.rollouts.told import (
     address_in,
     command_of,
     files_of,
+    needed_by,
     network_of,
     placed,
     variables,
@@ -47,8 +49,8 @@ class Programs:
         inside: tuple[Path | None, str] | None = None,
     ) -> None:
         self._agent, self._clocks, self._launcher, self._inside = agent, clocks, launcher, inside
-        here = inside is None or inside[0] is None
-        self._command = placed(agent.command) if here else agent.command
+        self._here = inside is None or inside[0] is None
+        self._command = placed(agent.command) if self._here else agent.command
         self._limits = Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
@@ -66,12 +68,16 @@ class Programs:
             require=agent.require,
             limits=self._limits,
             labels=job.labels,
+            places=await asyncio.to_thread(places_of, job.task, job.folder) if self._here else {},
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """As `Agents`."""
         return await self._launcher.sweep(alive, dead)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
@@ -84,10 +90,12 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
 
 
 def _files_for(config: RolloutConfig) -> Files:
-    agents = config.agent.command if config.agent.launcher in ("subprocess", "ray") else ()
+    agents = config.agent.command if config.agent.launcher in ("subprocess", "ray", "verifiers") else ()
     words = [*agents, *(word for one in config.score for word in one.command)]
-    beside = {path.parent for path in files_of(words).values()}
-    readable = tuple(path.resolve() for path in (*config.agent.readable, *sorted(beside)))
+    beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
+    if config.agent.launcher == "verifiers":
+        beside.add(Path(__file__).resolve().with_name("verifiers"))
+    readable = tuple(Path(os.path.abspath(path)) for path in (*config.agent.readable, *sorted(beside)))
     return Files(readable, hidden=(config.folder.resolve(),))
 
 
@@ -124,6 +132,10 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
     if config.agent.launcher == "ray":
         return _on_nodes(config)
     controllers(Limits(**config.agent.limits.model_dump()))
+    if config.agent.launcher == "verifiers":
+        from rollbook.ingest.rollouts.verifiers.agents import Verifiers
+
+        return Verifiers(config.agent, config.clocks, launcher, config.folder)
     return Programs(config.agent, config.clocks, launcher)
 
 
@@ -168,6 +180,9 @@ class Coroutines:
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """A coroutine leaves no process behind."""
         return []
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class _Coroutine:

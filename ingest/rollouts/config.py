@@ -81,8 +81,9 @@ class RolloutConfig(Table):
     proxy: str = "http://127.0.0.1:8000"
     """The proxy of `rollbook serve`."""
     tasks: str
-    """A file of JSON lines or Parquet, a folder of either (a Hugging Face dataset), `module:function` or
-    `file.py:function`."""
+    """A file of JSON lines or Parquet, a folder of either (a Hugging Face dataset) or of tasks as Harbor has
+    them, `module:function` or `file.py:function`; or `range:N`, the tasks 0 to N-1 of an environment that has
+    its own, as `idx`."""
     samples: Positive = 1
     """Trajectories of each task, which make a group."""
     split: Literal["train", "eval", "teacher"] = "train"

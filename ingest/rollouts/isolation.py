@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -54,6 +54,7 @@ class Files:
 
 
 NO_FILES = Files()
+NO_PLACES: Mapping[str, Path] = {}
 
 
 def chosen(asked: Isolation, required: Level) -> Level:
@@ -88,7 +89,13 @@ def described(level: Level) -> Json:
     }
 
 
-def wrapped(level: Level, command: Sequence[str], folder: Path, files: Files = NO_FILES) -> list[str]:
+def wrapped(
+    level: Level,
+    command: Sequence[str],
+    folder: Path,
+    files: Files = NO_FILES,
+    places: Mapping[str, Path] = NO_PLACES,
+) -> list[str]:
     """The command line that runs a command at a level, which works here.
 
     In a namespace the command is process 1: it adopts what loses its parent, all ends with it, and nothing in
@@ -99,11 +106,12 @@ def wrapped(level: Level, command: Sequence[str], folder: Path, files: Files = N
         command: a program, by its full path, and its arguments.
         folder: the one that it may write to. The command is not started in it.
         files: what it sees of others.
+        places: where else it finds parts of its folder.
     """
     if level == "pidns":
         return [*_own_processes(), *command]
     if level == "bwrap":
-        return [*_own_files(folder, files), *command]
+        return [*_own_files(folder, files, places), *command]
     return list(command)
 
 
@@ -166,7 +174,7 @@ def _own_processes() -> list[str]:
     ]
 
 
-def _own_files(folder: Path, files: Files) -> list[str]:
+def _own_files(folder: Path, files: Files, places: Mapping[str, Path]) -> list[str]:
     """A root of its own by bubblewrap, which is empty but for what is named. The network is the host's, since
     the proxy is reached on loopback."""
     mounts: list[tuple[str, list[str]]] = [
@@ -178,7 +186,7 @@ def _own_files(folder: Path, files: Files) -> list[str]:
     mounts += [(at, ["--ro-bind", source, at]) for source, at in visible]
     closed = list(_closed(files, visible))
     mounts += [(at, option) for at, option in closed]
-    mounts.append((str(folder), ["--bind", str(folder), str(folder)]))
+    mounts += [(at, ["--bind", str(path), at]) for at, path in {str(folder): folder, **places}.items()]
     # What lies inside comes after what it lies in, and of the same place the last one holds.
     mounts.sort(key=lambda mount: Path(mount[0]).parts)
     sealed = ["/", *(at for at, option in closed if option[0] == "--tmpfs")]

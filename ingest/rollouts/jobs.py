@@ -67,6 +67,9 @@ class Agents(Protocol):
             dead: launches of processes that are known to be gone.
         """
 
+    async def close(self) -> None:
+        """Let go of what it holds for all of them; none runs any more."""
+
 
 async def until(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | None:
     """Wait for an agent's end; the clock that ran out before it, or `cancelled`; None: it ended."""

@@ -80,7 +80,10 @@ class RolloutManager:
                     self._work = await made(config)
                 if self._stopped:
                     self._work.stop()
-                return await self._work.run()
+                try:
+                    return await self._work.run()
+                finally:
+                    await agents.close()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rollbook.store.events import VOID
@@ -55,12 +55,14 @@ class Outcome:
         truncated: whether it was cut short, by its own limit on turns for instance.
         success: whether it solved its task; None: it does not say.
         turn_rewards: one for each reply in order, or by reply id.
+        weights: component -> what it counts in the sum of several; absent: 1.
     """
 
     reward: float | Mapping[str, float] | None = None
     truncated: bool = False
     success: bool | None = None
     turn_rewards: Sequence[float] | Mapping[str, float] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Nothing is known here that the log does not know: a process that is started agai
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -307,7 +308,7 @@ class Rollouts:
             reward = scores.total
         elif outcome is not None and isinstance(outcome.reward, Mapping):
             parts = dict(outcome.reward)
-            reward = sum(parts.values())
+            reward = math.fsum(outcome.weights.get(part, 1.0) * value for part, value in parts.items())
         elif outcome is not None and not isinstance(outcome.reward, Mapping):
             reward = outcome.reward
         for source, value in parts.items():

@@ -69,6 +69,9 @@ class ServiceAgents(Agents):
                 await _cancel(client, self._service, launch_id)
         return []
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             headers=self._headers, verify=self._ssl, timeout=min(self._service.lease_s, 30.0)

@@ -91,7 +91,8 @@ class SubprocessLauncher(Launcher):
         Raises:
             LaunchError: it cannot be started, or not as isolated as is required; the message says why.
         """
-        level = await asyncio.to_thread(isolation.chosen, launch.isolation, launch.require)
+        require: Level = "bwrap" if launch.places else launch.require
+        level = await asyncio.to_thread(isolation.chosen, launch.isolation, require)
         started = _Started(launch, level, self._files)
         await started.begin()
         return started
@@ -258,7 +259,7 @@ def _keeper(
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
-            isolation.wrapped(level, command, launch.folder.absolute(), files),
+            isolation.wrapped(level, command, launch.folder.absolute(), files, launch.places),
             stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,12 +12,14 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollbook.ingest.rollouts.harbor_tasks import are_in, harbor_tasks
 from rollbook.ingest.rollouts.named import imported
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_RANGE = re.compile(r"range:([0-9]{1,9})")
 NAMED_BY = ("id", "task_id", "name")
 """Keys whose value names a task, where it is a short word."""
 
@@ -66,7 +68,9 @@ def _name(values: Json, number: int) -> str:
 
 def _values(source: str) -> Iterator[Json]:
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and are_in(path):
+        yield from harbor_tasks(path)
+    elif path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet", ".arrow"))
         if not files:
             raise ConfigError(f"tasks: {source!r} holds no file of JSON lines, Parquet or Arrow")
@@ -74,6 +78,8 @@ def _values(source: str) -> Iterator[Json]:
             yield from _rows(file)
     elif path.is_file():
         yield from _rows(path)
+    elif (few := _RANGE.fullmatch(source)) is not None:
+        yield from ({"id": f"{number}", "idx": number} for number in range(int(few[1])))
     elif ":" in source:
         made = imported(source, "tasks")
         values = made() if callable(made) else made
@@ -81,7 +87,7 @@ def _values(source: str) -> Iterator[Json]:
             raise ConfigError(f"tasks: {source!r} gives {type(values).__name__}; it must give objects")
         yield from values
     else:
-        raise ConfigError(f"tasks: {source!r} is no file, no folder and no module:function")
+        raise ConfigError(f"tasks: {source!r} is no file, no folder, no module:function and no range:N")
 
 
 def _rows(file: Path) -> Iterator[Json]:

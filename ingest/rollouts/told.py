@@ -117,8 +117,24 @@ def passed(agent: AgentConfig, own: Mapping[str, str]) -> dict[str, str]:
 
 
 def files_of(command: Sequence[str]) -> dict[str, Path]:
-    """Words of a command that are files as seen from here -> where they are."""
-    return {word: Path(word).resolve() for word in command if word and Path(word).is_file()}
+    """Words of a command that are files as seen from here -> where they are.
+
+    Links stay as they are: an environment's interpreter is one, and knows its environment by where it lies.
+    """
+    return {word: Path(os.path.abspath(word)) for word in command if word and Path(word).is_file()}
+
+
+def needed_by(file: Path) -> list[Path]:
+    """The folders that a file of a command is seen with: its own, or the environment whose program it is."""
+    environment = file.parent.parent
+    try:
+        lines = (environment / "pyvenv.cfg").read_text().splitlines()
+    except OSError:
+        return [file.parent]
+    homes = [
+        Path(line.partition("=")[2].strip()) for line in lines if line.partition("=")[0].strip() == "home"
+    ]
+    return [environment, *(home.parent for home in homes)]
 
 
 def placed(command: Sequence[str]) -> tuple[str, ...]:

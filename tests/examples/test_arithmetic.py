@@ -3,88 +3,77 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
+from habits import call
+from tests.examples.played import EXAMPLES, Played, lines_of_ours, play
 
-from rollbook import store as rb
-from rollbook.demo.model import make_model
-from rollbook.demo.processes import Server, rollbook_command
-from rollbook.replay.stretch import history_of, prove_stretch
-from rollbook.store import Store
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import samples_of
 
-HERE = Path(__file__).parents[2]
-EXAMPLE = HERE / "examples" / "arithmetic"
-
-
-def rollbook(folder: Path, *words: object) -> Any:
-    """A command's JSON, from a folder in which `examples` is."""
-    environment = os.environ | {"PYTHONPATH": str(HERE / "src"), "OMP_NUM_THREADS": "1"}
-    command = [*rollbook_command(), *map(str, words)]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr.decode()[-2000:] + ran.stdout.decode()[-500:]
-    return ran.stdout
+CALLS = [
+    call("calc", a=a, op=op, b=b) for a, op, b in ((37, "+", 58), (60, "-", 18), (58, "+", 37), (60, "+", 18))
+]
+SAYINGS = (*CALLS, "The answer is 95.", "42", "I do not know.")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Any]]:
-    """The store after both rollouts and two steps, and what the rollouts said."""
-    folder = tmp_path_factory.mktemp("arithmetic")
-    (folder / "examples").symlink_to(HERE / "examples")
-    make_model(folder / "my-model", 0)
-    options = ["--store", folder / "runs", "--model", folder / "my-model", "--run", "arithmetic"]
-    said = {}
-    with Server("serve", folder, *options, "--threads", 1, "--no-admission") as server:
-        server.await_ready()
-        for name in ("program", "class"):
-            words = ["rollout", f"examples/arithmetic/{name}.toml", "--json", "--set", "limit=2"]
-            words += ["--set", f'proxy="{server.url}"', "--set", 'agent.isolation="session"']
-            said[name] = orjson.loads(rollbook(folder, *words))
-    grpo = [EXAMPLE / "grpo.toml", "--store", folder / "runs", "--source", "tail"]
-    rollbook(folder, "train", *grpo)
-    return rb.open(folder / "runs"), said
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Both rollouts, and two steps."""
+    settings = ["limit=2", 'agent.isolation="session"']
+    return play(tmp_path_factory.mktemp("arithmetic"), "arithmetic", ["program", "class"], SAYINGS, *settings)
 
 
-def test_both_ways_give_the_same_log(trained: tuple[Store, dict[str, Any]]) -> None:
+def test_both_ways_give_the_same_log(played: Played) -> None:
     """Groups of four of each task, exact tokens with their versions, and rewards."""
-    log, said = trained
+    said = played.said
     for name in ("program", "class"):
-        assert (said[name]["done"], said[name]["by_status"], said[name]["rewarded"]) == (8, {"done": 8}, 8)
-    with rb.connect(log.path) as connection:
-        query = """
-            SELECT rollout, t."group", count(*), count(DISTINCT t.reward) > 1, min(t.fidelity),
-                   min(t.min_version)
-            FROM launches l JOIN trajectories t USING (trajectory_id) GROUP BY ALL ORDER BY ALL"""
-        rows = connection.execute(query).fetchall()
-        assert [(row[0], row[1].split(".")[-1]) for row in rows] == [
-            (name, task) for name in ("class", "program") for task in ("minus", "plus")
-        ]
-        assert {row[2:] for row in rows} == {(4, True, "exact", 0)}
-        parts = connection.execute("SELECT DISTINCT source FROM rewards ORDER BY 1").fetchall()
+        assert (said[name]["done"], said[name]["rewarded"]) == (8, 8)
+        assert said[name]["by_status"].keys() <= {"done", "truncated"}
+    rows = played.asked("""
+        SELECT rollout, t."group", count(*), min(t.fidelity), min(t.min_version)
+        FROM launches l JOIN trajectories t USING (trajectory_id) GROUP BY ALL ORDER BY ALL""")
+    assert [(row[0], row[1].split(".")[-1]) for row in rows] == [
+        (name, task) for name in ("class", "program") for task in ("minus", "plus")
+    ]
+    assert {row[2:] for row in rows} == {(4, "exact", 0)}
+    parts = played.asked("SELECT DISTINCT source FROM rewards ORDER BY 1")
     assert parts == [("agent",), ("brief",), ("correct",)]
+    assert played.asked("SELECT count(DISTINCT reward) > 1 FROM trajectories") == [(True,)]
 
 
-def test_its_steps_replay_bit_for_bit(trained: tuple[Store, dict[str, Any]]) -> None:
+def test_both_ways_call_the_calculator(played: Played) -> None:
+    """Its results are what the policy is shown."""
+    shown = played.asked("""
+        SELECT DISTINCT split_part(trajectory, '.', 1), m ->> 'content'
+        FROM (SELECT trajectory, unnest(new_messages::JSON[]) AS m FROM turns) WHERE m ->> 'role' = 'tool'""")
+    assert {way for way, _ in shown} == {"program", "class"}
+    assert {result for _, result in shown} <= {"95", "42", "78"}
+
+
+def test_each_component_is_a_reward_to_train_on(played: Played) -> None:
+    """By `reward_source`, beside the sum."""
+    programs = [t for t in fold(played.log.events()).values() if t.opened.name.startswith("program")]
+    for trajectory in programs:
+        [[whole], [correct], [brief]] = [
+            list(samples_of(trajectory, source)) for source in ("agent", "correct", "brief")
+        ]
+        assert correct.reward in (0.0, 1.0)
+        assert whole.reward == correct.reward + brief.reward
+    assert len(programs) == 8
+
+
+def test_its_steps_replay_bit_for_bit(played: Played) -> None:
     """Two groups each."""
-    log, _ = trained
-    found = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
-    assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True, True]
-    taken = {
-        ref["trajectory_id"]
-        for s in history_of(log, None, "actor").steps.values()
-        for ref in s.planned.samples
-    }
-    assert len(taken) == 16
+    assert "step 0: bit for bit" in played.replayed
+    assert len(played.taken()) == 16
 
 
 def test_the_program_knows_nothing_of_rollbook() -> None:
     """It is of Python's own library, and no longer than 60 lines."""
-    text = (EXAMPLE / "agent.py").read_text()
+    assert lines_of_ours("arithmetic/agent.py") == []
+    text = (EXAMPLES / "arithmetic" / "agent.py").read_text()
     imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name.partition(".")[0] for node in imported for alias in node.names}
     assert names <= sys.stdlib_module_names

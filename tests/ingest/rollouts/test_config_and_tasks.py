@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from rollbook.ingest.rollouts.config import load_rollouts, parse_rollouts
 from rollbook.ingest.rollouts.tasks import Task, read_tasks
-from rollbook.ingest.rollouts.told import Address, command_of, make_folder, placed, variables
+from rollbook.ingest.rollouts.told import Address, command_of, make_folder, needed_by, placed, variables
 from rollbook.store.errors import ConfigError
 
 LEAST: dict[str, Any] = {"tasks": "tasks.jsonl", "agent": {"command": ["true"]}}
@@ -145,6 +147,31 @@ def test_what_a_program_is_told(tmp_path: Path) -> None:
     )
     assert not {"SECRET", "NOTHING"} & found.keys()
     assert command_of(placed(agent.command), task) == ("run", "1+1?", "a/b")
+
+
+def test_an_environments_interpreter_is_itself_and_seen_with_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link leads to another interpreter, which has none of them; a file beside is seen with its folder."""
+    monkeypatch.chdir(tmp_path)
+    venv.create(tmp_path / "env", symlinks=True, with_pip=False)
+    (tmp_path / "agent.py").write_text("import sys; print(sys.prefix)")
+    command = placed(("env/bin/python", "agent.py"))
+    assert command == (str(tmp_path / "env/bin/python"), str(tmp_path / "agent.py"))
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / "env")
+    environment, base = needed_by(Path(command[0]))
+    assert (environment, (base / "bin").is_dir()) == (tmp_path / "env", True)
+    assert needed_by(Path(command[1])) == [tmp_path]
+
+
+def test_positions_of_a_taskset_are_tasks() -> None:
+    """So many as are said."""
+    found = read_tasks("range:3")
+    assert [(task.name, task.values) for task in found] == [
+        (str(n), {"id": str(n), "idx": n}) for n in range(3)
+    ]
+    assert len(read_tasks("range:300", limit=2)) == 2
 
 
 def test_a_launch_has_a_folder_of_its_own(tmp_path: Path) -> None:

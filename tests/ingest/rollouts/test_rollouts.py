@@ -23,6 +23,8 @@ from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import samples_of
 
 AGENT = """
 import json, os, signal, subprocess, sys, time, urllib.request
@@ -104,6 +106,16 @@ class Says(AgenticRollout):
 
     async def close(self):
         self.closed.append(1)
+
+
+class Team(AgenticRollout):
+    async def run(self, task, llm):
+        critic = llm.sub("critic")
+        first = {"role": "user", "content": task.values["do"]}
+        for one in (llm, critic, critic.sub("reader")):
+            said = await one.chat([first])
+        again = await critic.chat([first, critic.replies[0]["choices"][0]["message"], first])
+        return Outcome(0.5, turn_rewards={critic.replies[1]["id"]: 2.0})
 
 
 class Tools(ToolRollout):
@@ -304,6 +316,32 @@ def test_a_class_is_as_a_program(server: Any, config: Any, beside: Path) -> None
     ]
     assert rows[1]["why"] == "KeyError('mine')"
     assert found.given_up == 1
+
+
+def test_agents_that_an_agent_starts_are_of_its_trajectory(server: Any, config: Any, beside: Path) -> None:
+    """Each has paths of its own, the same reward, and a name; the group has one member."""
+    made = config(agent=own(beside, "Team"), samples=2)
+    run(made, tasks("hello"))
+    rows = launches(server, made.name)
+    assert told(rows, "status", "reward", "turns") == [("done", 0.5, 4)] * 2
+    assert len({row["group"] for row in rows}) == 1
+    with rb.connect(server.path) as connection:
+        query = """
+            SELECT request ->> '$.metadata.agent', parent_turn_id IS NULL, reward FROM turns
+            WHERE trajectory = $1 ORDER BY seq"""
+        turns = connection.execute(query, [rows[0]["trajectory"]]).fetchall()
+    assert turns == [
+        (None, True, None),
+        ("critic", True, None),
+        ("critic/reader", True, None),
+        ("critic", False, 2.0),
+    ]
+    log = fold(rb.open(server.path).events()).values()
+    [trajectory] = [one for one in log if one.opened.name == rows[0]["trajectory"]]
+    samples = list(samples_of(trajectory))
+    assert [sample.reward for sample in samples] == [0.5] * 3
+    assert len({sample.group for sample in samples}) == 1
+    assert sorted(value for sample in samples for value in sample.rewards.values()) == [2.0]
 
 
 def test_tools_are_called_side_by_side(server: Any, config: Any, beside: Path) -> None:

@@ -1,0 +1,14 @@
+"""What an answer is worth."""
+
+from __future__ import annotations
+
+import re
+
+from rollbook.ingest.rollouts.scoring import Attempt
+from rollbook.ingest.rollouts.tasks import Task
+
+
+def right(task: Task, attempt: Attempt) -> float:
+    """1 where the answer that it printed holds the right number, and no other."""
+    printed = (attempt.folder / "stdout.log").read_text()
+    return float(re.findall(r"\d+", printed) == [task.values["answer"]])

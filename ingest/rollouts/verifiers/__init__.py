@@ -1,0 +1,1 @@
+"""Environments of the verifiers library, run by a process of its own environment."""

@@ -1,0 +1,109 @@
+"""`launcher = "verifiers"` with the real package, where something fails: the status says whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clients.conftest import ENVIRONMENT, Proxy
+
+from rollbook import store as rb
+from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.config import parse_rollouts
+from rollbook.ingest.rollouts.proxy import Proxy as Asked
+from rollbook.ingest.rollouts.rollouts import Rollouts
+from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.store.errors import RolloutError
+
+FAILING = """
+import asyncio, os, signal
+import verifiers.v1 as vf
+
+class FailsHarness(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        what = data.prompt
+        if what == "sleep":
+            await asyncio.sleep(60)
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await runtime.run_program(["sh", "-c", "exit 3"], {})
+
+class FailsTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        return [vf.Task(vf.TaskData(prompt=what), self.config.task) for what in ("exit", "sleep", "die")]
+
+__all__ = ["FailsHarness", "FailsTaskset"]
+"""
+
+
+def _rolled(proxy: Proxy, folder: Path, name: str, words: list[str], **changes: Any) -> list[tuple[Any, ...]]:
+    """(task, status, why) of each launch."""
+    (folder / "fails.py").write_text(FAILING)
+    agent = {
+        "launcher": "verifiers",
+        "command": [str(ENVIRONMENT / "verifiers" / "bin" / "vf-eval"), *words],
+        "environment": {"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
+        "isolation": "session",
+    }
+    values = {"name": name, "proxy": proxy.url, "folder": str(folder / "rollouts"), "agent": agent}
+    values |= {"retries": {"attempts": 1}, "tasks": "range:1"} | changes
+    config = parse_rollouts(values, "test")
+
+    async def run() -> None:
+        async with Asked(config.proxy) as asked:
+            launcher = launcher_of(config)
+            tasks = read_tasks(config.tasks)
+            agents = agents_of(config, asked, launcher)
+            with contextlib.suppress(RolloutError):  # so many failed by their infrastructure
+                await Rollouts(config, tasks, asked, agents, launcher, "test").run()
+
+    asyncio.run(run())
+    with rb.connect(proxy.path) as connection:
+        query = "SELECT task, status, why FROM launches WHERE rollout = ? ORDER BY task"
+        return connection.execute(query, [name]).fetchall()
+
+
+WORDS = ["fails", "--env.agent.harness.id", "fails", "--env.agent.runtime.type", "subprocess"]
+
+
+def test_the_agents_failure_its_time_and_what_is_nobodys(proxy: Proxy, tmp_path: Path) -> None:
+    """A program that exits with 3, one that takes too long, and a task that there is not."""
+    words = [*WORDS, "--env.agent.timeout.rollout", "1", "--select.include.idx", "0:2"]
+    exits, sleeps, none = _rolled(proxy, tmp_path, "ends", words, tasks="range:3")
+    assert exits[1] == "agent_error"
+    assert "HarnessError" in exits[2]
+    assert sleeps[1:] == ("timeout", "its agent clock ran out")
+    assert none[1] == "infra_error"
+    assert "the environment has 2 tasks, and none at position 2" in none[2]
+
+
+def test_our_clocks_end_a_rollout_and_not_the_others(proxy: Proxy, tmp_path: Path) -> None:
+    """It is cancelled, in the process that goes on."""
+    words = [*WORDS, "--select.include.idx", "0:2"]
+    clocks = {"start_s": 1.0, "grace_s": 5.0}
+    exits, sleeps = _rolled(proxy, tmp_path, "clocks", words, tasks="range:2", clocks=clocks)
+    assert exits[1] == "agent_error"
+    assert sleeps[1:] == ("timeout", "its start clock ran out")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([*WORDS, "--select.include.idx", "2"], "its process went away"),
+        (["no-such-environment"], "it ended at once"),
+    ],
+    ids=["dies", "unknown"],
+)
+def test_a_process_that_goes_away_is_no_agents_fault(
+    words: list[str], why: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    """Whatever it printed last is told."""
+    [launch] = _rolled(proxy, tmp_path, why.replace(" ", "-"), words)
+    assert launch[1] == "infra_error"
+    assert why in launch[2]
