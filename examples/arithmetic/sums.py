@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollbook.ingest.rollouts.agentic import ToolRollout
-from rollbook.ingest.rollouts.scoring import Attempt
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.tasks import Task
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.ingest.rollouts.scoring import Attempt
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.tasks import Task
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollbook.ingest.rollouts.scoring import Attempt
+from rollbook.ingest.rollouts.attempt import Attempt
 from rollbook.ingest.rollouts.tasks import Task
 
 
