@@ -114,7 +114,7 @@ class Run:
         except rb.errors.RollbookError:
             return 0
 
-    def await_steps(self, count: int, within_s: float = 90.0) -> None:
+    def await_steps(self, count: int, within_s: float = 240.0) -> None:
         """Wait for so many more steps than there are."""
         wanted, by = self.done() + count, time.monotonic() + within_s
         while self.done() < wanted:
@@ -143,7 +143,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert [run.pids(part) for part in PARTS] == [[], [], []]
         steps = (run.done() // 4 + 2) * 4
         child = run.start("--set", f"train.steps={steps}")
-        assert child.wait(120) == 0, (run.folder / "run.log").read_text()[-3000:]
+        assert child.wait(300) == 0, (run.folder / "run.log").read_text()[-3000:]
         yield run
     finally:
         if child.poll() is None:

@@ -28,6 +28,10 @@ def run_online(
         list[Only] | None,
         typer.Option(help="Start this part alone, or these: the others run elsewhere."),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Have a Ray cluster place the trainer's ranks, and run the rollouts."),
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the commands that would be started, and start nothing.")
     ] = False,
@@ -43,10 +47,13 @@ def run_online(
     rollbook run online.toml
     rollbook run online.toml --set train.steps=500
     rollbook run online.toml --only engines        (on another machine)
+    rollbook run online.toml --ray                 (on a node of a Ray cluster)
 
     Exit codes: 0 the training has ended, 2 a part cannot be started or died
     too often, 130 and 143 stopped by SIGINT and SIGTERM.
     """
     from rollbook.cli.running import run_whole
 
-    raise typer.Exit(run_whole(config, overrides or [], [part.value for part in only or ()], show=show))
+    raise typer.Exit(
+        run_whole(config, overrides or [], [part.value for part in only or ()], ray=ray, show=show)
+    )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from rollbook.online.config import EnginesConfig, EvaluatedConfig, SharedConfig
+from rollbook.online.config import EnginesConfig, EvaluatedConfig, PlacedConfig, SharedConfig
 from rollbook.train.config.docs import HEAD, rows
 
 INTRODUCTION = """# Configuration of a run
@@ -25,13 +25,20 @@ the store, the model, the proxy's address, the engines, and `samples` of `[rollo
 TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": SharedConfig,
     "`[engines]`": EnginesConfig,
+    "`[engines.placed]`": PlacedConfig,
     "`[evaluation]`": EvaluatedConfig,
 }
 
 
+APART = frozenset({"placed"})
+"""Keys that are tables of their own."""
+
+
 def render() -> str:
     """The whole page as Markdown."""
-    sections = ["\n".join([f"## {title}\n\n{HEAD}", *rows(model, ()), ""]) for title, model in TABLES.items()]
+    sections = [
+        "\n".join([f"## {title}\n\n{HEAD}", *rows(model, APART), ""]) for title, model in TABLES.items()
+    ]
     return "\n".join([INTRODUCTION, *sections])
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rollbook import store
 from rollbook.cli.terminal import Console, say
 from rollbook.cli.training import line_of
-from rollbook.online.config import WholeConfig, load_whole
+from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
 from rollbook.online.part import Spec
 from rollbook.online.parts import specs_of
@@ -35,7 +35,7 @@ LATEST_S = 30.0
 _TOKENS = re.compile(r'^rollbook_tokens_total\{[^}]*kind="completion"[^}]*\} (\S+)', re.M)
 
 
-def run_whole(path: Path, overrides: Sequence[str], only: Sequence[str], *, show: bool) -> int:
+def run_whole(path: Path, overrides: Sequence[str], only: Sequence[str], *, ray: bool, show: bool) -> int:
     """Run it to the end of its training, or until somebody interrupts; the exit code.
 
     Raises:
@@ -43,7 +43,24 @@ def run_whole(path: Path, overrides: Sequence[str], only: Sequence[str], *, show
         PartError: a part cannot be started, or died too often.
     """
     config = load_whole(path, overrides)
-    stages = specs_of(config, only)
+    with _placed(config, only, show=show) as placed:
+        return _run_parts(placed, specs_of(placed, only, ray=ray), show=show)
+
+
+@contextlib.contextmanager
+def _placed(config: WholeConfig, only: Sequence[str], *, show: bool) -> Iterator[WholeConfig]:
+    """The run with its engines placed, where Ray is to place them."""
+    engines = config.engines
+    if show or engines is None or engines.placed is None or "engines" not in (only or ("engines",)):
+        yield config
+        return
+    from rollbook.online.placed import placed
+
+    with placed(engines.placed) as (group, addresses):
+        yield at_addresses(config, group, addresses)
+
+
+def _run_parts(config: WholeConfig, stages: list[list[Spec]], *, show: bool) -> int:
     if show:
         for stage in stages:
             for spec in stage:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -67,6 +67,21 @@ class EvaluatedConfig(_Table):
     """Longest wait for them; training goes on after it."""
 
 
+class PlacedConfig(_Table):
+    """`[engines.placed]`: engines that Ray places on nodes of its cluster; their addresses follow."""
+
+    count: Annotated[int, Field(ge=1)] = 1
+    """Engines."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: {"GPU": 1.0})
+    """What each takes of a node."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How they are spread over nodes."""
+    within_s: Annotated[float, Field(ge=0)] = 60.0
+    """Longest wait for room in the cluster."""
+    port: Annotated[int, Field(ge=1, lt=65000)] = 30000
+    """Their ports are the first that are free from here on."""
+
+
 class EnginesConfig(_Table):
     """`[engines]`: SGLang servers of the run; absent: the proxy's own engine answers."""
 
@@ -85,6 +100,8 @@ class EnginesConfig(_Table):
     """Longest time until one answers."""
     silence_s: Seconds = 120.0
     """One that answers nothing for so long is ended, and started again."""
+    placed: PlacedConfig | None = None
+    """Absent: they are where `addresses` says."""
 
     @model_validator(mode="after")
     def _addressed(self) -> EnginesConfig:
@@ -92,6 +109,10 @@ class EnginesConfig(_Table):
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():
                 raise ValueError(f"addresses: {address!r} is no host:port, such as {ADDRESS}:30000")
+        if self.placed is not None and (self.gpus or "addresses" in self.model_fields_set):
+            raise ValueError(
+                "placed: Ray says where engines are, and on which GPUs: leave addresses and gpus out"
+            )
         if self.gpus and len(self.gpus) != len(self.here):
             raise ValueError(f"gpus: {len(self.gpus)} entries for {len(self.here)} engines of this host")
         return self
@@ -108,6 +129,8 @@ class WholeConfig:
 
     Attributes:
         path: of the file that the parts read.
+        values: what the file says.
+        group: the placement group of the engines, where Ray places them, once it is there.
         proxy: its address, as the parts reach it; here: it is to run on this host.
     """
 
@@ -119,6 +142,8 @@ class WholeConfig:
     serve: ServeSettings
     train: TrainConfig | None
     rollout: RolloutConfig | None
+    values: Json
+    group: str | None = None
 
     @property
     def run(self) -> str:
@@ -161,7 +186,18 @@ def load_whole(path: Path, overrides: Sequence[str] = ()) -> WholeConfig:
         serve=serve,
         train=trained,
         rollout=rollouts,
+        values=values,
     )
+
+
+def at_addresses(config: WholeConfig, group: str, addresses: Sequence[str]) -> WholeConfig:
+    """The same run, with engines at these addresses, of a placement group; the parts read it from a file."""
+    assert config.engines is not None
+    told = {key: value for key, value in config.values["engines"].items() if key != "placed"}
+    values = config.values | {"engines": told | {"addresses": list(addresses)}}
+    engines = config.engines.model_copy(update={"addresses": tuple(addresses)})
+    path = _written(values, config.path, config.logs)
+    return replace(config, path=path, engines=engines, group=group)
 
 
 def is_local(host: str) -> bool:
