@@ -28,3 +28,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not JSON: {error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def override(values: dict[str, Any], text: str) -> None:
+    """Set a value by `key=value`: a dotted key, and TOML or plain text.
+
+    Raises:
+        ConfigError: it is no such text, or leads through what is no table.
+    """
+    key, sep, value = text.partition("=")
+    if not sep:
+        raise ConfigError(f"--set {text!r}: write key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {text!r}: {table} is not a table")
+    values[last] = parsed

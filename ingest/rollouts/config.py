@@ -6,7 +6,6 @@ The docstring under a key is what the page of keys says of it.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.toml_file import read_toml
+from rollbook.store.toml_file import override, read_toml
 from rollbook.store.whole_config import part_of
 
 
@@ -109,15 +108,14 @@ class RolloutConfig(Table):
 
 
 def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
-    """Read a CONFIG and apply `key=value` overrides (dotted keys, TOML values). A folder in it is relative to
-    its own.
+    """Read a CONFIG and apply `key=value` overrides: dotted keys, TOML or plain text.
 
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
     values = part_of(read_toml(path), "rollout", str(path))
     for text in overrides:
-        _override(values, text)
+        override(values, text)
     return parse_rollouts(values, str(path))
 
 
@@ -140,24 +138,6 @@ def parse_rollouts(values: Json, name: str) -> RolloutConfig:
     if len(set(names)) < len(names):
         raise ConfigError(f"{name}:\n  score: two components have the same name; each is a source of rewards")
     return config
-
-
-def _override(values: Json, text: str) -> None:
-    key, sign, value = text.partition("=")
-    try:
-        if not sign:
-            raise tomllib.TOMLDecodeError("no `=`")
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{text!r} is no key=value: {error}; text needs quotes, as in name='\"x\"'"
-        ) from error
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{text!r}: {table} is no table")
-    values[last] = parsed
 
 
 def _said(error: Any) -> str:

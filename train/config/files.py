@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.toml_file import read_toml
+from rollbook.store.toml_file import override, read_toml
 from rollbook.store.whole_config import is_whole, part_of
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
@@ -85,24 +84,3 @@ def _with_recipe(values: Json, path: Path) -> Json:
     """
     named = values.get("recipe")
     return values | {"recipe": read_toml(path.parent / named)} if isinstance(named, str) else values
-
-
-def override(values: Json, text: str) -> None:
-    """Set a value by `key=value`: a dotted key, and TOML or plain text.
-
-    Raises:
-        ConfigError: it is no such text, or leads through what is no table.
-    """
-    key, sep, value = text.partition("=")
-    if not sep:
-        raise ConfigError(f"--set {text!r}: write key=value")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {text!r}: {table} is not a table")
-    values[last] = parsed

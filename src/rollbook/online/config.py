@@ -19,10 +19,10 @@ from rollbook.ingest.serve.settings import ServeSettings, parse_settings
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.toml_file import read_toml
+from rollbook.store.toml_file import override, read_toml
 from rollbook.store.whole_config import ADDRESS, TABLES, WAIT_S, check_whole, is_whole, part_of, proxy_url
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.config.files import override, read_training
+from rollbook.train.config.files import read_training
 
 Seconds = Annotated[float, Field(gt=0)]
 T = TypeVar("T", bound=BaseModel)
