@@ -62,7 +62,7 @@ class Supervisor:
                 return
             for part in stage:
                 self._running[part] = asyncio.create_task(part.run())
-            ready = asyncio.gather(*(part.ready.wait() for part in stage))
+            ready = asyncio.create_task(_all_ready(stage))
             await self._first(stopping, ready)
             ready.cancel()
 
@@ -105,3 +105,8 @@ class Supervisor:
             for task in tasks:
                 with contextlib.suppress(PartError):
                     await task
+
+
+async def _all_ready(stage: Sequence[Part]) -> None:
+    for part in stage:
+        await part.ready.wait()
