@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollbook.ingest.rollouts.launching import Isolation, Level
-from rollbook.ingest.rollouts.tables import Positive, Seconds, Table
+from rollbook.ingest.rollouts.tables import Positive, Seconds, Table, Url
 
 Launchers = Literal["subprocess", "docker", "ray", "http", "python", "verifiers"]
 
@@ -58,7 +58,7 @@ class ContainerConfig(Table):
 class ServiceConfig(Table):
     """`[agent.service]`: somebody's agents, of launcher http."""
 
-    url: str
+    url: Url
     """Where agents are started: POST, as docs/rollouts.md has it."""
     token_variable: str | None = None
     """Variable of this process that holds a bearer token for it."""
@@ -95,7 +95,7 @@ class AgentConfig(Table):
     `gym` and `openenv` are there."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For python: what the class is made with. For http: `options` of what is sent."""
-    address: str | None = None
+    address: Url | None = None
     """For docker, ray and http: the proxy's URL as it is from there; absent: `proxy`, or for containers on
     another network than the host's, where that is on loopback, http://host.docker.internal with its port."""
     environment: dict[str, str] = Field(default_factory=dict)

@@ -194,10 +194,12 @@ def _base(trees: dict[str, Path], controller: str) -> Path | None:
     own = trees.get(V2)
     if own is None:
         return None
-    with contextlib.suppress(OSError):
+    if (own / "cgroup.type").exists():
+        # Of a group that has processes, as this one's, version 2 lets no group be inside: then beside it.
+        return own.parent if controller in _words(own.parent) else None
+    with contextlib.suppress(OSError):  # the root is exempt, and has no type
         (own / "cgroup.subtree_control").write_text(f"+{controller}")
-    # Where processes are in the own group, version 2 allows none inside: then beside it.
-    return next((base for base in (own, own.parent) if controller in _words(base)), None)
+    return own if controller in _words(own) else None
 
 
 def _bases() -> Iterator[Path]:

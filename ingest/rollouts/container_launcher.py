@@ -32,8 +32,9 @@ AFTER = """
 exec "$1" rm --force --volumes "$2"
 """
 _OF_ENGINES = re.compile(
-    r"(?i)path|home|user|tmpdir|lang|lc_.*|tz|.*_proxy|(docker|podman|containers?|buildah|conmon|xdg|ld|go|dbus"
-    r"|registry|storage|ssh|ssl|no|compose|cni|netavark|notify|listen|libpod)_?.*"
+    r"(?i)path|home|user|tmpdir|lang|lc_.*|tz|.*_proxy|notify_socket|listen_(pid|fds|fdnames)"
+    r"|(docker|compose|podman|containers?|buildah|conmon|libpod|cni|netavark|storage|registry)_.*"
+    r"|(xdg|dbus|ssh|ssl|ld)_.*|go(debug|gc|maxprocs|memlimit|traceback)"
 )
 """Variables that an engine's client may itself heed: an agent's are not to reach it."""
 _NOT_RUN = re.compile(r"(?:ERROR \(catatonit:\d+\): |\[FATAL tini \(\d+\)\] )(.*)")
@@ -195,7 +196,7 @@ class _Contained(Running):
             why = f"its client ended with {client.code} while it ran: {client.complaint}"
             return replace(found, signal=signal.SIGKILL, infrastructure=why)
         code = int(state["ExitCode"])
-        if code and (not_run := _NOT_RUN.match(client.complaint)):
+        if code and not client.printed.get("stdout") and (not_run := _NOT_RUN.fullmatch(client.complaint)):
             return replace(found, code=code, infrastructure=f"its program cannot be started: {not_run[1]}")
         error = _by_memory(code, self._launch.limits, known=bool(state.get("OOMKilled")))
         found = replace(found, error=error)

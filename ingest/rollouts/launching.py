@@ -81,8 +81,8 @@ class Exit:
         code: its exit code; None: a signal ended it.
         signal: that signal.
         cpu_s: of all of its processes; None: not known.
-        peak_rss_mb: of the largest of its processes, or of what started it (10 MB) if that was larger;
-            None: not known.
+        peak_rss_mb: of the largest of its processes, or of what started it (10 MB) if that was larger; where
+            a cgroup counts, of all of them, with what is cached of files. None: not known.
         printed: stream -> bytes that it printed, of which the file holds the first.
         left: processes that were still there when it ended, and were ended: `pid`, in the agent's own
             namespace if it has one, and `command`.

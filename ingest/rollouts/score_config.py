@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rollbook.ingest.rollouts.tables import Name, Table
+from rollbook.ingest.rollouts.tables import Name, Table, Url
 
 
 def _with_a_group(text: str) -> str:
@@ -35,7 +35,7 @@ class JudgeConfig(Table):
     """The model that is asked for."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Others of the request's fields, such as temperature or max_tokens."""
-    proxy: str | None = None
+    proxy: Url | None = None
     """The proxy of `rollbook serve` that has the judge; absent: the agents', whose policy then judges."""
     key_variable: str = "ROLLBOOK_KEY"
     """Variable of this process that holds an operator's or writer's key of that proxy, if it asks for one."""
@@ -50,7 +50,7 @@ class ScoreConfig(Table):
     """`module:function` or `file.py:function` of (task, attempt) that gives a number."""
     command: tuple[str, ...] = ()
     """A program whose last line of output is a number, or an object with `reward`."""
-    url: str | None = None
+    url: Url | None = None
     """Somebody's judge: POST, as docs/rollouts.md has it, answered by a number or an object with `reward`."""
     token_variable: str | None = None
     """Variable of this process that holds a bearer token for url."""

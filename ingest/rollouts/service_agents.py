@@ -65,8 +65,7 @@ class ServiceAgents(Agents):
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """Cancel what is dead. Other launches of the service are not known here."""
         async with self._client() as client:
-            for launch_id in sorted(dead):
-                await _cancel(client, self._service, launch_id)
+            await asyncio.gather(*(_cancel(client, self._service, launch_id) for launch_id in sorted(dead)))
         return []
 
     async def close(self) -> None:

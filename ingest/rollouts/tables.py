@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 

@@ -22,10 +22,10 @@ class LaunchStarted:
 
     `launch_id` is unique in the trajectory, which may have several launches. `rollout` is the name of the
     configuration that says what to start; `place` is where in it this is: `epoch`, `task` and `sample`;
-    `attempt` counts from 1. `launcher` is how it was started (`subprocess`, `python`), `isolation` what
-    really keeps it apart, `owner` the id of the process that started it. `clocks` are limits in seconds:
-    `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out of `place`,
-    as out of the trajectory's opening.
+    `attempt` counts from 1. `launcher` is how it was started (`subprocess`, `docker`, `http`, `python`),
+    `isolation` what really keeps it apart, `owner` the id of the process that started it. `clocks` are limits
+    in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out
+    of `place`, as out of the trajectory's opening.
     """
 
     KIND: ClassVar[str] = "launch.started"
@@ -47,10 +47,10 @@ class LaunchEnded:
     """A launch is over, and so is the scoring of what it did.
 
     `status` is done, truncated, agent_error, infra_error, timeout or cancelled; `why` says more where there
-    is more to say. `exit_code` and `signal` are of its first process, `cpu_s` and `peak_rss_mb` of all of
-    them; null: not known. `output` says of each stream how many bytes were printed and how many of them are
-    kept in the file at `path`, which is not of the store. `scoring` has of each component its score, or an
-    object that says why there is none.
+    is more to say. `exit_code` and `signal` are of its first process, `cpu_s` of all of them, `peak_rss_mb`
+    of the largest, or where a cgroup counts of all, with what is cached of files; null: not known. `output`
+    says of each stream how many bytes were printed and how many of them are kept in the file at `path`, which
+    is not of the store. `scoring` has of each component its score, or an object that says why there is none.
     """
 
     KIND: ClassVar[str] = "launch.ended"

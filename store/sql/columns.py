@@ -110,7 +110,11 @@ LAUNCHES = (
     ViewColumn("ended", "TIMESTAMP", "UTC"),
     ViewColumn("seconds", "DOUBLE", "how long it ran, in s"),
     ViewColumn("cpu_s", "DOUBLE", "CPU time of its processes, in s; null where it is not known"),
-    ViewColumn("peak_rss_mb", "DOUBLE", "most memory it held, in MB; null where it is not known"),
+    ViewColumn(
+        "peak_rss_mb",
+        "DOUBLE",
+        "most memory of its largest process, or by a cgroup of all, in MB; null: not known",
+    ),
     ViewColumn("output", "JSON", "stream -> path of its file, bytes printed, and bytes of them kept"),
     ViewColumn("scoring", "JSON", "component -> its score, or an object that says why there is none"),
     ViewColumn("leaked", "BIGINT", "processes that it left behind, which were found and ended"),

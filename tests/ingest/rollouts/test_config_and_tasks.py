@@ -18,6 +18,7 @@ from rollbook.ingest.rollouts.told import Address, command_of, make_folder, need
 from rollbook.store.errors import ConfigError
 
 LEAST: dict[str, Any] = {"tasks": "tasks.jsonl", "agent": {"command": ["true"]}}
+CONTAINER = {"launcher": "docker"}
 
 
 def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
@@ -41,6 +42,13 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
         (LEAST | {"score": [{"name": "a"}]}, "needs one of function, command, url and judge"),
         (LEAST | {"score": [{"name": "a", "function": "m:f"}] * 2}, "two components have the same name"),
         (LEAST | {"name": "a b"}, "name: "),
+        (LEAST | {"agent": {"launcher": "docker", "command": ["a"]}}, "needs a table [agent.container]"),
+        (LEAST | {"agent": {"launcher": "http", "service": {"url": "ftp://h"}}}, "agent.service.url: "),
+        (LEAST | {"agent": CONTAINER | {"container": {"image": "i", "user": "me"}}}, "container.user: "),
+        (LEAST | {"agent": CONTAINER | {"container": {"image": "i", "mounts": ["/a"]}}}, "mounts.0: "),
+        (LEAST | {"score": [{"name": "a", "judge": {"prompt": "p", "parse": "("}}]}, "no regular expression"),
+        (LEAST | {"score": [{"name": "a", "judge": {"prompt": "p", "parse": "a"}}]}, "has 0 groups"),
+        (LEAST | {"score": [{"name": "a", "url": "http://h", "command": ["a"]}]}, "needs one of function"),
     ],
 )
 def test_what_is_wrong_is_named(values: dict[str, Any], said: str) -> None:

@@ -13,45 +13,47 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import podman_image
+import container_engine
 import pytest
+from container_engine import IMAGE
 from rollout_runs import launches, run, told
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
-from rollbook.ingest.rollouts.config import parse_rollouts
+from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
+from rollbook.ingest.rollouts.engines import Engine
 from rollbook.ingest.rollouts.launching import Exit, Launch, Limits
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.ingest.rollouts.told import address_in, network_of
 from rollbook.store.errors import LaunchError
 
-CONTAINER = ContainerConfig(image=podman_image.IMAGE, engine="podman")
 
-
-@pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Podman with an image; skipped with the reason where it is not there, but where it is required."""
-    why = podman_image.missing()
-    if why is not None and os.environ.get("ROLLBOOK_CONTAINERS") != "required":
+@pytest.fixture(scope="module", params=["podman", "docker"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An engine with an image; skipped with the reason where it is not there. Podman may be required."""
+    name: str = request.param
+    required = name == "podman" and os.environ.get("ROLLBOOK_CONTAINERS") == "required"
+    why = container_engine.missing(name)
+    if why is not None and not required:
         pytest.skip(why)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTAINERS_CONF", "")
         try:
-            podman_image.prepare(tmp_path_factory.mktemp("image"))
+            container_engine.prepare(name, tmp_path_factory.mktemp("image"))
         except subprocess.CalledProcessError as error:
-            if os.environ.get("ROLLBOOK_CONTAINERS") == "required":
+            if required:
                 raise
-            pytest.skip(f"podman does not work here: {error.stderr.strip()}")
-        yield
+            pytest.skip(f"{name} does not work here: {error.stderr.strip()}")
+        yield name
 
 
 class Containers:
     """Starts shell commands as agents in containers."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, engine: Literal["docker", "podman"], folder: Path) -> None:
+        self.engine, self.folder = engine, folder
         self.mine: list[str] = []
 
     def launch(self, command: str, limits: Limits | None = None, **variables: str) -> Launch:
@@ -63,41 +65,43 @@ class Containers:
         words = ("/bin/sh", "-c", command)
         return Launch(launch_id, words, variables, folder, folder, limits=limits or Limits())
 
+    def launcher(self, **changes: Any) -> ContainerLauncher:
+        """Of the engine."""
+        return ContainerLauncher(ContainerConfig(image=IMAGE, engine=self.engine, **changes), "host")
+
     def run(
-        self,
-        command: str,
-        limits: Limits | None = None,
-        container: ContainerConfig = CONTAINER,
-        **variables: str,
+        self, command: str, limits: Limits | None = None, mounts: tuple[str, ...] = (), **variables: str
     ) -> tuple[Exit, Launch]:
         """How an agent ended that nobody stopped."""
         launch = self.launch(command, limits, **variables)
 
         async def run() -> Exit:
-            return await (await launcher(container).start(launch)).wait()
+            return await (await self.launcher(mounts=mounts).start(launch)).wait()
 
         return asyncio.run(run()), launch
 
+    def said(self, *words: str) -> str:
+        """What the engine's command prints."""
+        return container_engine.said(self.engine, *words)
+
+    def remove(self, name: str) -> None:
+        """As somebody else would."""
+        at_once = ["--time=0"] if self.engine == "podman" else []
+        container_engine.said(self.engine, "rm", "--force", *at_once, name, check=False)
+
     def left(self) -> list[str]:
         """Containers of these launches that are there, running or not."""
-        done = subprocess.run(
-            ["podman", "ps", "--all", "--format", "{{.Names}}"], capture_output=True, text=True, check=True
-        )
-        return [name for name in done.stdout.split() if name.removeprefix("rollbook-") in self.mine]
-
-
-def launcher(container: ContainerConfig = CONTAINER, network: str = "host") -> ContainerLauncher:
-    """Of podman."""
-    return ContainerLauncher(container, network)
+        names = self.said("ps", "--all", "--format", "{{.Names}}").split()
+        return [name for name in names if name.removeprefix("rollbook-") in self.mine]
 
 
 @pytest.fixture
-def containers(podman: None, tmp_path: Path) -> Iterator[Containers]:
+def containers(engine: Any, tmp_path: Path) -> Iterator[Containers]:
     """Starts agents; what a failed test left is removed."""
-    made = Containers(tmp_path)
+    made = Containers(engine, tmp_path)
     yield made
     for name in made.left():
-        subprocess.run(["podman", "rm", "--force", "--time=0", name], capture_output=True)
+        made.remove(name)
 
 
 def _in_time(true: Callable[[], bool], seconds: float = 20) -> bool:
@@ -111,12 +115,12 @@ def test_it_is_told_and_has_what_it_is_given(containers: Containers, tmp_path: P
     """The variables of its launch and its image's, whatever they hold; its folder; nothing of ours."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data/in.txt").write_text("beside")
-    container = CONTAINER.model_copy(update={"mounts": (f"{tmp_path}/data:/data",)})
+    mounts = (f"{tmp_path}/data:/data",)
     command = (
         "env > env.txt; cat /data/in.txt > read.txt; touch /data/out.txt; id -u; echo bad >&2; "
         "ls /root /home /work; pwd; exit 3"
     )
-    found, launch = containers.run(command, container=container, KEY="se cret\nof two lines", PATH="/bin:/x")
+    found, launch = containers.run(command, mounts=mounts, KEY="se cret\nof two lines", PATH="/bin:/x")
     assert (found.code, found.signal, found.infrastructure, found.left) == (3, None, None, ())
     environment = (launch.folder / "env.txt").read_text()
     assert "KEY=se cret\nof two lines\n" in environment
@@ -138,20 +142,24 @@ def test_what_it_ran_in_is_told(containers: Containers) -> None:
     launch = replace(launch, labels={"rollbook.run": "first", "rollbook.rollout": "nightly"})
 
     async def started() -> tuple[dict[str, Any], Any]:
-        running = await launcher().start(launch)
+        running = await containers.launcher().start(launch)
         while not (launch.folder / "stdout.log").stat().st_size:
             await asyncio.sleep(0.02)
-        words = ["podman", "inspect", "--format", "{{json .Config.Labels}}", f"rollbook-{launch.launch_id}"]
-        labels = await asyncio.to_thread(subprocess.check_output, words)
+        name = f"rollbook-{launch.launch_id}"
+        labels = await asyncio.to_thread(
+            containers.said, "container", "inspect", "--format", "{{json .Config.Labels}}", name
+        )
         await running.stop(0)
         return running.isolation, json.loads(labels)
 
     told, labels = asyncio.run(started())
     assert labels.pop("rollbook.host").endswith(f"-{os.getuid()}")
     assert labels == {"rollbook.launch": launch.launch_id, **launch.labels}
-    image = json.loads(subprocess.check_output(["podman", "image", "inspect", podman_image.IMAGE]))[0]
-    assert (told["level"], told["engine"], told["network"]) == ("container", "podman", "host")
-    assert (told["image_id"], told["digests"]) == (image["Id"], [image["Digest"]])
+    image = json.loads(containers.said("image", "inspect", IMAGE))[0]
+    assert (told["level"], told["engine"], told["network"]) == ("container", containers.engine, "host")
+    # What came from no registry has a digest with podman alone.
+    digests = [image["Digest"]] if "Digest" in image else []
+    assert (told["image_id"], told["digests"]) == (image["Id"].removeprefix("sha256:"), digests)
     assert told["runtime"] == "runc"
     assert told["limits"] == {"memory_mb": 64, "processes": 9}
 
@@ -197,7 +205,7 @@ def test_it_is_stopped(
     launch = containers.launch(f"echo up; {command}")
 
     async def stop() -> Exit:
-        running = await launcher().start(launch)
+        running = await containers.launcher().start(launch)
         while not (launch.folder / "stdout.log").stat().st_size:
             await asyncio.sleep(0.02)
         return await running.stop(grace_s)
@@ -211,7 +219,7 @@ def test_a_cancelled_wait_leaves_no_container(containers: Containers) -> None:
     """Not even one that is being made."""
 
     async def cancel(after_s: float) -> None:
-        running = await launcher().start(containers.launch("sleep 600"))
+        running = await containers.launcher().start(containers.launch("sleep 600"))
         waiting = asyncio.ensure_future(running.wait())
         await asyncio.sleep(after_s)
         waiting.cancel()
@@ -226,7 +234,7 @@ def test_a_cancelled_wait_leaves_no_container(containers: Containers) -> None:
     ("image", "command", "why"),
     [
         ("localhost/none:1", "true", "image 'localhost/none:1' is not there"),
-        (podman_image.IMAGE, None, "its program cannot be started: failed to exec"),
+        (IMAGE, None, "its program cannot be started: "),
     ],
 )
 def test_what_cannot_run_is_no_fault_of_the_agent(
@@ -237,14 +245,18 @@ def test_what_cannot_run_is_no_fault_of_the_agent(
     if command is None:
         launch = replace(launch, command=("no-such-program",))
 
+    config = ContainerConfig(image=image, engine=containers.engine)
+
     async def start() -> str | None:
         try:
-            running = await launcher(CONTAINER.model_copy(update={"image": image})).start(launch)
+            running = await ContainerLauncher(config, "host").start(launch)
         except LaunchError as error:
             return str(error)
         return (await running.wait()).infrastructure
 
-    assert why in (asyncio.run(start()) or "")
+    said = asyncio.run(start()) or ""
+    assert why in said
+    assert command or said.endswith("No such file or directory")
     assert containers.left() == []
 
 
@@ -253,13 +265,11 @@ def test_a_container_that_is_removed_by_others(containers: Containers) -> None:
     launch = containers.launch("echo up; sleep 600")
 
     async def removed() -> Exit:
-        running = await launcher().start(launch)
+        running = await containers.launcher().start(launch)
         while not (launch.folder / "stdout.log").stat().st_size:
             await asyncio.sleep(0.02)
         name = f"rollbook-{launch.launch_id}"
-        await asyncio.to_thread(
-            subprocess.run, ["podman", "rm", "--force", "--time=0", name], capture_output=True
-        )
+        await asyncio.to_thread(containers.remove, name)
         return await running.wait()
 
     found = asyncio.run(removed())
@@ -276,10 +286,10 @@ from rollbook.ingest.rollouts.agent_config import ContainerConfig
 from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
 from rollbook.ingest.rollouts.launching import Launch
 
-image, launch_id, folder = sys.argv[1:]
+image, engine, launch_id, folder = sys.argv[1:]
 
 async def run():
-    launcher = ContainerLauncher(ContainerConfig(image=image, engine="podman"), "host")
+    launcher = ContainerLauncher(ContainerConfig(image=image, engine=engine), "host")
     command = ("/bin/sh", "-c", "trap '' TERM; echo up; sleep 600")
     launch = Launch(launch_id, command, {}, Path(folder), Path(folder))
     await (await launcher.start(launch)).wait()
@@ -291,7 +301,7 @@ asyncio.run(run())
 def _start_another(containers: Containers) -> tuple[subprocess.Popen[bytes], Launch]:
     """Another process with a container, which runs."""
     launch = containers.launch("")
-    words = [sys.executable, "-c", PROGRAM, podman_image.IMAGE, launch.launch_id, str(launch.folder)]
+    words = [sys.executable, "-c", PROGRAM, IMAGE, containers.engine, launch.launch_id, str(launch.folder)]
     process = subprocess.Popen(words)
     printed = launch.folder / "stdout.log"
     assert _in_time(lambda: printed.exists() and printed.stat().st_size > 0)
@@ -332,14 +342,14 @@ def test_what_even_a_keeper_left_is_swept(containers: Containers) -> None:
         process.kill()
         process.wait()
         assert len(containers.left()) == 2
-        leaks = asyncio.run(launcher().sweep(frozenset()))
+        leaks = asyncio.run(containers.launcher().sweep(frozenset()))
         mine = [leak for leak in leaks if leak.launch_id in containers.mine]
         assert [leak.launch_id for leak in mine] == [launch.launch_id]
         assert mine[0].pid > 0
         assert "sleep 600" in mine[0].command
         assert containers.left() == [f"rollbook-{others.launch_id}"]
         # Of which it is known that nobody watches over it is ended all the same.
-        leaks = asyncio.run(launcher().sweep(frozenset(), frozenset({others.launch_id})))
+        leaks = asyncio.run(containers.launcher().sweep(frozenset(), frozenset({others.launch_id})))
         assert others.launch_id in [leak.launch_id for leak in leaks]
     finally:
         other.kill()
@@ -363,7 +373,7 @@ def test_the_proxy_as_it_is_from_there(
     network: str, address: str | None, proxy: str, found: tuple[str, str]
 ) -> None:
     """On loopback it is reached by this host's network alone."""
-    agent = AgentConfig(launcher="docker", container=CONTAINER, address=address)
+    agent = AgentConfig(launcher="docker", container=ContainerConfig(image=IMAGE), address=address)
     chosen = network_of(network, proxy)
     assert (chosen, address_in(chosen, agent, proxy)) == found
 
@@ -388,31 +398,46 @@ def test_rollouts_in_containers(
     (tmp_path / "scores.py").write_text(
         "def size(task, attempt):\n    return float((attempt.folder / 'answer.json').stat().st_size > 100)\n"
     )
-    config = parse_rollouts(
-        {
-            **{"name": "boxes", "proxy": server.url, "tasks": "none", "folder": str(tmp_path / "launches")},
-            "clocks": {"total_s": 6.0, "grace_s": 0.2},
+    container = {"image": IMAGE, "engine": containers.engine}
+    agent = {"launcher": "docker", "command": ["/bin/sh", "-c", "{do}"], "container": container}
+
+    def config(name: str, **clocks: float) -> RolloutConfig:
+        values = {
+            **{"name": f"{name}-{containers.engine}", "proxy": server.url, "tasks": "none"},
+            **{"folder": str(tmp_path / name), "agent": agent, "clocks": {"grace_s": 0.2} | clocks},
             "score": [{"name": "size", "function": f"{tmp_path}/scores.py:size"}],
-            "agent": {
-                "launcher": "docker",
-                "command": ["/bin/sh", "-c", "{do}"],
-                "container": {"image": podman_image.IMAGE, "engine": "podman"},
-            },
-        },
-        "test",
-    )
-    what = [AGENT, AGENT + "exit 5", AGENT + "trap '' TERM; sleep 60 & sleep 60", "true"]
-    found, _ = run(config, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
-    rows = launches(server, "boxes")
+        }
+        return parse_rollouts(values, "test")
+
+    boxes, late = config("boxes"), config("late", total_s=3.0)
+    what = [AGENT, AGENT + "exit 5", "true"]
+    found, _ = run(boxes, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
+    rows = launches(server, boxes.name)
     assert told(rows, "status", "finished", "reward", "turns", "exit_code") == [
         ("done", "completed", 1.0, 1, 0),
         ("agent_error", "failed", None, 1, 5),
-        ("timeout", "failed", None, 1, None),
         ("agent_error", "failed", None, 0, 0),
     ]
     assert {json.loads(row["isolation"])["level"] for row in rows} == {"container"}
-    assert (found.done, found.leaked) == (4, 0)
-    names = subprocess.check_output(
-        ["podman", "ps", "--all", "--filter", "label=rollbook.rollout=boxes", "--quiet"]
-    )
-    assert names == b""
+    assert (found.done, found.leaked) == (3, 0)
+    run(late, [Task("t", {"do": "trap '' TERM; sleep 60 & sleep 60"})])
+    assert told(launches(server, late.name), "status", "finished") == [("timeout", "failed")]
+    for name in (boxes.name, late.name):
+        label = f"label=rollbook.rollout={name}"
+        assert containers.said("ps", "--all", "--quiet", "--filter", label) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "heeded"),
+    [
+        *[(name, True) for name in ("PATH", "HOME", "DOCKER_HOST", "https_proxy", "LD_PRELOAD", "GODEBUG")],
+        *[(name, False) for name in ("OPENAI_API_KEY", "GOOGLE_API_KEY", "NOTION_TOKEN", "ROLLBOOK_TASK")],
+    ],
+)
+def test_variables_that_clients_heed_do_not_reach_them(name: str, heeded: bool, tmp_path: Path) -> None:
+    """All others do, since command lines can be read by everybody on a host."""
+    engine = Engine("/bin/engine", "docker", "1", "runc", False)
+    launch = Launch("l", (), {name: "a secret"}, tmp_path, tmp_path)
+    words, own = ContainerLauncher(ContainerConfig(image=IMAGE), "host")._client(launch, engine)
+    assert (f"--env={name}=a secret" in words, f"--env={name}" in words) == (heeded, not heeded)
+    assert (own.get(name) == "a secret") is not heeded

@@ -102,21 +102,27 @@ def _in_time(true: Callable[[], bool], seconds: float = 20) -> bool:
 
 def test_agents_of_every_kind(server: Any, config: Any, service: Service) -> None:
     """Each ends with its status; what it said of itself is its reward, as a class's."""
-    made = config(clocks={"total_s": 3.0})
-    found, _ = run(made, tasks("answer", "at once", "exit", "wait", "nonsense"))
+    made = config()
+    found, _ = run(made, tasks("answer", "at once", "exit", "nonsense"))
     rows = [row for row in launches(server, made.name) if row["attempt"] == 1]
     assert told(rows, "status", "finished", "reward", "turns") == [
         ("done", "completed", 0.75, 1),
         ("done", "completed", 0.75, 1),
         ("agent_error", "failed", None, 1),
-        ("timeout", "failed", None, 1),
         ("infra_error", "void", None, 1),
     ]
     assert rows[2]["why"] == "it could not"
-    assert rows[4]["why"].startswith("its service answered what docs/rollouts.md does not have: status: ")
-    assert (found.done, found.given_up) == (5, 1)
-    # What a clock ended was cancelled, and nothing else.
-    assert [words[0] for words in service.told() if words[0] != "start"] == ["cancel"]
+    assert rows[3]["why"].startswith("its service answered what docs/rollouts.md does not have: status: ")
+    assert (found.done, found.given_up) == (4, 1)
+    assert {words[0] for words in service.told()} == {"start"}
+
+
+def test_a_clock_that_runs_out(server: Any, config: Any, service: Service) -> None:
+    """The agent is cancelled at the service."""
+    made = config(clocks={"total_s": 1.0})
+    run(made, tasks("wait"))
+    assert told(launches(server, made.name), "status", "finished") == [("timeout", "failed")]
+    assert [words[0] for words in service.told()] == ["start", "cancel"]
 
 
 def test_a_request_without_an_answer_is_repeated_and_starts_nothing_twice(
