@@ -99,6 +99,9 @@ class EnvRollout(AgenticRollout):
     observes is the user, what the policy says is its action."""
 
     most_turns: int = 16
+    whole: bool = True
+    """Whether the trajectory's reward is the sum of the turns', or 0: an algorithm with `turn_rewards` counts
+    the trajectory's beside them."""
 
     @abstractmethod
     def make_env(self, task: Task) -> Any:
@@ -112,22 +115,22 @@ class EnvRollout(AgenticRollout):
         )
 
     async def run(self, task: Task, llm: LLM) -> Outcome:
-        """Step until the environment is over, or `most_turns` are; its rewards are the turns', their sum the
-        trajectory's."""
+        """Step until the environment is over, or `most_turns` are; its rewards are the turns'."""
         env = self.make_env(task)
         try:
             began = await called(env.reset)
             first = began[0] if isinstance(began, tuple) else began
             messages: list[Json] = [{"role": "user", "content": self.shown(first)}]
             rewards: list[float] = []
+            over = False
             for _ in range(self.most_turns):
                 said = await llm.chat(messages)
                 observation, reward, over = _stepped(await called(env.step, said.get("content") or ""))
                 rewards.append(reward)
                 if over:
-                    return Outcome(sum(rewards), turn_rewards=rewards)
+                    break
                 messages += [said, {"role": "user", "content": self.shown(observation)}]
-            return Outcome(sum(rewards), truncated=True, turn_rewards=rewards)
+            return Outcome(sum(rewards) if self.whole else 0.0, truncated=not over, turn_rewards=rewards)
         finally:
             if hasattr(env, "close"):
                 await called(env.close)

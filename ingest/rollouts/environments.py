@@ -20,6 +20,10 @@ SEEDS = ("seed", "idx")
 """Values of a task that an environment begins with, the first that there is: all of a group begin alike."""
 
 
+NOT_THE_AGENT = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")
+"""Codes of errors of OpenEnv's server that no action brought about."""
+
+
 class Gym(EnvRollout):
     """Plays an environment of gymnasium.
 
@@ -30,6 +34,7 @@ class Gym(EnvRollout):
         actions: words for the actions of a Discrete space, in order; absent: their numbers.
         drawn: whether the policy sees what `render` gives (render_mode "ansi"), and not the observation.
         most_turns: after which it is cut short.
+        whole: as `EnvRollout` has it.
     """
 
     def __init__(
@@ -40,8 +45,9 @@ class Gym(EnvRollout):
         actions: Sequence[str] = (),
         drawn: bool = False,
         most_turns: int = 16,
+        whole: bool = True,
     ) -> None:
-        self.most_turns = most_turns
+        self.most_turns, self.whole = most_turns, whole
         self._id, self._make, self._instructions = id, dict(make or {}), instructions
         self._actions, self._drawn = [word.lower() for word in actions], drawn
 
@@ -119,6 +125,7 @@ class OpenEnv(EnvRollout):
         shown: the field of an observation that the policy is shown; absent: all of it, as JSON.
         instructions: what the policy is told before the first observation.
         most_turns: after which it is cut short.
+        whole: as `EnvRollout` has it.
     """
 
     def __init__(
@@ -128,8 +135,9 @@ class OpenEnv(EnvRollout):
         shown: str | None = None,
         instructions: str = "",
         most_turns: int = 16,
+        whole: bool = True,
     ) -> None:
-        self.most_turns = most_turns
+        self.most_turns, self.whole = most_turns, whole
         self.url, self._action, self._shown, self._instructions = url, action, shown, instructions
 
     def make_env(self, task: Task) -> Any:
@@ -175,7 +183,12 @@ class _OpenEnv:
         action = self._ways.action(text)
         if action is None:
             return "Say an action: a JSON object.", 0.0, False
-        found = await self._asked(self._client.step, action)
+        try:
+            found = await self._asked(self._client.step, action)
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" not in str(error):
+                raise
+            return str(error), 0.0, False
         return self._ways.seen(found.observation), float(found.reward or 0.0), bool(found.done)
 
     async def close(self) -> None:
@@ -186,14 +199,16 @@ class _OpenEnv:
         """What the server answers.
 
         Raises:
-            RolloutError: it does not, which is not the agent's doing.
+            RolloutError: it does not, or has no room, which is not the agent's doing.
         """
         try:
             return await called(call, *given, **named)
-        except OSError as error:
-            raise RolloutError(
-                f"the OpenEnv server at {self._ways.url} does not answer: {error!r}"
-            ) from error
+        except Exception as error:
+            away = isinstance(error, OSError) or type(error).__module__.startswith("websockets")
+            if not away and not any(code in str(error) for code in NOT_THE_AGENT):
+                raise
+            text = f"the OpenEnv server at {self._ways.url} does not serve: {error!r}"
+            raise RolloutError(text) from error
 
 
 def _seed(task: Task) -> int | None:

@@ -28,7 +28,7 @@ REWARDS = ("reward.txt", "reward.json")
 WITHOUT_EFFECT = ("FROM", "WORKDIR", "LABEL", "CMD", "EXPOSE")
 """Of a Dockerfile: what says nothing of files. The programs are this host's, whatever FROM says."""
 TAKEN = {PurePosixPath(path).parts[1] for path in SYSTEM} | {"dev", "proc", "tmp"}
-REMEDY = "build its image, and use launcher docker"
+REMEDY = "play it with launcher verifiers, whose taskset `harbor` takes containers"
 SHOWN = 2000
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tests.examples.played import CLIENTS, EXAMPLES, Played, lines_of_ours, play
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def _says(action: str, **fields: object) -> str:
     """A reply as browser-use reads it."""

@@ -8,6 +8,8 @@ import pytest
 from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
 
+pytestmark = pytest.mark.timeout(600)
+
 SAYINGS = (
     *(call("price", item="lamp"), call("stock", item="chair"), call("price", item="sofa")),
     *("They cost 120.", "0", "I do not know."),

@@ -9,6 +9,8 @@ import pytest
 from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
 
+pytestmark = pytest.mark.timeout(600)
+
 FIX = r"""sed -i 's/"\\W"/"\\W+"/' slugs.py"""
 SAYINGS = (
     *(call("bash", command=FIX), call("bash", command="python3 -m unittest -q")),

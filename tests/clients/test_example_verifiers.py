@@ -9,6 +9,8 @@ import pytest
 from habits import call
 from tests.examples.played import CLIENTS, EXAMPLES, Played, lines_of_ours, play
 
+pytestmark = pytest.mark.timeout(600)
+
 SAYINGS = (
     *(call("calc", a=37, op="+", b=58), call("calc", a=60, op="-", b=18)),
     *("The answer is 95.", "42", "I do not know."),

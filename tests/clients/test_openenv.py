@@ -25,6 +25,8 @@ from rollbook.ingest.rollouts.tasks import read_tasks
 from rollbook.store.errors import RolloutError
 from rollbook.testing.ports import free_port
 
+pytestmark = pytest.mark.timeout(600)
+
 OPENENV = ENVIRONMENT / "openenv"
 
 
@@ -66,26 +68,38 @@ def _rolled(values: dict[str, Any]) -> Progress:
 
 
 def test_each_trajectory_has_a_session_and_its_rewards_by_turn(environment: str, tmp_path: Path) -> None:
-    """A policy that says 0, 1 or 2; the number is the task's seed."""
-    make_habits(tmp_path / "model", ["0", "1", "2"], HERE.parents[1] / "docs")
-    options = {"url": environment, "action": "number", "shown": "text", "instructions": "Be brief."}
+    """A policy that says 0, 1, 2 or nonsense; the number is the task's seed. A trajectory for which there is
+    no session is void."""
+    sayings = [*(f'{{"number":"{number}"}}' for number in range(3)), '{"letter":"a"}', "Hm."]
+    make_habits(tmp_path / "model", sayings, HERE.parents[1] / "docs")
+    options = {"url": environment, "shown": "text", "instructions": "Be brief.", "most_turns": 9}
     agent = {"launcher": "python", "rollout": "openenv", "options": options}
     serving = ["--store", tmp_path / "store", "--model", tmp_path / "model", "--run", "numbers"]
     with served(tmp_path, *serving, "--threads", "1", "--no-admission") as url:
         values = {"name": "numbers", "proxy": url, "folder": str(tmp_path / "r"), "tasks": "range:2"}
-        told = _rolled(values | {"samples": 4, "agent": agent})
-        assert (told.done, told.rewarded, dict(told.by_status)) == (8, 8, {"done": 8})
+        values |= {"samples": 4, "agent": agent, "retries": {"attempts": 1}}
+        told = _rolled(values | {"concurrency": 4})
+        assert (told.done, told.rewarded) == (8, 8)
+        assert told.by_status.keys() <= {"done", "truncated"}
+        many = _rolled(values | {"name": "many", "samples": 5, "retries": {"attempts": 1, "stop_share": 1.0}})
+        assert many.by_status["infra_error"] > 0
         away = agent | {"options": options | {"url": f"http://127.0.0.1:{free_port()}"}}
-        with pytest.raises(RolloutError, match=r"the OpenEnv server at .* does not answer"):
+        with pytest.raises(RolloutError, match=r"the OpenEnv server at .* does not serve"):
             _rolled(values | {"name": "away", "agent": away, "retries": {"attempts": 1, "window": 1}})
     with rb.connect(tmp_path / "store") as connection:
         query = """
             SELECT t.task, t.reward, list(u.content ORDER BY requested), list(u.reward ORDER BY requested)
-            FROM trajectories t JOIN turns u USING (trajectory_id) WHERE t.status = 'completed'
+            FROM trajectories t JOIN turns u USING (trajectory_id) WHERE t."group" LIKE 'numbers.%'
             GROUP BY trajectory_id, t.task, t.reward"""
         rows = connection.execute(query).fetchall()
+        query = "SELECT DISTINCT why FROM launches WHERE rollout = 'many' AND status = 'infra_error'"
+        whys = connection.execute(query).fetchall()
+    assert all("does not serve" in why for (why,) in whys), whys
     assert len(rows) == 8
     for task, reward, said, rewards in rows:
-        assert len(said) == (said.index(task) + 1 if task in said else 4)
-        assert rewards == [float(number == task) for number in said]
+        guesses = [one for one in said if "number" in one]
+        right = f'{{"number":"{task}"}}'
+        assert right not in guesses[:-1]
+        assert guesses[-1:] == [right] or len(guesses) == 4 or len(said) == 9
+        assert rewards == [float(one == right) for one in said]
         assert reward == sum(rewards)

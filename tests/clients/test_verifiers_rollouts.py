@@ -32,11 +32,17 @@ class FailsHarness(vf.Harness[vf.HarnessConfig]):
             await asyncio.sleep(60)
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        return await runtime.run_program(["sh", "-c", "exit 3"], {})
+        return await runtime.run_program(["sh", "-c", "exit 0" if what == "nan" else "exit 3"], {})
 
-class FailsTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
+class FailsTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def good(self) -> float:
+        return float("nan") if self.data.prompt == "nan" else 1.0
+
+class FailsTaskset(vf.Taskset[FailsTask, vf.TasksetConfig]):
     def load(self):
-        return [vf.Task(vf.TaskData(prompt=what), self.config.task) for what in ("exit", "sleep", "die")]
+        what = ("exit", "sleep", "nan", "die")
+        return [FailsTask(vf.TaskData(prompt=one), self.config.task) for one in what]
 
 __all__ = ["FailsHarness", "FailsTaskset"]
 """
@@ -73,14 +79,16 @@ WORDS = ["fails", "--env.agent.harness.id", "fails", "--env.agent.runtime.type",
 
 
 def test_the_agents_failure_its_time_and_what_is_nobodys(proxy: Proxy, tmp_path: Path) -> None:
-    """A program that exits with 3, one that takes too long, and a task that there is not."""
-    words = [*WORDS, "--env.agent.timeout.rollout", "1", "--select.include.idx", "0:2"]
-    exits, sleeps, none = _rolled(proxy, tmp_path, "ends", words, tasks="range:3")
+    """A program that exits with 3, one that takes too long, a reward that is no number, and no such task."""
+    words = [*WORDS, "--env.agent.timeout.rollout", "1", "--select.include.idx", "0:3"]
+    exits, sleeps, nan, none = _rolled(proxy, tmp_path, "ends", words, tasks="range:4")
     assert exits[1] == "agent_error"
     assert "HarnessError" in exits[2]
     assert sleeps[1:] == ("timeout", "its agent clock ran out")
+    assert nan[1] == "infra_error"
+    assert "not JSON compliant" in nan[2]
     assert none[1] == "infra_error"
-    assert "the environment has 2 tasks, and none at position 2" in none[2]
+    assert "the environment has 3 tasks, and none at position 3" in none[2]
 
 
 def test_our_clocks_end_a_rollout_and_not_the_others(proxy: Proxy, tmp_path: Path) -> None:
@@ -95,7 +103,7 @@ def test_our_clocks_end_a_rollout_and_not_the_others(proxy: Proxy, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([*WORDS, "--select.include.idx", "2"], "its process went away"),
+        ([*WORDS, "--select.include.idx", "3"], "its process went away"),
         (["no-such-environment"], "it ended at once"),
     ],
     ids=["dies", "unknown"],

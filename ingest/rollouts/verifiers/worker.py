@@ -76,7 +76,11 @@ class Worker:
         return self._tasks[at]
 
     def _say(self, told: dict[str, Any]) -> None:
-        self._writer.write(json.dumps(told).encode() + b"\n")
+        try:
+            line = json.dumps(told, allow_nan=False)
+        except ValueError as error:  # a reward that is no number: the environment's, and no agent's doing
+            line = json.dumps({"id": told["id"], "failed": f"what it says is no JSON: {error}"})
+        self._writer.write(line.encode() + b"\n")
 
 
 def _said(episode: Any) -> dict[str, Any]:

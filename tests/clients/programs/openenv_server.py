@@ -43,5 +43,5 @@ class Numbers(Environment[Guess, Hint, State]):
         return State()
 
 
-app = create_fastapi_app(Numbers, Guess, Hint, max_concurrent_envs=32)
+app = create_fastapi_app(Numbers, Guess, Hint, max_concurrent_envs=4)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

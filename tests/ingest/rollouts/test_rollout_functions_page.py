@@ -77,8 +77,8 @@ def files(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "options", "values", "reward", "by_turn"),
     [
-        ("ToolLoop", {}, {"raw_prompt": [{"role": "user", "content": "hello"}]}, 1.0, [None, None]),
-        ("ToolLoop", {"most_turns": 1}, {"raw_prompt": [{"role": "user", "content": "hello"}]}, 0.0, [None]),
+        ("ToolLoop", {}, {"prompt": [{"role": "user", "content": "hello"}]}, 1.0, [None, None]),
+        ("ToolLoop", {"most_turns": 1}, {"prompt": [{"role": "user", "content": "hello"}]}, 0.0, [None]),
         ("AReaLAgent", {"worth": 3.0}, {"messages": [{"role": "user", "content": "hello"}]}, None, [3.0]),
         ("Search", {}, {"prompt": "hello", "label": "the answer"}, 1.0, [None, None]),
         (
