@@ -10,10 +10,10 @@ from pydantic import ValidationError, model_validator
 
 from rollbook.store.errors import ConfigError, ReplayError
 from rollbook.store.events import Json, StepPlanned
+from rollbook.store.toml_file import override
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm, recorded_algorithm
 from rollbook.train.config.config import OptimizerConfig, said_wrong
-from rollbook.train.config.files import override
 from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.table import Table

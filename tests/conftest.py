@@ -245,6 +245,8 @@ def _launch_records() -> list[Any]:
             *({"processes": "pidns"}, "host-17", clocks, "launching"),
         ),
         kinds.LaunchLeaked("t1", "l1", [{"pid": 4711, "command": "sleep 99"}], "end", "launching"),
+        kinds.EvalStarted("actor", 1, "p1"),
+        kinds.EvalSampled("actor", 1, "rollouts.eval.1", 8, "launching"),
         kinds.LaunchEnded(
             *("t1", "l1", "agent_error", "exit code 3", 3, None, 12.5, 1.25, 96.0, output),
             *({"exact": 0.5, "judged": {"error": "no reply"}}, "launching"),

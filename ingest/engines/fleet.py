@@ -193,14 +193,23 @@ class Fleet:
 
     # What becomes of engines ------------------------------------------------------------------
 
-    def remember(self, records: Sequence[SyncStarted | SyncFinished | SyncFailed]) -> None:
+    def remember(
+        self, records: Sequence[SyncStarted | SyncFinished | SyncFailed], *, trained: bool = False
+    ) -> None:
         """Apply the syncs that the log holds from before this proxy began.
 
-        An engine in this process began with the proxy, so earlier syncs do not concern it.
+        An engine in this process began with the proxy, and has the weights that it began with: while a
+        training goes on it waits for its sync.
+
+        Args:
+            trained: an online training goes on.
         """
         for record in records:
             if self.members[0].url != OWN:
                 self._take(record, earlier=True)
+            elif trained and isinstance(record, SyncFinished) and same_address(OWN, record.engine):
+                self.members[0].trainer_keeps_weights = True
+                self.members[0].version = record.policy_version
         for member in self.members:
             if member.usable and not member.has_its_weights:
                 self._waits_for_sync(member)

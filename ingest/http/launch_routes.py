@@ -1,4 +1,5 @@
-"""Routes for who starts agents: that one was started for a trajectory, how it ended, what it left behind.
+"""Routes for who starts agents: that one was started for a trajectory, how it ended, what it left behind; and
+that those which were to be evaluated have been.
 
 They work before and after the trajectory's finish. The trajectory's own key does not open them: what it is
 given to cannot speak for who started it.
@@ -14,9 +15,9 @@ from fastapi import FastAPI, Request, Response
 
 from rollbook.ingest.http.desk import Desk
 from rollbook.ingest.http.guard import caller_of
-from rollbook.ingest.requests.launch_fields import EndLaunch, StartLaunch, TellLeaks
+from rollbook.ingest.requests.launch_fields import EndLaunch, StartLaunch, TellEvaluated, TellLeaks
 from rollbook.ingest.trajectories.launches import Launch
-from rollbook.store.events import Json, Record
+from rollbook.store.events import EvalSampled, Json, Record
 from rollbook.store.ids import new_id
 
 
@@ -65,3 +66,9 @@ def add_launch_routes(app: FastAPI, desk: Desk) -> None:
     async def leaks(name: str, launch_id: str, request: Request, response: Response) -> Json:
         body, by = await desk.read(request, TellLeaks), caller_of(request).name
         return await book.say(name, launch_id, response, lambda one: one.leaked(body, by))
+
+    @app.post("/v1/evaluations", status_code=201)
+    async def evaluated(request: Request) -> Json:
+        body, by = await desk.read(request, TellEvaluated), caller_of(request).name
+        [event] = await desk.recorder.write(EvalSampled(**body.model_dump(), by=by))
+        return body.model_dump() | {"event_id": event.event_id}

@@ -25,6 +25,7 @@ from rollbook.ingest.requests.fields import (
     OpenTrajectory,
 )
 from rollbook.ingest.trajectories.description import description
+from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.rewards import assigned_reward, repeated, turn_of_reply
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, LabelAdded, PreferenceAdded
@@ -43,26 +44,35 @@ def add_trajectory_routes(
     add_launch_routes(app, desk)
 
 
+OPENING = "opening"
+"""Label by which a client knows its own request to open a trajectory, and may repeat it."""
+
+
 def _add_course(app: FastAPI, desk: Desk) -> None:
     """A trajectory's beginning and end."""
 
+    def said(live: LiveTrajectory) -> Json:
+        name = live.opened.name
+        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": desk.guard.key_of(name)}
+
     @app.post("/v1/trajectories", status_code=201)
-    async def open_trajectory(request: Request) -> Json:
+    async def open_trajectory(request: Request, response: Response) -> Json:
         body, caller = await desk.read(request, OpenTrajectory), caller_of(request)
         check_trajectory(caller, body.id)
-        if body.id is not None:
-            await desk.recorder.look_up(body.id)
+        if (known := await _opened_so(desk, body)) is not None:
+            response.status_code = 200
+            return said(known)
         # Refuses a name that is taken before there is anything to wait for.
         live = desk.recorder.draft(body, caller.name)
         with contextlib.ExitStack() as places:
             await desk.door.admit(live.opened.name, body, request, places)
-            if body.id is not None:
-                await desk.recorder.look_up(body.id)
-                desk.recorder.draft(body)  # refuses a name that was taken meanwhile
+            if (known := await _opened_so(desk, body)) is not None:
+                response.status_code = 200
+                return said(known)
+            desk.recorder.draft(body)  # refuses a name that was taken meanwhile
             opening = desk.recorder.record_opening(live)
         await all_durable([opening])
-        name = live.opened.name
-        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": desk.guard.key_of(name)}
+        return said(live)
 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
@@ -70,6 +80,20 @@ def _add_course(app: FastAPI, desk: Desk) -> None:
         check_trajectory(caller, name)
         turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory), caller.name)
         return {"id": name, "status": "finished", "turns": turns}
+
+
+async def _opened_so(desk: Desk, body: OpenTrajectory) -> LiveTrajectory | None:
+    """The trajectory that this very request opened before: its client did not hear of it, and asks again.
+
+    Only a client that said by which word it asks can be told apart from another of the same name.
+    """
+    live = None if body.id is None else await desk.recorder.look_up(body.id)
+    word = body.labels.get(OPENING)
+    if live is None or live.finished or word is None or live.opened.labels.get(OPENING) != word:
+        return None
+    if live.opening is not None:
+        await all_durable([live.opening])
+    return live
 
 
 def _add_reading(app: FastAPI, desk: Desk) -> None:

@@ -77,6 +77,16 @@ class EndLaunch(BaseModel):
     )
 
 
+class TellEvaluated(BaseModel):
+    """Body of POST /v1/evaluations."""
+
+    model_config = ConfigDict(extra="forbid")
+    policy: Word
+    policy_version: Count
+    rollout: Word
+    trajectories: Count
+
+
 class Process(BaseModel):
     """A process that a launch left behind."""
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rollbook.ingest.rollouts.launching import Isolation, Level
 from rollbook.ingest.rollouts.tables import Positive, Seconds, Table, Url
 
-Launchers = Literal["subprocess", "docker", "http", "python", "verifiers"]
+Launchers = Literal["subprocess", "docker", "ray", "http", "python", "verifiers"]
 
 
 class LimitsConfig(Table):
@@ -69,25 +69,35 @@ class ServiceConfig(Table):
     agent that nobody asks for."""
 
 
+class NodesConfig(Table):
+    """`[agent.nodes]`: of launcher ray, the nodes of the cluster that agents are on."""
+
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """What a node is to have in all: {CPU = 8}, or a word of one's own, of `ray start --resources`."""
+    within_s: Annotated[float, Field(ge=0)] = 60.0
+    """How long is waited for the first such node."""
+
+
 class AgentConfig(Table):
     """`[agent]`: what is run for each trajectory."""
 
     launcher: Launchers = "subprocess"
-    """A program in a process of its own, a container, an agent of somebody's service, a coroutine in this
-    process, or rollouts of an environment of verifiers, which one process plays."""
+    """A program in a process of its own, here or on a node of a Ray cluster, a container, an agent of
+    somebody's service, a coroutine in this process, or rollouts of an environment of verifiers, which one
+    process plays."""
     command: tuple[str, ...] = ()
-    """The program and its arguments; {name} stands for a value of the task. For subprocess, what names a file
-    beside this process is found, though the agent starts in a folder of its own; for docker all is as the
-    image has it, and without a command the image's own is run. For verifiers: vf-eval, the environment and
-    its options; which tasks, how often, and the model's address are not among them."""
+    """The program and its arguments; {name} stands for a value of the task. For subprocess and ray, what
+    names a file beside this process is found, though the agent starts in a folder of its own; for docker all
+    is as the image has it, and without a command the image's own is run. For verifiers: vf-eval, the
+    environment and its options; which tasks, how often, and the model's address are not among them."""
     rollout: str | None = None
     """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by;
     `gym` and `openenv` are there."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For python: what the class is made with. For http: `options` of what is sent."""
     address: Url | None = None
-    """For docker and http: the proxy's URL as it is from there; absent: `proxy`, or for containers on another
-    network than the host's, where that is on loopback, http://host.docker.internal with its port."""
+    """For docker, ray and http: the proxy's URL as it is from there; absent: `proxy`, or for containers on
+    another network than the host's, where that is on loopback, http://host.docker.internal with its port."""
     environment: dict[str, str] = Field(default_factory=dict)
     """For programs: variables that they are given besides."""
     pass_environment: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -97,10 +107,10 @@ class AgentConfig(Table):
     """For programs: variables of other systems, each with the one of ours that it stands for:
     RELAX_ROLLOUT_URL = "OPENAI_BASE_URL"."""
     isolation: Isolation = "auto"
-    """For subprocess, how far its processes are kept apart: none, session, pidns, bwrap, or the most that
-    works here."""
+    """For subprocess and ray, how far its processes are kept apart: none, session, pidns, bwrap, or the most
+    that works there."""
     require: Level = "none"
-    """For subprocess, the least isolation; with less nothing is started."""
+    """For subprocess and ray, the least isolation; with less nothing is started."""
     readable: tuple[Path, ...] = ()
     """With bwrap: files and folders that it may read, beside the system's programs and the folders of files
     that the command names."""
@@ -110,11 +120,14 @@ class AgentConfig(Table):
     """Of launcher docker."""
     service: ServiceConfig | None = None
     """Of launcher http."""
+    nodes: NodesConfig = Field(default_factory=NodesConfig)
+    """Of launcher ray."""
 
     @model_validator(mode="after")
     def _whole(self) -> AgentConfig:
         wanted = {
             "subprocess": (self.command, 'a command, such as ["python", "agent.py"]'),
+            "ray": (self.command, 'a command, such as ["python", "agent.py"]'),
             "docker": (self.container, "a table [agent.container] with an image"),
             "http": (self.service, "a table [agent.service] with a url"),
             "python": (self.rollout, 'a rollout, such as "my_agents:MyAgent"'),

@@ -37,7 +37,8 @@ class Programs:
     """Agents that are programs.
 
     Args:
-        inside: what each sees as its own folder, and as the proxy's URL; None: as they are here.
+        inside: what each sees as its own folder (None: as it is here), and as the proxy's URL; None: both as
+            they are here.
     """
 
     def __init__(
@@ -45,17 +46,18 @@ class Programs:
         agent: AgentConfig,
         clocks: ClocksConfig,
         launcher: Launcher,
-        inside: tuple[Path, str] | None = None,
+        inside: tuple[Path | None, str] | None = None,
     ) -> None:
         self._agent, self._clocks, self._launcher, self._inside = agent, clocks, launcher, inside
-        self._command = placed(agent.command) if inside is None else agent.command
+        self._here = inside is None or inside[0] is None
+        self._command = placed(agent.command) if self._here else agent.command
         self._limits = Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
         agent, folder, address = self._agent, job.folder, job.address
         if self._inside is not None:
-            folder, address = self._inside[0], address.at(self._inside[1])
+            folder, address = self._inside[0] or folder, address.at(self._inside[1])
         launch = Launch(
             launch_id=job.launch_id,
             command=command_of(self._command, job.task),
@@ -65,8 +67,8 @@ class Programs:
             isolation=agent.isolation,
             require=agent.require,
             limits=self._limits,
-            places=await asyncio.to_thread(places_of, job.task, job.folder) if self._inside is None else {},
             labels=job.labels,
+            places=await asyncio.to_thread(places_of, job.task, job.folder) if self._here else {},
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 
@@ -84,13 +86,17 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
     Those with files of their own see the files that commands name, with what lies beside them, and no launch
     but their own.
     """
-    agents = config.agent.command if config.agent.launcher in ("subprocess", "verifiers") else ()
+    return SubprocessLauncher(_files_for(config))
+
+
+def _files_for(config: RolloutConfig) -> Files:
+    agents = config.agent.command if config.agent.launcher in ("subprocess", "ray", "verifiers") else ()
     words = [*agents, *(word for one in config.score for word in one.command)]
     beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
     if config.agent.launcher == "verifiers":
         beside.add(Path(__file__).resolve().with_name("verifiers"))
     readable = tuple(Path(os.path.abspath(path)) for path in (*config.agent.readable, *sorted(beside)))
-    return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
+    return Files(readable, hidden=(config.folder.resolve(),))
 
 
 def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Programs:
@@ -100,11 +106,20 @@ def _in_containers(config: RolloutConfig, container: ContainerConfig) -> Program
     return Programs(config.agent, config.clocks, launcher, inside)
 
 
+def _on_nodes(config: RolloutConfig) -> Programs:
+    from rollbook.ingest.rollouts.ray_launcher import RayLauncher
+
+    address, nodes = config.agent.address or config.proxy, config.agent.nodes
+    launcher = RayLauncher(_files_for(config), nodes.resources, address, nodes.within_s)
+    return Programs(config.agent, config.clocks, launcher, (None, address))
+
+
 def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents:
     """What starts the agents of a CONFIG.
 
     Raises:
-        ConfigError: there is no such class, or no token for a service.
+        ConfigError: there is no such class, no token for a service, or no Ray.
+        RolloutError: Ray does not answer.
         LaunchError: a limit cannot be kept here.
     """
     if config.agent.launcher == "python":
@@ -114,6 +129,8 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
         return ServiceAgents(config.agent, config.agent.service, config.clocks, address)
     if config.agent.container is not None and config.agent.launcher == "docker":
         return _in_containers(config, config.agent.container)
+    if config.agent.launcher == "ray":
+        return _on_nodes(config)
     controllers(Limits(**config.agent.limits.model_dump()))
     if config.agent.launcher == "verifiers":
         from rollbook.ingest.rollouts.verifiers.agents import Verifiers

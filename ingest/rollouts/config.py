@@ -6,7 +6,6 @@ The docstring under a key is what the page of keys says of it.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,8 @@ from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.toml_file import read_toml
+from rollbook.store.toml_file import override, read_toml
+from rollbook.store.whole_config import part_of
 
 
 class ClocksConfig(Table):
@@ -50,6 +50,26 @@ class RetriesConfig(Table):
     """... this share failed by its infrastructure: then the rollouts stop."""
     warn_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """This share of all launches, `window` or more, failed so: then it is said, once."""
+
+
+class EvaluationConfig(Table):
+    """`[evaluation]`: with --follow, what agents are evaluated on where the training waits for that
+    (`evaluation.wait_s` of `rollbook train`)."""
+
+    tasks: str
+    """Tasks that are held out, as `tasks`."""
+    samples: Positive = 1
+    """Trajectories of each."""
+    limit: Positive | None = None
+    """Tasks, the first; absent: all."""
+    concurrency: Positive | None = None
+    """Trajectories at once; absent: as in training."""
+
+    def config(self, of: RolloutConfig, version: int) -> RolloutConfig:
+        """The rollouts that evaluate a version: those of a CONFIG, on these tasks."""
+        found = {"name": f"{of.name}.eval.{version}", "split": "eval", "epochs": 1, "evaluation": None}
+        found |= {"tasks": self.tasks, "samples": self.samples, "limit": self.limit}
+        return of.model_copy(update=found | {"concurrency": self.concurrency or of.concurrency})
 
 
 class RolloutConfig(Table):
@@ -83,18 +103,19 @@ class RolloutConfig(Table):
     """What becomes of infrastructure that fails."""
     score: tuple[ScoreConfig, ...] = ()
     """What the reward is made of; absent: what the agent says of itself."""
+    evaluation: EvaluationConfig | None = None
+    """What agents are evaluated on, beside an online training."""
 
 
 def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
-    """Read a CONFIG and apply `key=value` overrides (dotted keys, TOML values). A folder in it is relative to
-    its own.
+    """Read a CONFIG and apply `key=value` overrides: dotted keys, TOML or plain text.
 
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = read_toml(path)
+    values = part_of(read_toml(path), "rollout", str(path))
     for text in overrides:
-        _override(values, text)
+        override(values, text)
     return parse_rollouts(values, str(path))
 
 
@@ -117,24 +138,6 @@ def parse_rollouts(values: Json, name: str) -> RolloutConfig:
     if len(set(names)) < len(names):
         raise ConfigError(f"{name}:\n  score: two components have the same name; each is a source of rewards")
     return config
-
-
-def _override(values: Json, text: str) -> None:
-    key, sign, value = text.partition("=")
-    try:
-        if not sign:
-            raise tomllib.TOMLDecodeError("no `=`")
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{text!r} is no key=value: {error}; text needs quotes, as in name='\"x\"'"
-        ) from error
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{text!r}: {table} is no table")
-    values[last] = parsed
 
 
 def _said(error: Any) -> str:

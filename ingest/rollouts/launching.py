@@ -53,9 +53,9 @@ class Launch:
         output: the folder for what it prints: `stdout.log` and `stderr.log`.
         isolation: how far it is kept from others.
         require: the least isolation; with less the launch is refused.
+        labels: for whoever looks at what runs, where the launcher has a place for them.
         places: where else it finds parts of its folder, which it may write to; with less than files of its
             own (bwrap) a launch that has any is refused.
-        labels: for whoever looks at what runs, where the launcher has a place for them.
         after: where the command is the client of another program, which runs the agent: what ends the agent
             there, and tidies up. It is run in the same environment, also once this process is gone.
     """
@@ -68,8 +68,8 @@ class Launch:
     isolation: Isolation = "auto"
     require: Level = "none"
     limits: Limits = field(default_factory=Limits)
-    places: Mapping[str, Path] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Path] = field(default_factory=dict)
     after: tuple[str, ...] = ()
 
 

@@ -92,11 +92,13 @@ class Seen:
     Attributes:
         requests: turns that were asked for.
         failed: whether the last turn that ended failed, which no agent does.
+        away: whether the proxy was away since anything was last seen of it.
         finished: the status that the trajectory was finished with; None: it is not.
     """
 
     requests: int = 0
     failed: bool = False
+    away: bool = False
     finished: str | None = None
 
 
@@ -115,8 +117,9 @@ def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
     if seen.finished is not None:
         return (Status.truncated if seen.finished == "truncated" else Status.done), None
     failed = ended.error is not None or ended.signal is not None or ended.code != 0
-    if failed and seen.failed:
-        return Status.infra_error, f"its last request failed; {_how(ended)}"
+    if failed and (seen.failed or seen.away):
+        why = "its last request failed" if seen.failed else "the proxy was away"
+        return Status.infra_error, f"{why}; {_how(ended)}"
     if failed:
         return Status.agent_error, _how(ended)
     if seen.requests == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -20,6 +21,8 @@ from rollbook.store.events import (
 KINDS = (TrajectoryOpened.KIND, TrajectoryFinished.KIND, LaunchStarted.KIND, LaunchEnded.KIND)
 LABEL = "rollout"
 """Label of a trajectory that says which rollouts it is of."""
+OPENING = "opening"
+"""Label by which a proxy knows a request to open one again, whose answer was lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -128,9 +131,13 @@ def _place(started: LaunchStarted) -> Place:
     return Place(started.place["epoch"], started.place["task"], started.place["sample"])
 
 
-def places_of(tasks: Sequence[Task], samples: int, epochs: int) -> Iterator[Place]:
-    """All places in order: groups one after the other, so that they become whole soon."""
-    for epoch in range(epochs):
+def places_of(tasks: Sequence[Task], samples: int, epochs: int | None) -> Iterator[Place]:
+    """All places in order: groups one after the other, so that they become whole soon.
+
+    Args:
+        epochs: None: no end of them.
+    """
+    for epoch in itertools.count() if epochs is None else range(epochs):
         for task in tasks:
             for sample in range(samples):
                 yield Place(epoch, task.name, sample)

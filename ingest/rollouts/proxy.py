@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -124,6 +124,11 @@ class Proxy:
             return False
         return True
 
+    async def evaluated(self, policy: str, version: int, rollout: str, trajectories: int) -> None:
+        """Record that agents were evaluated at a version."""
+        body = {"policy": policy, "policy_version": version, "rollout": rollout, "trajectories": trajectories}
+        await self._sent("POST", "/v1/evaluations", body)
+
     async def reward(self, name: str, value: float, source: str, supersedes: str | None = None) -> None:
         """Record a reward; sent again it is still one.
 
@@ -177,36 +182,65 @@ class Proxy:
 
     # The log ----------------------------------------------------------------------------------
 
-    async def recorded(self, run: str, kinds: tuple[str, ...]) -> tuple[list[Event], str]:
+    async def recorded(self, run: str, kinds: tuple[str, ...], since: str = "") -> tuple[list[Event], str]:
         """The events of some kinds that the run has, and the cut at which they were read.
+
+        Args:
+            since: a cut; those that it holds are left out.
 
         Raises:
             RolloutError: the proxy does not answer, or refuses.
         """
         found: list[Event] = []
-        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse"}
+        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse", "from": since}
         async with self.http.stream("GET", "/v1/events", params=query) as answer:
             await _check(answer, self.url)
-            cut = ""
+            cut = since
             async for message in _messages(answer):
                 cut = message.id or cut
                 if message.type == "message":
                     found += [from_json(values) for values in orjson.loads(message.data)]
         return found, cut
 
-    async def follow(self, run: str, kinds: tuple[str, ...], cut: str) -> AsyncIterator[Event]:
-        """The events of some kinds after a cut, for ever; the connection is made again where it breaks."""
+    async def follow(
+        self,
+        run: str,
+        kinds: tuple[str, ...],
+        cut: str,
+        connected: Callable[[bool], None] = lambda there: None,
+    ) -> AsyncIterator[Event]:
+        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
+
+        Args:
+            connected: told that it broke, and that it is there again.
+        """
+        async for events, _ in self.batches(run, kinds, cut, connected):
+            for event in events:
+                yield event
+
+    async def batches(
+        self,
+        run: str,
+        kinds: tuple[str, ...],
+        cut: str,
+        connected: Callable[[bool], None] = lambda there: None,
+    ) -> AsyncIterator[tuple[list[Event], str]]:
+        """As `follow`, in batches, each with the cut up to which all has come."""
+        broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
             with contextlib.suppress(httpx.HTTPError):
                 timeout = httpx.Timeout(10.0, read=SILENCE_S)
                 async with self.http.stream("GET", "/v1/events", params=query, timeout=timeout) as answer:
                     await _check(answer, self.url)
+                    if broken:
+                        connected(True)
                     async for message in _messages(answer):
-                        if message.type == "message":
-                            for values in orjson.loads(message.data):
-                                yield from_json(values)
                         cut = message.id or cut
+                        if message.type == "message":
+                            yield [from_json(values) for values in orjson.loads(message.data)], cut
+            broken = True
+            connected(False)
             await asyncio.sleep(PAUSE_S)
 
 

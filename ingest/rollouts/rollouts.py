@@ -18,7 +18,7 @@ from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
-from rollbook.ingest.rollouts.places import KINDS, LABEL, Course, Place, course_of, places_of
+from rollbook.ingest.rollouts.places import KINDS, LABEL, OPENING, Course, Place, course_of, places_of
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
 from rollbook.ingest.rollouts.rescoring import AGENT, assign
 from rollbook.ingest.rollouts.scoring import Scorers, Scores
@@ -42,7 +42,8 @@ class Progress:
     """How far rollouts are.
 
     Attributes:
-        total: places; done: those of which nothing is left to do, with those of earlier processes.
+        total: places, None if they come until somebody stops.
+        done: those of which nothing is left to do, with those of earlier processes.
         running: launches now.
         by_status: launches of this process that ended.
         reward, rewarded: the mean reward of those that have one, and how many have.
@@ -51,7 +52,7 @@ class Progress:
         infra_failed_rate: the share of launches of this process that failed by their infrastructure.
     """
 
-    total: int
+    total: int | None
     done: int = 0
     running: int = 0
     by_status: Mapping[Status, int] = field(default_factory=dict)
@@ -70,6 +71,9 @@ class Rollouts:
         agents: that start them; launcher: of programs that score.
         owner: the name of this process in the log.
         say: told what somebody should know; tell: told how far they are.
+        endless: go over the tasks until somebody stops.
+        names: launches that run -> names of their trajectories; shared by rollouts of the same `agents`, each
+            of which leaves those of the others alone.
 
     Raises:
         ConfigError: it names a function that scores, and there is none such.
@@ -85,6 +89,9 @@ class Rollouts:
         owner: str,
         say: Callable[[str], None] = lambda text: None,
         tell: Callable[[Progress], None] = lambda progress: None,
+        *,
+        endless: bool = False,
+        names: dict[str, str] | None = None,
     ) -> None:
         self._config, self._proxy, self._agents = config, proxy, agents
         self._tasks = {task.name: task for task in tasks}
@@ -93,31 +100,40 @@ class Rollouts:
         retries = config.retries
         self._breaker = Breaker(retries.window, retries.stop_share, retries.warn_share)
         self._stop = asyncio.Event()
-        self._names: dict[str, str] = {}
-        """Launch -> the name of its trajectory; of those that run, and of those that another process left."""
+        self._names = {} if names is None else names
+        self._orphans: dict[str, str] = {}
+        """As `_names`, of launches that another process left."""
         self._ended: Counter[Status] = Counter()
         self._rewards = 0.0
-        places = len(tasks) * config.samples * config.epochs
-        self.progress = Progress(places)
+        self._endless = endless
+        self.progress = Progress(None if endless else len(tasks) * config.samples * config.epochs)
 
     def stop(self) -> None:
         """Begin nothing more, and cancel what runs."""
         self._stop.set()
 
-    async def run(self) -> Progress:
+    @property
+    def name(self) -> str:
+        """That launches have in the log."""
+        return self._config.name
+
+    async def run(self, since: str = "") -> Progress:
         """Run all that is left to do.
+
+        Args:
+            since: a cut before any of it began.
 
         Raises:
             RolloutError: the proxy is away, or too many launches failed by their infrastructure.
         """
         run = await self._proxy.run_name()
-        events, cut = await self._proxy.recorded(run, KINDS)
+        events, cut = await self._proxy.recorded(run, KINDS, since)
         course = course_of(events, self._config.name)
         await self._settle_orphans(course)
         left = self._left(course)
         async with self._scorers, Watch(self._proxy, run, cut) as watch:
             beside = [asyncio.create_task(self._sweep()), asyncio.create_task(self._look_at_the_loop())]
-            many = min(self._config.concurrency, max(self.progress.total, 1))
+            many = min(self._config.concurrency, max(self.progress.total or self._config.concurrency, 1))
             workers = [asyncio.create_task(self._work(left, course, watch)) for _ in range(many)]
             try:
                 await asyncio.gather(*workers)
@@ -126,8 +142,7 @@ class Rollouts:
                 for task in beside:
                     task.cancel()
                 await asyncio.wait([*beside, *workers])
-                await self._agents.close()
-                await self._leaks(await self._agents.sweep(frozenset()), "end")
+                await self._leaks(await self._agents.sweep(frozenset(self._names)), "end")
         if (why := self._breaker.open) is not None:
             raise RolloutError(why)
         return self.progress
@@ -136,14 +151,15 @@ class Rollouts:
 
     async def _settle_orphans(self, course: Course) -> None:
         """Tell the log of launches whose process ended without a word: nothing of them runs any more."""
-        self._names = {
+        self._orphans = {
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
         }
-        await self._leaks(await self._agents.sweep(frozenset(), frozenset(course.orphans)), "start")
+        orphans = frozenset(course.orphans)
+        await self._leaks(await self._agents.sweep(frozenset(self._names), orphans), "start")
         for name in sorted(course.unlaunched):
             await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():
-            name, finished = self._names.pop(orphan.launch_id), course.finished.get(orphan.trajectory_id)
+            name, finished = self._orphans.pop(orphan.launch_id), course.finished.get(orphan.trajectory_id)
             if finished is None:
                 await self._proxy.finish(name, {"status": VOID})
             status = ended_as(finished or VOID)
@@ -153,7 +169,9 @@ class Rollouts:
     def _left(self, course: Course) -> Iterator[Place]:
         """The places in which something is left to do; those of which nothing is are counted."""
         config = self._config
-        for place in places_of(list(self._tasks.values()), config.samples, config.epochs):
+        for place in places_of(
+            list(self._tasks.values()), config.samples, None if self._endless else config.epochs
+        ):
             if course.open(place, config.retries.attempts):
                 yield place
             else:
@@ -199,7 +217,8 @@ class Rollouts:
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
         try:
-            opened = await self._proxy.open(name, group, place.task, config.split, {LABEL: config.name})
+            labels = {LABEL: config.name, OPENING: launch_id}
+            opened = await self._proxy.open(name, group, place.task, config.split, labels)
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
@@ -214,14 +233,14 @@ class Rollouts:
             job = Job(
                 launch_id, self._tasks[place.task], group, address, folder, activity, self._stop, labels
             )
-            return await self._launched(job, opened, place, number)
+            return await self._launched(job, opened, place, number, watch)
         finally:
             del self._names[launch_id]
             watch.end(opened.trajectory_id)
             self._show(running=self.progress.running - 1)
 
     async def _launched(
-        self, job: Job, opened: Opened, place: Place, number: int
+        self, job: Job, opened: Opened, place: Place, number: int, watch: Watch
     ) -> tuple[Status, str | None]:
         began, exit_ = time.monotonic(), None
         fields = self._described(job, place, number)
@@ -234,7 +253,7 @@ class Rollouts:
             await self._proxy.launch(opened.name, fields | {"isolation": started.isolation})
             ended, exit_ = await started.end()
         await self._seen(job, ended)
-        status, why = verdict(ended, job.activity.seen)
+        status, why = verdict(ended, watch.seen(job.activity))
         scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
@@ -316,7 +335,8 @@ class Rollouts:
                 f"launch {leak.launch_id} left process {leak.pid} behind ({leak.command}); it was ended"
             )
             self._show(leaked=self.progress.leaked + 1)
-            if (name := self._names.get(leak.launch_id)) is not None:
+            name = self._names.get(leak.launch_id) or self._orphans.get(leak.launch_id)
+            if name is not None:
                 process = {"pid": leak.pid, "command": leak.command}
                 await self._proxy.leaked(name, leak.launch_id, {"processes": [process], "found": found})
 

@@ -31,6 +31,9 @@ class Watch:
     def __init__(self, proxy: Proxy, run: str, cut: str) -> None:
         self._proxy, self.run, self._cut = proxy, run, cut
         self._of: dict[str, Activity] = {}
+        self._away_s: float | None = None
+        """When the proxy was last away, of the monotonic clock."""
+        self._there = True
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Watch:
@@ -50,8 +53,16 @@ class Watch:
         """Nobody asks any more."""
         self._of.pop(trajectory_id, None)
 
+    def seen(self, activity: Activity) -> Seen:
+        """What was seen of a trajectory by now."""
+        away = not self._there or (self._away_s is not None and self._away_s >= activity.last_s)
+        return replace(activity.seen, away=away)
+
+    def _connected(self, there: bool) -> None:
+        self._there, self._away_s = there, time.monotonic()
+
     async def _follow(self) -> None:
-        async for event in self._proxy.follow(self.run, KINDS, self._cut):
+        async for event in self._proxy.follow(self.run, KINDS, self._cut, self._connected):
             record = event.record
             activity = self._of.get(getattr(record, "trajectory_id", ""))
             if activity is None:

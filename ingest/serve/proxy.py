@@ -136,7 +136,8 @@ def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, follow_erro
     """
     on_sync = engine.on_sync if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
-        engine.remember(recorder.known_run.syncs)
+        trained = recorder.known_run.outstanding.training is not None
+        engine.remember(recorder.known_run.syncs, trained=trained)
 
     def on_events(events: list[Event]) -> None:
         for event in events:

@@ -19,6 +19,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.toml_file import read_toml
+from rollbook.store.whole_config import part_of
 
 Seconds = Annotated[float, Field(ge=0)]
 Megabytes = Annotated[float, Field(gt=0)]
@@ -159,7 +160,7 @@ def _read(file: Path) -> Json:
     Raises:
         ConfigError: it cannot be read, or holds one.
     """
-    values = read_toml(file)
+    values = part_of(read_toml(file), "serve", str(file))
     urls = values.get("engine_url", [])
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"{file}:\n  engine_url: send a list of addresses")

@@ -26,6 +26,8 @@ from rollbook.store.events.training import (
     CheckpointWritten,
     EngineControlled,
     EvalFinished,
+    EvalSampled,
+    EvalStarted,
     PolicyActivated,
     PolicyPublished,
     SampleDropped,
@@ -86,6 +88,8 @@ Record = (
     | LaunchStarted
     | LaunchEnded
     | LaunchLeaked
+    | EvalStarted
+    | EvalSampled
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -279,6 +279,33 @@ class EvalFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalStarted:
+    """A training waits for agents to be evaluated at this version, on tasks that are held out."""
+
+    KIND: ClassVar[str] = "eval.started"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSampled:
+    """The agents that were to be evaluated at this version have been: a training that waits may go on.
+
+    `rollout` is the name that their launches have, `trajectories` how many there were to be.
+    """
+
+    KIND: ClassVar[str] = "eval.sampled"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    rollout: str
+    trajectories: int
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StopFired:
     """A rule of early stopping ended a training after the step that made this version.
 

@@ -105,6 +105,8 @@ def _upkeep_records() -> list[Any]:
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
         kinds.PreferenceAdded("id-task-1-0", "id-task-2-0", 1.0, "a person"),
+        kinds.EvalStarted("actor", 0, "p"),
+        kinds.EvalSampled("actor", 0, "rollouts.eval.0", 64),
         kinds.EvalFinished(
             *("actor", 2, "phase", "serve=27", "serve=27", 4, 96, 1, 1, 1), {"loss": 0.375, "reward": 1.0}
         ),

@@ -21,8 +21,10 @@ from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.serve.settings import parse_settings
+from rollbook.online.config import load_whole
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
+from rollbook.store.whole_config import is_whole
 from rollbook.train.config.config import parse_config
 from rollbook.train.config.recipe import RecipeConfig
 
@@ -137,11 +139,14 @@ def test_python_compiles_and_runs(
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_every_toml_block_loads(block: Block) -> None:
-    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout` or `train`, or
-    tables of `rollout`'s. Each key is known."""
+def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
+    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout`, `train` or
+    `run`, or tables of `rollout`'s. Each key is known."""
     values = tomllib.loads(block.code)
-    if set(values) <= set(StoreSettings.model_fields):
+    if is_whole(values):
+        (tmp_path / "whole.toml").write_text(block.code)
+        load_whole(tmp_path / "whole.toml")
+    elif set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
     elif "tasks" in values:
         assert parse_rollouts(values, str(block)).model_fields_set == set(values)

@@ -212,6 +212,13 @@ LEAKS = thing(
     processes=several(thing("pid command", pid=COUNT, command=TEXT), 1),
     found=word("start", "running", "end"),
 )
+EVALUATED = thing(
+    "policy policy_version rollout trajectories",
+    policy=TEXT | {"minLength": 1},
+    policy_version=COUNT,
+    rollout=TEXT | {"minLength": 1},
+    trajectories=COUNT,
+)
 
 BODIES: dict[str, Schema] = {
     "/v1/chat/completions": CHAT,
@@ -226,6 +233,7 @@ BODIES: dict[str, Schema] = {
     "/v1/trajectories/{id}/launches": LAUNCH,
     "/v1/trajectories/{id}/launches/{launch_id}/end": LAUNCH_END,
     "/v1/trajectories/{id}/launches/{launch_id}/leaks": LEAKS,
+    "/v1/evaluations": EVALUATED,
 }
 HEADERS = (
     "X-Rollbook-Trajectory",

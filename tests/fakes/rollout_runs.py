@@ -32,7 +32,10 @@ def run(
             rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
             if stop is not None:
                 stop(rollouts)
-            return await asyncio.wait_for(rollouts.run(), 60)
+            try:
+                return await asyncio.wait_for(rollouts.run(), 60)
+            finally:
+                await agents.close()
 
     return asyncio.run(all_of_it()), said
 

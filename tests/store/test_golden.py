@@ -76,7 +76,7 @@ NEWER_KINDS = frozenset(
     {
         *("engine.controlled", "step.abandoned", "segment.repaired", "preference.added"),
         *("eval.finished", "stop.fired", "step.vectors", "checkpoint.removed"),
-        *("launch.started", "launch.ended", "launch.leaked"),
+        *("launch.started", "launch.ended", "launch.leaked", "eval.started", "eval.sampled"),
     }
 )
 """Kinds that came after format 1's golden store was written."""

@@ -24,6 +24,9 @@ class EvaluationConfig(Table):
 
     every: Positive = 50
     """Optimizer steps between evaluations. One comes before the first step, and one after the last."""
+    wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """With --source tail: how long each waits for agents to be evaluated at its version, which `rollbook
+    rollout --follow` does where its CONFIG has `[evaluation]`. Then the rewards are of this version alone."""
     source_runs: tuple[str, ...] = ()
     """Runs whose samples of split `eval` are held out; absent: the recipe's."""
     max_samples: Positive = 512

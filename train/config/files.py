@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from pydantic import ValidationError
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.toml_file import read_toml
+from rollbook.store.toml_file import override, read_toml
+from rollbook.store.whole_config import is_whole, part_of
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import TrainConfig, parse_config, said_wrong
@@ -27,10 +27,19 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = _with_recipe(read_toml(path), path)
+    values = _with_recipe(part_of(read_toml(path), "train", str(path)), path)
     for text in overrides:
         override(values, text)
     return parse_config(values, str(path))
+
+
+def read_training(values: Json, path: Path) -> TrainConfig:
+    """The training that the values of a CONFIG say, which is at this path.
+
+    Raises:
+        ConfigError: a key is unknown, missing or ill-typed; all are named.
+    """
+    return parse_config(_with_recipe(values, path), str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ def load_recipe(path: Path) -> NamedRecipe:
         ConfigError: it cannot be read, or a key is unknown or ill-typed; all are named.
     """
     values = read_toml(path)
+    values = part_of(values, "train", str(path)) if is_whole(values) else values
     if "algorithm" in values:
         config = parse_config(_with_recipe(values, path), str(path))
         return NamedRecipe(str(path), config.recipe, config.algorithm, config)
@@ -74,24 +84,3 @@ def _with_recipe(values: Json, path: Path) -> Json:
     """
     named = values.get("recipe")
     return values | {"recipe": read_toml(path.parent / named)} if isinstance(named, str) else values
-
-
-def override(values: Json, text: str) -> None:
-    """Set a value by `key=value`: a dotted key, and TOML or plain text.
-
-    Raises:
-        ConfigError: it is no such text, or leads through what is no table.
-    """
-    key, sep, value = text.partition("=")
-    if not sep:
-        raise ConfigError(f"--set {text!r}: write key=value")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {text!r}: {table} is not a table")
-    values[last] = parsed

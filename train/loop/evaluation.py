@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,12 @@ from rollbook.train.data.batch import MicroBatch, build_batch
 from rollbook.train.data.experience import Scores, experience_of, trained_masks
 from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
 from rollbook.train.data.samples import Sample
+from rollbook.train.loop.evaluated_agents import await_agents
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.loop.scoring import score
 from rollbook.train.loop.step import loss_inputs
+from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
 
 
@@ -65,14 +68,24 @@ class Evaluation:
         passed = done // every > (done - config.algorithm.demand.steps) // every
         return passed or done == 0 or done >= config.steps
 
-    def run(self) -> EvalFinished | None:
-        """Evaluate the trainer's version, and record it; None where there was nothing to evaluate it on."""
+    def run(self, stopping: Stopping, say: Callable[[str], None]) -> EvalFinished | None:
+        """Evaluate the trainer's version, and record it; None where there was nothing to evaluate it on.
+
+        Args:
+            say: told if agents were awaited in vain.
+
+        Raises:
+            Stopped: a signal came while they were awaited.
+        """
+        config = self._config
         if self._samples is None:
             found: Json = {}
             tokens = 0
         else:
             with self._trainer.with_devices():
                 found, tokens = self._scored(self._samples)
+        if config.evaluation is not None and config.evaluation.wait_s and not config.algorithm.head_width:
+            await_agents(config, self._log, self._trainer, stopping, say)
         to = self._log.head()
         all_of = self._rewards(format_cut(to))
         fresh = [reward for name, reward in all_of.items() if name not in self._counted]
@@ -81,7 +94,7 @@ class Evaluation:
         if not metrics:
             return None
         record = EvalFinished(
-            policy=self._config.policy,
+            policy=config.policy,
             policy_version=self._trainer.version,
             phase=self._trainer.phase,
             cut=self._cut,

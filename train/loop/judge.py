@@ -45,7 +45,7 @@ class Judge:
         if trainer.in_batch:
             return
         if self._evaluation is not None and self._evaluation.due and stopping.number is None:
-            record = self._evaluation.run()
+            record = self._evaluation.run(stopping, self._watcher.warn)
             if record is None:
                 self._watcher.note(
                     f"version {trainer.version}: nothing to evaluate it on: no trajectory of split 'eval' "

@@ -97,6 +97,8 @@ def _check(config: TrainConfig, source: str, as_of: str) -> None:
     """
     if source == "tail":
         _check_tail(config, as_of)
+    elif config.evaluation is not None and config.evaluation.wait_s:
+        raise ConfigError("evaluation.wait_s goes with --source tail: at a cut no agents run")
     try_out(config.algorithm)
 
 
@@ -265,8 +267,8 @@ def _steps(
     if trainer.done >= config.steps:
         watcher.note("nothing to do: every step of this configuration is committed")
     with stopping:
-        judge.look(stopping)
         with contextlib.suppress(Stopped):
+            judge.look(stopping)
             while trainer.in_batch or (trainer.done < config.steps and not judge.stopped and not unfilled):
                 if not trainer.in_batch:
                     trainer.wait_for_engines()

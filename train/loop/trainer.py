@@ -363,6 +363,13 @@ class Trainer:
         if self._turns.shares and not self._turns.away:
             self.sync_current()
 
+    def have_served(self) -> None:
+        """Have the engines serve this version: agents are going to be evaluated at it."""
+        self._publisher.settle()
+        if self._config.sync is not None and self.served != self.version:
+            self.sync_current()
+        self.wait_for_engines()
+
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
         """Within, the training has the devices, while it waits, too; engines that share them are given

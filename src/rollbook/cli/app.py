@@ -26,6 +26,7 @@ from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.replay_what_if import what_if
 from rollbook.cli.rollout import rollout
+from rollbook.cli.run import run_online
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -328,6 +329,7 @@ def import_(
     run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
+app.command("run")(run_online)
 for command in (plot, rollout, score, bench, demo):
     app.command()(command)
 

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
 from rich.table import Table
 
 from rollbook.cli.terminal import Console, print_json, say
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.agents import launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
+from rollbook.ingest.rollouts.manager import RolloutManager, alone
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rescoring import Rescored, score_again
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.ingest.rollouts.scoring import Scorers
 from rollbook.ingest.rollouts.tasks import read_tasks
-from rollbook.store.errors import RolloutError
-from rollbook.store.ids import new_id
+from rollbook.store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollbook.ingest.rollouts.ray_manager import RayRollouts
 
 
-def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+def run_rollouts(
+    path: Path,
+    overrides: list[str],
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    *,
+    json: bool,
+) -> int:
     """Run them to their end, or until somebody interrupts; the exit code.
+
+    Args:
+        follow: beside an online training, as long as it goes on.
+        cluster: an actor of a Ray cluster runs them, which takes these resources; None: this process.
 
     Raises:
         ConfigError: the CONFIG or its tasks cannot be used.
@@ -37,8 +49,8 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: boo
     """
     config = load_rollouts(path, overrides)
     stopped: list[int] = []
-    with _alone(config), _shown(config) as tell:
-        found = asyncio.run(_run(config, key, tell, stopped))
+    with _shown(config) as tell:
+        found = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
     if json:
         print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
     else:
@@ -46,7 +58,9 @@ def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: boo
             say(line)
     if stopped:
         return 128 + stopped[0]
-    return 1 if found.given_up or found.done < found.total else 0
+    if follow:
+        return 0  # it ends with its training
+    return 1 if found.given_up or found.done < (found.total or 0) else 0
 
 
 def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
@@ -63,7 +77,7 @@ def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool
         async with Proxy(config.proxy, key) as proxy:
             return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
 
-    with _alone(config, "scoring"):
+    with alone(config, "scoring"):
         found = asyncio.run(again())
     if json:
         print_json(asdict(found))
@@ -76,44 +90,45 @@ def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool
 
 
 async def _run(
-    config: RolloutConfig, key: str | None, tell: Callable[[Progress], None], stopped: list[int]
+    config: RolloutConfig,
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    tell: Callable[[Progress], None],
+    stopped: list[int],
 ) -> Progress:
     """Run them; a signal stops them orderly, and is noted."""
-    tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
-    async with Proxy(config.proxy, key) as proxy:
-        launcher = launcher_of(config)
-        agents = agents_of(config, proxy, launcher)
-        owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
-        rollouts = Rollouts(config, tasks, proxy, agents, launcher, owner, _warn, tell)
-        loop = asyncio.get_running_loop()
+    manager: RolloutManager | RayRollouts
+    if cluster is None:
+        manager = RolloutManager(config, key, follow=follow, say=_warn, tell=tell)
+    else:
+        from rollbook.ingest.rollouts.ray_manager import RayRollouts
 
-        def stop(number: int) -> None:
-            stopped.append(number)
-            rollouts.stop()
+        manager = RayRollouts(config, key, follow=follow, resources=cluster, say=_warn, tell=tell)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
-        return await rollouts.run()
+    def stop(number: int) -> None:
+        stopped.append(number)
+        manager.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return await manager.run()
 
 
-@contextmanager
-def _alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
-    """No other process runs these rollouts from the same folder meanwhile, or does `what` with them.
+def resources_of(texts: list[str]) -> dict[str, float]:
+    """Resources of Ray, of texts such as `cpu_node=0.01`.
 
     Raises:
-        RolloutError: one does.
+        ConfigError: one is no such text.
     """
-    config.folder.mkdir(parents=True, exist_ok=True)
-    lock = f"{config.name}.{what}.lock" if what else f"{config.name}.lock"
-    with (config.folder / lock).open("w") as file:
+    found = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            text = (
-                f"another process runs rollouts {config.name!r} in {config.folder}: wait for it, or stop it"
-            )
-            raise RolloutError(text) from error
-        yield
+            found[name] = float(amount)
+        except ValueError as error:
+            raise ConfigError(f"--resources {text!r}: write NAME=AMOUNT, such as cpu_node=0.01") from error
+    return found
 
 
 def _warn(text: str) -> None:
@@ -143,7 +158,7 @@ def _lines(progress: Progress) -> list[str]:
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
     rate = progress.infra_failed_rate
     found: dict[str, Any] = {
-        "done": f"{progress.done} of {progress.total}",
+        "done": f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}",
         "running": progress.running or None,
         "launches": by_status or None,
         "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",

@@ -9,9 +9,16 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig, LimitsConfig, ServiceConfig
+from rollbook.ingest.rollouts.agent_config import (
+    AgentConfig,
+    ContainerConfig,
+    LimitsConfig,
+    NodesConfig,
+    ServiceConfig,
+)
 from rollbook.ingest.rollouts.config import (
     ClocksConfig,
+    EvaluationConfig,
     RetriesConfig,
     RolloutConfig,
 )
@@ -32,13 +39,17 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "`[agent.limits]`": LimitsConfig,
     "`[agent.container]`": ContainerConfig,
     "`[agent.service]`": ServiceConfig,
+    "`[agent.nodes]`": NodesConfig,
     "`[clocks]`": ClocksConfig,
     "`[retries]`": RetriesConfig,
     "`[[score]]`": ScoreConfig,
     "`[score.judge]`": JudgeConfig,
+    "`[evaluation]`": EvaluationConfig,
 }
 
-APART = frozenset({"agent", "limits", "container", "service", "clocks", "retries", "score", "judge"})
+APART = frozenset(
+    {"agent", "limits", "container", "service", "nodes", "clocks", "retries", "score", "judge", "evaluation"}
+)
 """Keys that are tables of their own."""
 
 

@@ -356,6 +356,39 @@ def test_what_the_log_says_at_the_beginning() -> None:
     asyncio.run(own())
 
 
+def test_an_engine_that_began_with_a_proxy_in_the_middle_of_a_training() -> None:
+    """It began with its first weights: it waits for the sync, and only while a training goes on."""
+
+    async def activated(*_: Any) -> None:
+        pass
+
+    async def scenario() -> None:
+        given = SyncFinished("actor", 5, "s", "http://10.0.0.1:8000/engine", 1, 0.1)
+        idle = Fleet({OWN: Server(0)})
+        idle.remember([given])
+        assert await opens(idle)
+        server = Server(0)
+        fleet = Fleet({OWN: server})
+        await fleet.start(activated)
+        fleet.remember([given], trained=True)
+        assert not await opens(fleet)
+        fleet.on_sync(SyncStarted("actor", 5, "t", "http://10.0.0.1:8000/engine", "disk"))
+        server.version = 5
+        fleet.on_sync(SyncFinished("actor", 5, "t", "http://10.0.0.1:8000/engine", 1, 0.1))
+        assert await opens(fleet)
+        assert fleet.policy_version() == 5
+        await fleet.close()
+        alone = Fleet({OWN: Server(0)}, patience_s=0.1)
+        await alone.start(activated)
+        alone.remember([given], trained=True)
+        await until(lambda: alone.members[0].usable)  # its trainer is gone
+        assert alone.policy_version() == 0
+        await alone.close()
+        await idle.close()
+
+    asyncio.run(scenario())
+
+
 # Connections --------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def small(played: Any) -> Any:
 
 
 OF_ONE = ("finish", "rewards", "labels", "launches", "launches/l/end", "launches/l/leaks")
-OTHERS = ["/v1/trajectories", *(f"/v1/trajectories/x/{rest}" for rest in OF_ONE)]
+OTHERS = ["/v1/trajectories", "/v1/evaluations", *(f"/v1/trajectories/x/{rest}" for rest in OF_ONE)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -93,7 +93,14 @@ def test_what_the_kinds_say() -> None:
     assert sorted(lasting) == ["segment.dropped", "step.retired", "trajectory.erased"]
     of_policy = kinds_where(lambda said: said.of == "policy")
     assert sorted(of_policy) == [
-        *("checkpoint.removed", "checkpoint.written", "eval.finished", "policy.published"),
+        *(
+            "checkpoint.removed",
+            "checkpoint.written",
+            "eval.finished",
+            "eval.sampled",
+            "eval.started",
+            "policy.published",
+        ),
         *("step.abandoned", "step.committed", "step.failed", "step.planned", "step.vectors", "stop.fired"),
     ]
     assert kinds_where(lambda said: said.of == "run") == ["sample.dropped"]

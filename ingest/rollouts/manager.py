@@ -1,0 +1,106 @@
+"""What runs the rollouts of a CONFIG in a process, be it of a command's or one of a cluster's.
+
+It holds no truth: one that dies is replaced by another, which goes on from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.follow import Following
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.store.errors import RolloutError
+from rollbook.store.ids import new_id
+
+
+class RolloutManager:
+    """Runs rollouts.
+
+    Args:
+        key: an operator's, if the proxy asks for keys.
+        follow: beside an online training, as long as it goes on.
+        say: told what somebody should know; tell: told how far they are.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        key: str | None = None,
+        *,
+        follow: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+        tell: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self._config, self._key, self._follow = config, key, follow
+        self._say, self._tell = say, tell
+        self._work: Rollouts | Following | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Begin nothing more, and cancel what runs."""
+        self._stopped = True
+        if self._work is not None:
+            self._work.stop()
+
+    async def run(self) -> Progress:
+        """Run them to their end, or until `stop`.
+
+        Raises:
+            ConfigError: tasks, agents or scorers cannot be used.
+            RolloutError: another process runs them; the proxy is away; or too many launches failed by their
+                infrastructure.
+        """
+        config = self._config
+        with alone(config):
+            async with Proxy(config.proxy, self._key) as proxy:
+                launcher = launcher_of(config)
+                agents = agents_of(config, proxy, launcher)
+                owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
+                names = dict[str, str]()
+
+                async def made(of: RolloutConfig) -> Rollouts:
+                    tasks = await asyncio.to_thread(read_tasks, of.tasks, of.limit)
+                    # Of evaluations the trainer tells: what is told here are the rollouts beside them.
+                    tell = self._tell if of is config else lambda progress: None
+                    given = (of, tasks, proxy, agents, launcher, owner, self._say, tell)
+                    return Rollouts(*given, endless=self._follow and of is config, names=names)
+
+                if self._follow:
+                    self._work = Following(config, proxy, made, self._say)
+                else:
+                    self._work = await made(config)
+                if self._stopped:
+                    self._work.stop()
+                try:
+                    return await self._work.run()
+                finally:
+                    await agents.close()
+
+
+@contextlib.contextmanager
+def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
+    """No other process runs these rollouts from the same folder meanwhile, or does `what` with them.
+
+    Raises:
+        RolloutError: one does.
+    """
+    config.folder.mkdir(parents=True, exist_ok=True)
+    lock = f"{config.name}.{what}.lock" if what else f"{config.name}.lock"
+    with (config.folder / lock).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            text = (
+                f"another process runs rollouts {config.name!r} in {config.folder}: wait for it, or stop it"
+            )
+            raise RolloutError(text) from error
+        yield

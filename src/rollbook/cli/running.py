@@ -1,0 +1,239 @@
+"""Runs the parts of a run, and shows how it goes: a table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from rollbook import store
+from rollbook.cli.terminal import Console, say
+from rollbook.cli.training import line_of
+from rollbook.online.config import WholeConfig, at_addresses, load_whole
+from rollbook.online.course import KINDS, Course
+from rollbook.online.part import Spec
+from rollbook.online.parts import specs_of
+from rollbook.online.supervisor import Supervisor
+from rollbook.store.errors import RollbookError
+from rollbook.store.events import CheckpointWritten, Event, SyncFinished
+from rollbook.store.log.tail import Filter, Tail
+
+LOOK_S = 0.5
+LATEST_S = 30.0
+"""Tokens a second are those of so long."""
+_TOKENS = re.compile(r'^rollbook_tokens_total\{[^}]*kind="completion"[^}]*\} (\S+)', re.M)
+
+
+def run_whole(path: Path, overrides: Sequence[str], only: Sequence[str], *, ray: bool, show: bool) -> int:
+    """Run it to the end of its training, or until somebody interrupts; the exit code.
+
+    Raises:
+        ConfigError: the CONFIG cannot be used.
+        PartError: a part cannot be started, or died too often.
+    """
+    config = load_whole(path, overrides)
+    with _placed(config, only, show=show) as placed:
+        return _run_parts(placed, specs_of(placed, only, ray=ray), show=show)
+
+
+@contextlib.contextmanager
+def _placed(config: WholeConfig, only: Sequence[str], *, show: bool) -> Iterator[WholeConfig]:
+    """The run with its engines placed, where Ray is to place them."""
+    engines = config.engines
+    if show or engines is None or engines.placed is None or "engines" not in (only or ("engines",)):
+        yield config
+        return
+    from rollbook.online.placed import placed
+
+    with placed(engines.placed) as (group, addresses):
+        yield at_addresses(config, group, addresses)
+
+
+def _run_parts(config: WholeConfig, stages: list[list[Spec]], *, show: bool) -> int:
+    if show:
+        for stage in stages:
+            for spec in stage:
+                say(f"{spec.name}: {_line(spec)}")
+        return 0
+    return asyncio.run(_run(config, stages))
+
+
+def _line(spec: Spec) -> str:
+    variables = [f"{name}={shlex.quote(value)}" for name, value in spec.environment.items()]
+    return " ".join([*variables, shlex.join(spec.command)])
+
+
+async def _run(config: WholeConfig, stages: list[list[Spec]]) -> int:
+    """Run the parts; a signal stops them orderly."""
+    console, stopped = Console(stderr=True), list[int]()
+    supervisor = Supervisor(stages, lambda text: console.tell((text, "yellow")))
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        console.tell(f"{signal.Signals(number).name}: stopping in order; repeat the signal to end all now")
+        supervisor.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    console.tell(
+        "run ", (config.run, "bold"), f" into {config.serve.store}, what each part prints: {config.logs}"
+    )
+    screen = Screen(config, supervisor, console)
+    shown = asyncio.create_task(screen.show())
+    try:
+        await supervisor.run()
+    finally:
+        screen.over = True
+        await shown
+    if not stopped and (left := screen.steps_left):
+        console.tell(f"the training ended {left} steps before its end: {config.logs}/trainer.log says why")
+    return 128 + stopped[0] if stopped else 0
+
+
+class Screen:
+    """Shows the state of the parts, and the course of the run as its log has it."""
+
+    def __init__(self, config: WholeConfig, supervisor: Supervisor, console: Console) -> None:
+        self._config, self._supervisor, self._console = config, supervisor, console
+        self.over = False
+        self._course = Course()
+        self._tail: Tail | None = None
+        self._tokens: list[tuple[float, float]] = []
+        self._states: dict[str, str] = {}
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the training of this run, if there was one, did not take."""
+        return max((self._course.steps or 0) - self._course.done, 0)
+
+    async def show(self) -> None:
+        """Show it until `over`."""
+        with self._live() as update:
+            async with httpx.AsyncClient(timeout=2.0) as client:
+                while not self.over:
+                    await asyncio.sleep(LOOK_S)
+                    with contextlib.suppress(RollbookError, OSError):  # the store is not there yet
+                        for event in await asyncio.to_thread(self._events):
+                            self._told(event)
+                    await self._count_tokens(client)
+                    self._tell_states()
+                    update()
+            with contextlib.suppress(RollbookError, OSError):
+                for event in self._events():
+                    self._told(event)
+            self._tell_states()
+            update()
+
+    @contextlib.contextmanager
+    def _live(self) -> Iterator[Callable[[], None]]:
+        """What updates the table; without a terminal it does nothing."""
+        if not self._console.is_terminal:
+            yield lambda: None
+            return
+        with Live(console=self._console, refresh_per_second=4) as live:
+            yield lambda: live.update(self._table())
+
+    def _events(self) -> list[Event]:
+        """Those that are new; at first, those that say where the training stands."""
+        if self._tail is None:
+            log = store.open(self._config.serve.store)
+            head = log.head()
+            kinds = KINDS | {CheckpointWritten.KIND, SyncFinished.KIND}
+            self._tail = log.tail(head, Filter(kinds, run=self._config.run))
+        events = self._tail.poll(2000)
+        self._course.take(events)
+        return events
+
+    def _told(self, event: Event) -> None:
+        """Print a line for an event of the training, where there is no table."""
+        line = line_of(event.record)
+        if line is not None and not self._console.is_terminal:
+            self._console.tell(f"{_time(event.time_us / 1e6)} {line}")
+
+    def _tell_states(self) -> None:
+        for part in self._supervisor.parts:
+            if self._states.get(part.spec.name) != part.state:
+                self._states[part.spec.name] = part.state
+                if not self._console.is_terminal:
+                    self._console.tell(f"{_time(time.time())} {part.spec.name}: {part.state}")
+
+    async def _count_tokens(self, client: httpx.AsyncClient) -> None:
+        """Note how many tokens the proxy says were sampled."""
+        if not self._console.is_terminal:
+            return
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = await client.get(f"{self._config.proxy}/metrics")
+            if answer.status_code == 200:
+                total = sum(map(float, _TOKENS.findall(answer.text)))
+                now = time.monotonic()
+                if self._tokens and total < self._tokens[-1][1]:
+                    self._tokens.clear()  # the proxy was started again
+                self._tokens = [(at, n) for at, n in self._tokens if now - at < LATEST_S] + [(now, total)]
+
+    # The table --------------------------------------------------------------------------------
+
+    def _table(self) -> Group:
+        course, columns = self._course, (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        bar = Progress(*columns)
+        bar.add_task("steps", total=course.steps, completed=course.done)
+        table = Table(show_header=False, box=None)
+        for part in self._supervisor.parts:
+            style = {"running": "green", "ended": "dim"}.get(part.state, "yellow")
+            table.add_row(part.spec.name, part.state, style=style)
+        for name, value in lines_of(course, self._per_second()):
+            table.add_row(name, value)
+        return Group(bar, table)
+
+    def _per_second(self) -> float | None:
+        if len(self._tokens) < 2:
+            return None
+        (began, before), (ended, after) = self._tokens[0], self._tokens[-1]
+        return (after - before) / (ended - began)
+
+
+def lines_of(course: Course, tokens_s: float | None) -> list[tuple[str, str]]:
+    """What is shown of a course, line by line."""
+    running, waiting = course.groups
+    by_status = ", ".join(f"{count} {status}" for status, count in sorted(course.ended.items()))
+    metrics, evaluation = course.metrics, course.evaluation
+    trained = [f"version {course.version}"]
+    for name, form in (
+        ("loss", "loss {:.4f}"),
+        ("reward", "reward {:.3f}"),
+        ("staleness_mean", "staleness {:.2g}"),
+    ):
+        if metrics.get(name) is not None:
+            trained.append(form.format(metrics[name]))
+    found = {
+        "training": "  ".join(trained),
+        "rollouts": f"{course.launched} running" + (f", {by_status}" if by_status else ""),
+        "groups": f"{running} running, {waiting} waiting to be trained on",
+        "reward": None if course.reward is None else f"{course.reward:.3f} (the last {len(course.rewards)})",
+        "sampled": None if tokens_s is None else f"{tokens_s:.0f} tokens/s",
+        "evaluated": _evaluated(evaluation),
+        "evaluating": None if course.evaluating is None else f"version {course.evaluating}",
+    }
+    return [(name, value) for name, value in found.items() if value is not None]
+
+
+def _evaluated(evaluation: dict[str, object]) -> str | None:
+    if not evaluation:
+        return None
+    said = [f"{name} {value:.3f}" for name, value in evaluation.items() if isinstance(value, float)]
+    return "  ".join([f"version {evaluation['policy_version']}", *said])
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

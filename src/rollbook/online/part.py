@@ -1,0 +1,213 @@
+"""A part of a run: a process that is started, watched, started again when it dies, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from rollbook.store.errors import RollbookError
+
+MOST_STARTS, WITHIN_S = 6, 600.0
+"""A part that was started so often within this time is not started again."""
+LOOK_S = 2.0
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+LAST_LINES = 15
+_SET_PARENT_DEATH_SIGNAL = 1
+BAD_INPUT = 2
+"""Exit code of our commands for what another start would not mend."""
+
+
+class PartError(RollbookError):
+    """A part of a run ended for good; the message ends with its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a part is.
+
+    Attributes:
+        log: file for what it prints.
+        health: address that answers 200 once it is ready; None: it is ready at once.
+        any_answer: whatever it answers, it is ready: it may wait for another part.
+        ready_s: longest time until then. silence_s: after this long without an answer it is ended.
+        stop_s: from SIGTERM to SIGKILL.
+        ends: it ends by itself, with exit code 0; another one runs until it is stopped.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health: str | None = None
+    any_answer: bool = False
+    ready_s: float = 300.0
+    silence_s: float = 120.0
+    stop_s: float = 30.0
+    ends: bool = False
+
+
+class Part:
+    """Runs one.
+
+    Args:
+        say: told what became of it.
+    """
+
+    def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
+        self.spec, self._say = spec, say
+        self.state = "not started"
+        """For people: not started, starting, running, starting again, stopping, ended."""
+        self.pid: int | None = None
+        self.ready = asyncio.Event()
+        self._stopping = False
+        self._child: asyncio.subprocess.Process | None = None
+        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
+
+    async def run(self) -> None:
+        """Run it until it ends by itself, or is stopped.
+
+        Raises:
+            PartError: it cannot be started, or died too often.
+        """
+        pause = PAUSE_S
+        while not self._stopping:
+            begun = time.monotonic()
+            self._starts.append(begun)
+            self.state = "starting" if len(self._starts) == 1 else "starting again"
+            code = await self._once()
+            if self._stopping or (self.spec.ends and code == 0):
+                break
+            self._check(code)
+            pause = PAUSE_S if time.monotonic() - begun > WITHIN_S else min(pause * 2, LONGEST_PAUSE_S)
+            self.state = "starting again"
+            self._say(f"{self.spec.name} {_ended(code)}: it is started again; {self.spec.log} says more")
+            await asyncio.sleep(pause / 2)
+        self.state = "ended"
+
+    async def _once(self) -> int:
+        """Start it, and wait for its end; the exit code."""
+        spec = self.spec
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            try:
+                self._child = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    env=os.environ | spec.environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # a terminal's Ctrl-C is for us, who stop all in order
+                    preexec_fn=_ends_with_parent,
+                )
+            except OSError as error:
+                raise PartError(
+                    f"{spec.name} cannot be started: {spec.command[0]}: {error.strerror}"
+                ) from error
+        self.pid = self._child.pid
+        watching = asyncio.create_task(self._watch())
+        try:
+            return await self._child.wait()
+        finally:
+            watching.cancel()
+            _end_group(self._child.pid, signal.SIGKILL)  # of what it started nothing is left behind
+
+    async def _watch(self) -> None:
+        """Note when it is ready, and end it when it falls silent."""
+        assert self._child is not None
+        if self.spec.health is None:
+            self._answers()
+            return
+        heard, limit = time.monotonic(), self.spec.ready_s
+        async with httpx.AsyncClient(timeout=10.0) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    answer = await client.get(self.spec.health)
+                    if self.spec.any_answer or answer.status_code == 200:
+                        self._answers()
+                        heard, limit = time.monotonic(), self.spec.silence_s
+                if time.monotonic() - heard > limit:
+                    self._say(f"{self.spec.name} does not answer {self.spec.health} for {limit:g} s: ended")
+                    _end_group(self._child.pid, signal.SIGKILL)
+                await asyncio.sleep(LOOK_S if self.ready.is_set() else LOOK_S / 8)
+
+    def _answers(self) -> None:
+        self.state = "running"
+        self.ready.set()
+
+    def _check(self, code: int) -> None:
+        """See whether it may be started again.
+
+        Raises:
+            PartError: it may not.
+        """
+        spec, first = self.spec, len(self._starts) == 1
+        often = len(self._starts) == MOST_STARTS and time.monotonic() - self._starts[0] < WITHIN_S
+        if often:
+            why = f"{_ended(code)}, for the {MOST_STARTS}th time within {WITHIN_S / 60:g} minutes"
+        elif first and (not self.ready.is_set() or (code == BAD_INPUT and spec.health is None)):
+            why = _ended(code) + ("" if spec.health is None else " before it was ready")
+        else:
+            return
+        self.state = "failed"
+        raise PartError(f"{spec.name} {why}; {spec.log} ends with:\n{self.last_lines()}")
+
+    def last_lines(self) -> str:
+        """The end of what it printed."""
+        with contextlib.suppress(OSError), self.spec.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - (64 << 10), 0))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+        return ""
+
+    async def stop(self) -> None:
+        """End it: SIGTERM, and SIGKILL to what is left after `stop_s`."""
+        self._stopping = True
+        child = self._child
+        if child is None or child.returncode is not None:
+            return
+        self.state = "stopping"
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            await asyncio.wait_for(child.wait(), self.spec.stop_s)
+        except TimeoutError:
+            self._say(f"{self.spec.name} did not end within {self.spec.stop_s:g} s of SIGTERM: killed")
+        _end_group(child.pid, signal.SIGKILL)
+        await child.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._stopping = True
+        if self._child is not None and self._child.returncode is None:
+            _end_group(self._child.pid, signal.SIGKILL)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _end_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _ends_with_parent() -> None:
+    """Have the kernel end a child when this process is gone, orderly; Linux only."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+_LIBC = ctypes.CDLL(None)

@@ -1,0 +1,105 @@
+"""Engines that Ray places on the nodes of a cluster: each has a bundle of one placement group.
+
+Where they are is found out before anything is started, since everybody else is told their addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rollbook.ingest.rollouts.ray_cluster import connected, quietly
+from rollbook.store.errors import RolloutError
+from rollbook.store.ids import new_id
+
+if TYPE_CHECKING:
+    from rollbook.online.config import PlacedConfig
+
+LOOK_S = 0.5
+
+
+class Where:
+    """An actor in a bundle, which says where that is."""
+
+    def address(self, port: int) -> str:
+        """This node's address, with a port on it that is free, from this one upward."""
+        import socket
+
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        for candidate in range(port, port + 1000):
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind((host, candidate))
+                return f"{host}:{candidate}"
+        raise OSError(f"{host}: no port is free from {port} on")
+
+
+@contextlib.contextmanager
+def placed(wanted: PlacedConfig) -> Iterator[tuple[str, list[str]]]:
+    """The name of a placement group that is in place, and an address in each of its bundles.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        RolloutError: it does not answer, or has no room in time; it says what is missing.
+    """
+    ray = connected()
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    name = f"rollbook-engines-{new_id()[-12:]}"
+    bundles = [dict(wanted.resources) for _ in range(wanted.count)]
+    group = placement_group(bundles, strategy=wanted.strategy, name=name)
+    try:
+        until = time.monotonic() + wanted.within_s
+        while not group.wait(LOOK_S):  # a longer wait would not hear Ctrl-C
+            if time.monotonic() > until:
+                raise RolloutError(_no_room(wanted))
+        yield name, _addresses(ray, wanted, group)
+    finally:
+        quietly(remove_placement_group, group)
+
+
+def actor_in(group: Any, bundle: int, resources: dict[str, float], kind: type, *given: Any) -> Any:
+    """An actor that takes all of a bundle."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    rest = {k: v for k, v in resources.items() if k not in ("CPU", "GPU")}
+    options = ray.remote(kind).options(
+        num_cpus=resources.get("CPU", 0.0),
+        num_gpus=resources.get("GPU", 0.0),
+        resources=rest,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+    )
+    return options.remote(*given)
+
+
+def _addresses(ray: Any, wanted: PlacedConfig, group: Any) -> list[str]:
+    """An address in each bundle, with ports apart: several may be on one node."""
+    found = []
+    for bundle in range(wanted.count):
+        actor = actor_in(group, bundle, dict(wanted.resources), Where)
+        try:
+            found.append(ray.get(actor.address.remote(wanted.port + 20 * bundle), timeout=60))
+        finally:
+            quietly(ray.kill, actor)
+    return found
+
+
+def _no_room(wanted: PlacedConfig) -> str:
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    said = ", ".join(
+        f"{amount:g} {name} each, of which the cluster has {total.get(name, 0):g}, {free.get(name, 0):g} free"
+        for name, amount in wanted.resources.items()
+    )
+    return (
+        f"Ray had no room for {wanted.count} engines within {wanted.within_s:g} s, by {wanted.strategy}: "
+        f"asked for {said}. Take fewer (engines.placed.count), add nodes, or wait longer "
+        "(engines.placed.within_s)"
+    )

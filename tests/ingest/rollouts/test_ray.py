@@ -1,0 +1,267 @@
+"""Rollouts over the nodes of a real Ray cluster, of two nodes on this host, of which one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook import store as rb
+from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.ray_manager import RayRollouts
+from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.tasks import Task
+from rollbook.store.errors import ConfigError, RolloutError
+from rollbook.testing.ledger import fold_ledger
+
+pytestmark = pytest.mark.ranks
+AGENT = """
+import json, os, time, urllib.request
+
+task = json.load(open(os.environ["ROLLBOOK_TASK_FILE"]))
+
+
+def ask(text):
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+
+
+ask("hello")
+time.sleep(task["sleep"])
+ask("hello")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head, on which no agents are to be, and two nodes for agents."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+        patch.delenv("RAY_ADDRESS", raising=False)
+        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
+        patch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
+        import ray
+        from ray.cluster_utils import Cluster
+
+        handler = signal.getsignal(signal.SIGTERM)
+        small = {"object_store_memory": 80 * 2**20}
+        head = {"num_cpus": 1, "include_dashboard": False} | small
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            made.agents = [made.add_node(num_cpus=1, resources={"agents": 1}, **small) for _ in range(2)]
+            ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            signal.signal(signal.SIGTERM, handler)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Any, text_model: Any, script: Any) -> Any:
+    """A served script, in a run of its own."""
+    model = str(text_model("chatml"))
+    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--run", "ray")
+
+
+@pytest.fixture
+def config(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """Makes a CONFIG under this test's name."""
+    (tmp_path / "agent.py").write_text(AGENT)
+
+    def make(**changes: Any) -> RolloutConfig:
+        agent = {"launcher": "ray", "nodes": {"resources": {"agents": 1}}, "isolation": "session"}
+        agent |= {"command": ["python3", "-S", str(tmp_path / "agent.py")]} | changes.pop("agent", {})
+        values = {"name": request.node.name, "proxy": server.url, "folder": str(tmp_path / "launches")}
+        values |= {"tasks": "none", "retries": {"pause_s": 0.1}, "clocks": {"grace_s": 0.2}, "agent": agent}
+        return parse_rollouts(values | changes, "test")
+
+    return make
+
+
+def tasks(count: int, sleep: float) -> list[Task]:
+    """Each asks twice, with a pause."""
+    return [Task(f"t{i}", {"sleep": sleep}) for i in range(count)]
+
+
+def run(
+    config: RolloutConfig, what: list[Task], beside: Callable[[], Any] | None = None
+) -> tuple[Progress, list[str]]:
+    """Run rollouts, with something beside; how far they came, and what was said."""
+    said: list[str] = []
+
+    async def all_of_it() -> Progress:
+        launcher = launcher_of(config)
+        async with Proxy(config.proxy) as proxy:
+            agents = agents_of(config, proxy, launcher)
+            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
+            acting = None if beside is None else asyncio.create_task(asyncio.to_thread(beside))
+            found = await asyncio.wait_for(rollouts.run(), 120)
+            if acting is not None:
+                await acting
+            return found
+
+    return asyncio.run(all_of_it()), said
+
+
+def rows(server: Any, config: RolloutConfig, columns: str) -> list[tuple[Any, ...]]:
+    """Of each launch of these rollouts, in order."""
+    with rb.connect(server.path) as connection:
+        query = f"""SELECT {columns} FROM launches l JOIN trajectories t USING (trajectory_id)
+                    WHERE rollout = '{config.name}' ORDER BY l.task, l.attempt"""
+        return connection.execute(query).fetchall()
+
+
+def running(folder: Path) -> list[int]:
+    """Agents that run in a folder of launches."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                str(folder) in os.readlink(process / "cwd")
+                and b"agent.py" in (process / "cmdline").read_bytes()
+            ):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_agents_are_on_the_nodes_that_were_asked_for(cluster: Any, server: Any, config: Any) -> None:
+    """On both, and not on the head; each tells where it is."""
+    made = config(concurrency=4)
+    found, said = run(made, tasks(6, 0.3))
+    assert (found.done, dict(found.by_status), said) == (6, {"done": 6}, [])
+    told = [orjson.loads(isolation) for (isolation,) in rows(server, made, "l.isolation")]
+    assert {one["level"] for one in told} == {"session"}
+    assert {one["node_id"] for one in told} == {node.node_id for node in cluster.agents}
+    assert {launcher for (launcher,) in rows(server, made, "launcher")} == {"ray"}
+
+
+def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
+    """It says what there is, after the time that it may take."""
+    made = config(agent={"nodes": {"resources": {"gold": 2}, "within_s": 0.5}})
+    with pytest.raises(
+        RolloutError, match=r"no node of the Ray cluster has 2 gold.*1 agents.*waited for 0.5 s"
+    ):
+        run(made, tasks(1, 0.0))
+
+
+def test_a_proxy_that_no_node_reaches(cluster: Any, server: Any, config: Any) -> None:
+    """Of each node the reason, in the log too."""
+    made = config(agent={"address": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
+    with pytest.raises(RolloutError, match=r"no node reaches the proxy at http://127\.0\.0\.1:9"):
+        run(made, tasks(1, 0.0))
+    assert rows(server, made, "l.status, t.status") == [("infra_error", "void")]
+
+
+def on_ray(
+    config: RolloutConfig, beside: Callable[[RayRollouts], Any] = lambda rollouts: None
+) -> tuple[Progress, list[str]]:
+    """Have the cluster run rollouts, with something beside; how far they came, and what was said."""
+    said: list[str] = []
+
+    async def all_of_it() -> Progress:
+        rollouts = RayRollouts(
+            config, None, follow=False, resources={}, say=said.append, tell=lambda progress: None
+        )
+        acting = asyncio.create_task(asyncio.to_thread(beside, rollouts))
+        found = await asyncio.wait_for(rollouts.run(), 120)
+        await acting
+        return found
+
+    return asyncio.run(all_of_it()), said
+
+
+def test_a_manager_that_dies_goes_on(cluster: Any, server: Any, config: Any, tmp_path: Path) -> None:
+    """From the log: what was done is not done again, what ran is void and tried again; and soon."""
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"id": "t{i}", "sleep": 0.4}}\n' for i in range(12)))
+    own = {"launcher": "subprocess", "nodes": {}}
+    made = config(tasks=str(tmp_path / "tasks.jsonl"), concurrency=2, agent=own)
+    took: list[float] = []
+
+    def kill(rollouts: RayRollouts) -> None:
+        import ray
+
+        def ended() -> int:
+            return sum(row[0] == "done" for row in rows(server, made, "l.status"))
+
+        _await(lambda: ended() >= 4)
+        os.kill(ray.get(rollouts.actor.pid.remote()), signal.SIGKILL)
+        began, before = time.monotonic(), ended()
+        _await(lambda: ended() > before)
+        took.append(time.monotonic() - began)
+
+    found, said = on_ray(made, kill)
+    assert (found.done, found.given_up) == (12, 0)
+    assert any("was lost" in text for text in said)
+    told = rows(server, made, "l.task, l.status")
+    assert sorted(task for task, status in told if status == "done") == sorted(f"t{i}" for i in range(12))
+    assert {status for _, status in told} == {"done", "infra_error"}
+    assert running(Path(made.folder)) == []
+    assert took[0] < 30  # it is measured by `bench rollouts`
+
+
+def test_a_manager_is_one(cluster: Any, config: Any, tmp_path: Path) -> None:
+    """A second one of the name is refused, and somebody who stops it is heard."""
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "sleep": 60}\n')
+    made = config(tasks=str(tmp_path / "tasks.jsonl"), agent={"launcher": "subprocess", "nodes": {}})
+
+    def beside(rollouts: RayRollouts) -> None:
+        _await(lambda: len(running(Path(made.folder))) == 1)
+        with pytest.raises(RolloutError, match="runs rollouts 'test_a_manager_is_one' already"):
+            on_ray(made)
+        rollouts.stop()
+
+    found, _ = on_ray(made, beside)
+    assert dict(found.by_status) == {"cancelled": 1}
+    assert running(Path(made.folder)) == []
+
+
+def test_what_a_manager_cannot_do(cluster: Any, config: Any) -> None:
+    """Its error is the caller's."""
+    with pytest.raises(ConfigError, match="'none' is no file"):
+        on_ray(config(agent={"launcher": "subprocess", "nodes": {}}))
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    by = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < by
+        time.sleep(0.02)
+
+
+def test_a_node_that_dies(cluster: Any, server: Any, config: Any) -> None:
+    """Its agents end with it, are void, and are tried again on the other node; the ledger stays exact."""
+    made, lost = config(concurrency=4), cluster.agents[1]
+
+    def kill() -> None:
+        _await(lambda: len(running(Path(made.folder))) == 4)
+        cluster.remove_node(lost, allow_graceful=False)
+
+    found, _ = run(made, tasks(4, 4.0), kill)
+    assert (found.done, found.given_up) == (4, 0)
+    told = rows(server, made, "l.status, l.attempt, t.status, l.why")
+    assert [row[:3] for row in told if row[0] == "done"].count(("done", 1, "completed")) >= 1
+    again = [row for row in told if row[0] == "infra_error"]
+    assert again
+    assert {row[2] for row in again} == {"void"}
+    assert all("was lost" in row[3] for row in again)
+    assert sum(row[0] == "done" for row in told) == 4
+    assert running(Path(made.folder)) == []
+    assert not any(fold_ledger(rb.open(server.path).events()).unaccounted().values())
