@@ -1,5 +1,5 @@
-"""Watches how many launches fail by their infrastructure: warns, and stops rollouts whose infrastructure is
-gone, before they use up every attempt on it. Pure."""
+"""Watches how many launches fail: warns, and stops rollouts whose infrastructure is gone, before they use up
+every attempt on it. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Breaker:
     def __init__(self, window: int, stop_share: float, warn_share: float = 1.0) -> None:
         self._window, self._share, self._warn_share = window, stop_share, warn_share
         self._latest: deque[tuple[Status, str | None]] = deque(maxlen=window)
-        self._ended = self._failed = 0
-        self._warned = False
+        self._ended = self._failed = self._rewarded = 0
+        self._warned = self._warned_of_agents = False
 
     def add(self, status: Status, why: str | None) -> str | None:
         """A launch ended; a warning, if it is time for one. Those that were cancelled say nothing."""
@@ -30,6 +30,18 @@ class Breaker:
         self._latest.append((status, why))
         self._ended += 1
         self._failed += status is Status.infra_error
+        self._rewarded += status.rewarded
+        return self._of_agents(why) or self._of_infrastructure()
+
+    def _of_agents(self, why: str | None) -> str | None:
+        """A warning if no agent ever came through: a mistake in a CONFIG looks so."""
+        failed = self._ended - self._failed
+        if self._warned_of_agents or self._rewarded or failed < self._window:
+            return None
+        self._warned_of_agents = True
+        return f"each of {failed} agents failed, the last: {why}; stderr.log in a launch's folder may say why"
+
+    def _of_infrastructure(self) -> str | None:
         if self._warned or self._ended < self._window or self._failed < self._warn_share * self._ended:
             return None
         self._warned = True

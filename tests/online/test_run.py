@@ -59,7 +59,7 @@ attempts = 20
 pause_s = 0.2
 stop_share = 1.0
 [rollout.agent]
-command = ["python3", "-S", "examples/arithmetic/agent.py"]
+command = ["python3", "-S", "examples/arithmetic/agent.py", "{{question}}"]
 isolation = "session"
 [[rollout.score]]
 name = "brief"

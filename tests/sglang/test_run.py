@@ -55,7 +55,7 @@ attempts = 50
 pause_s = 1
 stop_share = 1.0
 [rollout.agent]
-command = ["python3", "-S", "examples/arithmetic/agent.py"]
+command = ["python3", "-S", "examples/arithmetic/agent.py", "{{question}}"]
 isolation = "session"
 [[rollout.score]]
 name = "brief"

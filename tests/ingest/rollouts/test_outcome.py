@@ -77,6 +77,20 @@ def test_it_warns_once_of_a_share_of_all() -> None:
     assert (breaker.failed_rate, Breaker(4, 1.0).failed_rate) == (0.4, None)
 
 
+def test_it_warns_once_if_no_agent_comes_through() -> None:
+    """A mistake in a CONFIG looks so; one that has a reward shows that there is none."""
+    breaker = Breaker(3, 1.0)
+    statuses = [Status.agent_error, Status.infra_error, Status.timeout]
+    assert [breaker.add(status, "it exited with 1") for status in statuses] == [None] * 3
+    assert breaker.add(Status.agent_error, "it exited with 1") == (
+        "each of 3 agents failed, the last: it exited with 1; stderr.log in a launch's folder may say why"
+    )
+    assert breaker.add(Status.agent_error, "it exited with 1") is None
+    breaker = Breaker(2, 1.0)
+    statuses = [Status.done, *[Status.agent_error] * 9]
+    assert [breaker.add(status, "it exited with 1") for status in statuses] == [None] * 10
+
+
 def test_a_few_launches_open_no_breaker() -> None:
     """It waits until there are as many as it looks at."""
     breaker = Breaker(4, 0.5)
