@@ -23,6 +23,7 @@ from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
 from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.workers.place import ALONE, Place
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
 from rollbook.store.events import (
@@ -48,12 +49,22 @@ class Recorder(RunWriter):
         budget: about how many bytes of memory open trajectories may take.
         goes_on: read back what is open in the run, and adopt what a process that is gone left open. Without,
             it knows those alone that it opens itself.
+        place: whose trajectories are this recorder's, where several write the run. Others' are looked up in
+            the log.
     """
 
     def __init__(
-        self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES, *, goes_on: bool = True
+        self,
+        store: Store,
+        lane: str,
+        run: str,
+        budget: int = BUDGET_BYTES,
+        *,
+        goes_on: bool = True,
+        place: Place = ALONE,
     ) -> None:
         super().__init__(store, lane, run)
+        self.place = place
         self.trajectories = Trajectories(budget)
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self.adopted: dict[str, int] = {}
@@ -90,13 +101,16 @@ class Recorder(RunWriter):
             self._adopt(last)
         self.trajectories.ended.sealed, ended = runs.ended()
         for opened, lane in ended:
-            self.trajectories.ended.add(opened, lane)
+            if self.place.owns(opened.name):
+                self.trajectories.ended.add(opened, lane)
 
     def _restore_open(self, runs: RunReader) -> dict[str, str]:
         """Read back what is open; the last event of each trajectory."""
         known = self.trajectories = Trajectories(self.trajectories.budget)
         last: dict[str, str] = {}
         for trajectory in runs.open():
+            if not self.place.owns(trajectory.opened.name):
+                continue
             ours = trajectory.lane == self.lane or trajectory.lane in self.adopted
             live = LiveTrajectory(trajectory.opened, trajectory.lane, contents=None)
             last[trajectory.opened.trajectory_id] = trajectory.last_event_id
@@ -136,13 +150,17 @@ class Recorder(RunWriter):
 
     async def look_up(self, name: str) -> LiveTrajectory | None:
         """The run's trajectory of that name, or None: `known` says the same until the caller waits again."""
-        while (live := self._named(name)) is None and self.trajectories.ended.may_hold(name):
+        while (live := self._named(name)) is None and self._may_hold(name):
             found = await asyncio.to_thread(self.store.opening, self.run, name)
             if found is not None:
                 self.trajectories.ended.add(*found)
             elif self._named(name) is None:
                 return None
         return live
+
+    def _may_hold(self, name: str) -> bool:
+        """Whether the log may hold a trajectory of that name, which is not in memory."""
+        return not self.place.owns(name) or self.trajectories.ended.may_hold(name)
 
     async def recall(self, name: str) -> LiveTrajectory | None:
         """`look_up`, with the trajectory's contents if it can be extended: as the log has it.
@@ -210,7 +228,7 @@ class Recorder(RunWriter):
         Raises:
             RequestError: 409, the run has one of that name.
         """
-        trajectory_id = new_id()
+        trajectory_id = new_id() if wanted.id else self.place.new_name()
         name = wanted.id or trajectory_id
         if self._named(name) is not None:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"

@@ -42,6 +42,8 @@ class Follower:
     ) -> None:
         self._store, self._wanted = store, wanted
         self._start = {lane: count for lane, count in start.items() if lane not in wanted.skip_lanes}
+        self._handed = self._start
+        """The cut up to which events were handed over."""
         self._on_events, self._on_error = on_events, on_error
         self._stopping = threading.Event()
         self._troubled = False
@@ -57,6 +59,14 @@ class Follower:
         self._stopping.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
+
+    async def caught_up(self) -> None:
+        """Return once everything was handed over that is durable by now."""
+        head = await asyncio.to_thread(self._store.head)
+        wanted = {lane: count for lane, count in head.items() if lane not in self._wanted.skip_lanes}
+        while any(self._handed.get(lane, 0) < count for lane, count in wanted.items()):
+            await asyncio.sleep(GATHER_S)
+        await asyncio.sleep(0)  # what was handed over last is called before this goes on
 
     def _run(self) -> None:
         tail: Tail | None = None
@@ -81,6 +91,8 @@ class Follower:
                 self._call(self._on_error, None)
             if events:
                 self._call(self._on_events, events)
+            self._handed = tail.cut()
+            if events:
                 self._stopping.wait(GATHER_S)
             else:
                 tail.wait(WAIT_S)

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
+from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.weights.log import WeightLog
-from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
@@ -28,11 +28,15 @@ from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.shared_connections import ElsewhereError, give_away
+from rollbook.ingest.http.siblings import Siblings
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
+from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.serve.follow import Follower
+from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.store.events import (
     EngineControlled,
     Event,
@@ -60,14 +64,25 @@ def build_app(
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
-    """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
+    """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder.
+
+    Args:
+        siblings: the other workers, if it is one of several.
+    """
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
-    gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, turn_runner.hold_s)
-    door = FrontDoor(recorder, options, gate if options.admission else None)
+    gate: AdmissionGate | FarGate = (
+        AdmissionGate(recorder.known_run.outstanding, engine.policy_version, turn_runner.hold_s)
+        if siblings is None or siblings.place.is_first
+        else FarGate(siblings.bus, recorder.trajectories.get, turn_runner.hold_s)
+    )
+    door = FrontDoor(recorder, options, gate if options.admission else None, siblings)
     metrics, room = Metrics(), BodyRoom(options)
     _connect(recorder, engine, gate, metrics)
+    if siblings is not None:
+        siblings.cleaned, siblings.knows = options.redactor.text, _knows(recorder)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []
     """Why the log cannot be followed, while that is so: then syncs and freed room go unnoticed."""
@@ -76,11 +91,17 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
         follower = _follow(recorder, engine, gate, follow_error)
+        if siblings is not None:
+            if isinstance(gate, AdmissionGate):
+                Gatekeeper(gate, siblings.bus, follower.caught_up)
+            siblings.bus.start()
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
         yield
         sweeping.cancel()
         following.cancel()
+        if siblings is not None:
+            siblings.bus.stop()
         await follower.stop()
         await engine.close()
         await turn_runner.drained()
@@ -95,8 +116,9 @@ def build_app(
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)
     LookupRoutes(turn_runner, door, room, model_name).add(app)
-    _add_health(app, turn_runner, follow_error, options.keys)
-    _add_metrics(app, turn_runner, metrics, gate)
+    app.add_exception_handler(ElsewhereError, give_away)
+    details = partial(_details, turn_runner, follow_error, options.keys)
+    _add_health(app, details, siblings, recorder, metrics, engine, gate)
     _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
     return app
@@ -120,15 +142,21 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: Prox
         app.include_router(control, prefix="/engine")
 
 
-def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate, metrics: Metrics) -> None:
+def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, metrics: Metrics) -> None:
     """Connect those who act on what the recorder writes, and on what it could not write."""
-    recorder.on_events = KeyWatch(metrics.registry, gate.take).take
-    recorder.on_unopened, recorder.on_lost = gate.unopened, metrics.lost_events.inc
+    if isinstance(gate, AdmissionGate):
+        recorder.on_events = KeyWatch(metrics.registry, gate.take).take
+        recorder.on_unopened = gate.unopened
+    else:
+        recorder.on_events = KeyWatch(metrics.registry).take
+    recorder.on_lost = metrics.lost_events.inc
     if isinstance(engine, Fleet):
         recorder.on_finished = engine.forget
 
 
-def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, follow_error: list[str]) -> Follower:
+def _follow(
+    recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, follow_error: list[str]
+) -> Follower:
     """Follow what the trainer and other proxies write, from where the recorder has read.
 
     Args:
@@ -142,42 +170,57 @@ def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, follow_erro
         for event in events:
             if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
                 on_sync(event.record)
-        gate.take(events)  # after the syncs: which version is served decides how many may begin
+        if isinstance(gate, AdmissionGate):
+            gate.take(events)  # after the syncs: which version is served decides how many may begin
 
     def on_error(error: str | None) -> None:
         follow_error[:] = [] if error is None else [error]
 
-    kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
+    kinds = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})
+    kinds |= KINDS if isinstance(gate, AdmissionGate) else frozenset()
     wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
     follower = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error)
     follower.start()
     return follower
 
 
-def _add_health(app: FastAPI, turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> None:
+def _knows(recorder: Recorder) -> Callable[[str], bool]:
+    """Whether a reply, by its id, is of a trajectory that is open here."""
+
+    def knows(reply_id: str) -> bool:
+        turns = (api.ids.turn_of(reply_id) for api in APIS.values() if api.ids is not None)
+        return any(turn_id is not None and recorder.of_turn(turn_id) is not None for turn_id in turns)
+
+    return knows
+
+
+def _details(turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> Json:
+    """What is known of this process's health."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
-
-    @app.get("/healthz")
-    async def healthz(request: Request, response: Response) -> Json:
-        writer = recorder.writer
-        failure = writer.failure or writer.waiting or engine.failure() or next(iter(follow_error), None)
-        response.status_code = 503 if failure else 200
-        if not sees_details(caller_of(request)):
-            return {"status": "failing" if failure else "ok"}
-        details: Json = {
-            "status": failure or "ok",
-            "run": recorder.run,
-            "lane": recorder.lane,
-            "engine": engine.name,
-            "policy_version": engine.policy_version(),
-            "engines": engine.states() if isinstance(engine, Fleet) else [],
-            **keys.trouble(),
-        }
-        return recorder.redactor.fields(details)
+    writer = recorder.writer
+    failure = writer.failure or writer.waiting or engine.failure() or next(iter(follow_error), None)
+    return {
+        "status": failure or OK,
+        "run": recorder.run,
+        "lane": recorder.lane,
+        "engine": engine.name,
+        "policy_version": engine.policy_version(),
+        "engines": engine.states() if isinstance(engine, Fleet) else [],
+        **keys.trouble(),
+    }
 
 
-def _add_metrics(app: FastAPI, turn_runner: TurnRunner, metrics: Metrics, gate: AdmissionGate) -> None:
-    @app.get("/metrics")
-    async def page() -> Response:
+def _add_health(
+    app: FastAPI,
+    details: Callable[[], Json],
+    siblings: Siblings | None,
+    recorder: Recorder,
+    metrics: Metrics,
+    engine: Engine,
+    gate: AdmissionGate | FarGate,
+) -> None:
+    def version() -> int | None:
         metrics.held.set(gate.waiting)
-        return metrics.page(turn_runner.recorder, turn_runner.engine.policy_version())
+        return engine.policy_version()
+
+    add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder.redactor)
