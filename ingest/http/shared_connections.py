@@ -3,7 +3,7 @@
 A worker reads the head of a request, and if the request is another worker's, that one gets the connection
 itself with what was read of it, and goes on with it. That is possible while no reply is due on it: so a
 request that came before its predecessor was answered is kept as bytes until then. What can be known from a
-body only is known in the application: it then gives away the connection with the request, which it read whole.
+body only is known in the application: it then gives the connection away with the request, read whole.
 """
 
 from __future__ import annotations
