@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fastapi import FastAPI
 from starlette.requests import Request
 
+from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.head import moves_cursor, named_by_head
-from rollbook.ingest.http.shared_connections import SETTLED, ElsewhereError
+from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.http.shared_connections import SETTLED, ElsewhereError, give_away
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.workers.bus import Bus
 from rollbook.ingest.workers.place import FIRST, Place, owner_of
@@ -87,3 +90,10 @@ class Siblings:
 
     async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
         return {"knows": self.knows(asked["reply"])}, b""
+
+
+def answer_errors(app: FastAPI, metrics: Metrics) -> None:
+    """Have an application answer every error, and give away what is another worker's."""
+    add_error_replies(app, metrics.refused)
+    app.state.refused = metrics.refused
+    app.add_exception_handler(ElsewhereError, give_away)

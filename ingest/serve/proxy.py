@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
-from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards, caller_of
@@ -28,8 +27,7 @@ from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.shared_connections import ElsewhereError, give_away
-from rollbook.ingest.http.siblings import Siblings
+from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
@@ -73,16 +71,10 @@ def build_app(
     """
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
-    gate: AdmissionGate | FarGate = (
-        AdmissionGate(recorder.known_run.outstanding, engine.policy_version, turn_runner.hold_s)
-        if siblings is None or siblings.place.is_first
-        else FarGate(siblings.bus, recorder.trajectories.get, turn_runner.hold_s)
-    )
+    gate = _gate(turn_runner, siblings)
     door = FrontDoor(recorder, options, gate if options.admission else None, siblings)
     metrics, room = Metrics(), BodyRoom(options)
     _connect(recorder, engine, gate, metrics)
-    if siblings is not None:
-        siblings.cleaned, siblings.knows = options.redactor.text, _knows(recorder)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []
     """Why the log cannot be followed, while that is so: then syncs and freed room go unnoticed."""
@@ -91,17 +83,12 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
         follower = _follow(recorder, engine, gate, follow_error)
-        if siblings is not None:
-            if isinstance(gate, AdmissionGate):
-                Gatekeeper(gate, siblings.bus, follower.caught_up)
-            siblings.bus.start()
-        sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
-        following = asyncio.create_task(options.keys.follow())
-        yield
-        sweeping.cancel()
-        following.cancel()
-        if siblings is not None:
-            siblings.bus.stop()
+        beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
+        tasks = [asyncio.create_task(one) for one in beside]
+        with _meeting(siblings, turn_runner, options, gate, follower):
+            yield
+        for task in tasks:
+            task.cancel()
         await follower.stop()
         await engine.close()
         await turn_runner.drained()
@@ -109,19 +96,44 @@ def build_app(
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, metrics.refused)
-    app.state.refused = metrics.refused
+    answer_errors(app, metrics)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)
     LookupRoutes(turn_runner, door, room, model_name).add(app)
-    app.add_exception_handler(ElsewhereError, give_away)
     details = partial(_details, turn_runner, follow_error, options.keys)
-    _add_health(app, details, siblings, recorder, metrics, engine, gate)
+    _add_health(app, turn_runner, details, metrics, gate, siblings)
     _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
     return app
+
+
+def _gate(turn_runner: TurnRunner, siblings: Siblings | None) -> AdmissionGate | FarGate:
+    """What admits trajectories: the first of several workers does for all."""
+    recorder, engine, hold_s = turn_runner.recorder, turn_runner.engine, turn_runner.hold_s
+    if siblings is None or siblings.place.is_first:
+        return AdmissionGate(recorder.known_run.outstanding, engine.policy_version, hold_s)
+    return FarGate(siblings.bus, recorder.trajectories.get, hold_s)
+
+
+@contextmanager
+def _meeting(
+    siblings: Siblings | None,
+    turn_runner: TurnRunner,
+    options: ProxyOptions,
+    gate: AdmissionGate | FarGate,
+    follower: Follower,
+) -> Iterator[None]:
+    """Speak with the other workers, if there are any, while the context lasts."""
+    if siblings is None:
+        yield
+        return
+    siblings.cleaned, siblings.knows = options.redactor.text, _knows(turn_runner.recorder)
+    if isinstance(gate, AdmissionGate):
+        Gatekeeper(gate, siblings.bus, follower.caught_up)
+    with siblings.bus.running():
+        yield
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
@@ -212,15 +224,15 @@ def _details(turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -
 
 def _add_health(
     app: FastAPI,
+    turn_runner: TurnRunner,
     details: Callable[[], Json],
-    siblings: Siblings | None,
-    recorder: Recorder,
     metrics: Metrics,
-    engine: Engine,
     gate: AdmissionGate | FarGate,
+    siblings: Siblings | None,
 ) -> None:
     def version() -> int | None:
         metrics.held.set(gate.waiting)
-        return engine.policy_version()
+        return turn_runner.engine.policy_version()
 
+    recorder = turn_runner.recorder
     add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder.redactor)

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import aiohttp
 from fastapi import FastAPI
 
 from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.shared_connections import ElsewhereError, give_away
-from rollbook.ingest.http.siblings import Siblings
+from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
@@ -63,8 +61,7 @@ def build_upstream_app(
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
     recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
     if siblings is not None:
-        siblings.cleaned = options.redactor.text
-        siblings.knows = lambda reply_id: recording.owner(reply_id) is not None
+        siblings.cleaned, siblings.knows = options.redactor.text, recording.knows
     paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, recording, paths)
 
@@ -72,23 +69,18 @@ def build_upstream_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
-        if siblings is not None:
-            siblings.bus.start()
-        async with _session() as routes.session:
-            yield
+        with siblings.bus.running() if siblings is not None else nullcontext():
+            async with _session() as routes.session:
+                yield
         sweeping.cancel()
         following.cancel()
-        if siblings is not None:
-            siblings.bus.stop()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, metrics.refused)
-    app.state.refused = metrics.refused
+    answer_errors(app, metrics)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    app.add_exception_handler(ElsewhereError, give_away)
     add_whole(app, Whole(siblings, metrics, recorder, partial(_details, recorder, routes)), recorder.redactor)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)

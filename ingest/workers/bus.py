@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,15 @@ class Bus:
             loop.remove_writer(self.inboxes.gives[number].fileno())
         for task in self._tasks:
             task.cancel()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Take messages while the context lasts."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     # Asking ---------------------------------------------------------------------------------------
 
