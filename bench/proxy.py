@@ -9,6 +9,7 @@ proxy's. At the end everything recorded is compared with what the engine must ha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,19 @@ from rollbook.bench import litellm_peer
 from rollbook.bench.figure import Outcome
 from rollbook.bench.load_generator import ECHO
 from rollbook.bench.processes import Process, module, some_cores
-from rollbook.bench.proxy_outcome import LITELLM, PROXY, STREAM, Big, Lap, Measured, Pair, figures, spreads
+from rollbook.bench.proxy_outcome import (
+    LITELLM,
+    PROXY,
+    STREAM,
+    Big,
+    Lap,
+    Measured,
+    Pair,
+    Recorded,
+    figures,
+    spreads,
+)
+from rollbook.bench.proxy_workers import SHARED, SIDES, WORKERS, WorkersLap, workers_lap
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
 from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
@@ -58,11 +71,13 @@ class Plan:
     commits: int = 60
     """Commits of a turn a round, by the store alone."""
     litellm: bool = True
+    workers_trajectories: int = 64
+    """Conversations of a lap of the proxies of one and two workers."""
 
     @property
     def steps(self) -> int:
         """How often `on_round` will be called, unless time runs out."""
-        return self.limit.rounds + 1
+        return 2 * self.limit.rounds + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +106,12 @@ class Stage:
         name = "rollbook.testing.scripted_serve"
         return Process("engine", module(name, *words), self.folder, self.cores)
 
-    def proxy(self, engine: str, name: str) -> tuple[Process, str]:
+    def proxy(self, engine: str, name: str, workers: int = 1) -> tuple[Process, str]:
         """The proxy over a store of that name, ready; and its address."""
         port = free_port()
         words = ["serve", "--engine", "sglang", "--engine-url", engine, "--model", self.folder / "model"]
         words += ["--store", self.folder / name, "--port", port, "--run", "bench", "--images"]
+        words += ["--workers", workers]
         process = Process(name, module("rollbook.cli.app", *words), self.folder, self.cores, talks=False)
         url = f"http://127.0.0.1:{port}"
         process.await_http(f"{url}/healthz")
@@ -150,9 +166,42 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         bench.run(commits, on_round)
         recorded = check(folder / "store", folder / "replies.json", bench.turns)
         peak = {name: p.peak_rss() for side in sides.values() for name, p in side.processes.items()}
+    laps, also = _workers(stage, plan, on_round)
+    recorded = Recorded(recorded.turns + also.turns, recorded.wrong + also.wrong)
     big = _big(stage, plan) if plan.big else None
     on_round()
-    return Measured(bench.laps, bench.pairs, bench.long, bench.commit_ms, recorded, peak, big)
+    cores = os.cpu_count() or 1 if stage.cores == "all" else stage.cores.count(",") + 1
+    return Measured(bench.laps, bench.pairs, bench.long, bench.commit_ms, recorded, peak, big, laps, cores)
+
+
+def _workers(
+    stage: Stage, plan: Plan, on_round: Callable[[], None]
+) -> tuple[dict[str, list[WorkersLap]], Recorded]:
+    """The laps of one and of two workers, and whether the two recorded what the engine said."""
+    laps: dict[str, list[WorkersLap]] = {side: [] for side in SIDES}
+    size = {"concurrency": plan.concurrency, "trajectories": plan.workers_trajectories, "turns": plan.turns}
+    told, deadline = 0, time.monotonic() + plan.limit.seconds / 2
+    with ExitStack() as stack:
+        load = stack.enter_context(stage.python("load-2", "load_generator", stage.folder / "material.json"))
+        engine = stack.enter_context(stage.engine())
+        proxies = {side: stage.proxy(engine.url(), f"of-{n}", n) for side, n in WORKERS.items()}
+        for process, _ in proxies.values():
+            stack.enter_context(process)
+        for number in range(-1, plan.limit.rounds):
+            for side in order(list(SIDES), max(number, 0)):
+                process, url = proxies[side.removesuffix(SHARED)]
+                command = size | {"do": "turns", "url": url, "path": CHAT, "kind": PROXY, "finish": True}
+                command |= {"name": f"{number}-{SIDES.index(side)}", "seed": SEED * (number + 2)}
+                lap, turns = workers_lap(load, engine, process, command | {"shared": SHARED in side})
+                told += turns if WORKERS[side.removesuffix(SHARED)] == 2 else 0
+                if number >= 0:  # the first round warms up
+                    laps[side].append(lap)
+            if number >= 0:
+                on_round()
+            if time.monotonic() >= deadline and number >= 0:
+                break
+        found = check(stage.folder / "of-2", stage.folder / "replies.json", told)
+    return laps, found
 
 
 def _sides(

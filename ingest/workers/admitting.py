@@ -190,10 +190,13 @@ class FarGate:
 
     def _tell(self, what: str, token: int, **more: Any) -> None:
         """Tell the first worker, and again if it dies before it has answered."""
-        asking = self.bus.ask(FIRST, what, {"token": token, **more}, None)
-        task = asyncio.get_running_loop().create_task(_answered(asking))
+        task = asyncio.get_running_loop().create_task(self._told(what, {"token": token, **more}))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _told(self, what: str, words: Json) -> None:
+        with contextlib.suppress(RequestError):
+            await self.bus.ask(FIRST, what, words, None)
 
     def _keep_again(self, worker: int) -> None:
         """The first worker begins anew: it does not know for whom room is kept."""
@@ -201,8 +204,3 @@ class FarGate:
             for name, kept in self._kept.items():
                 for token, group in kept:
                     self._tell(KEPT, token, name=name, group=group)
-
-
-async def _answered(asking: Awaitable[Any]) -> None:
-    with contextlib.suppress(RequestError):
-        await asking
