@@ -184,7 +184,8 @@ def _workers(
     with ExitStack() as stack:
         load = stack.enter_context(stage.python("load-2", "load_generator", stage.folder / "material.json"))
         engine = stack.enter_context(stage.engine())
-        proxies = {side: stage.proxy(engine.url(), f"of-{n}", n) for side, n in WORKERS.items()}
+        address = engine.url()
+        proxies = {side: stage.proxy(address, f"of-{n}", n) for side, n in WORKERS.items()}
         for process, _ in proxies.values():
             stack.enter_context(process)
         for number in range(-1, plan.limit.rounds):
