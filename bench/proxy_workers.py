@@ -19,7 +19,6 @@ from rollbook.bench.processes import Process
 ONE, TWO = "one worker", "two workers"
 SHARED = ", shared connections"
 SIDES = (ONE, TWO, ONE + SHARED, TWO + SHARED)
-WORKERS = {ONE: 1, TWO: 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -417,7 +417,7 @@ def test_a_small_run_measures_a_real_proxy(tmp_path: Path) -> None:
     measured = proxy.measure(tmp_path, plan, lambda: told.append(None))
     assert len(told) == plan.steps == 3
     assert set(measured.laps) == {"proxy", "stream", "echo"}
-    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 2 * 12, 0)
+    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 4 * 12, 0)
     assert measured.big is not None
     assert (measured.big.count, measured.big.failed) == (4, 0)
     assert measured.big.disk > 4 * 100_000
