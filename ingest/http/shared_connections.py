@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from rollbook.ingest.http.connections import READ_BYTES, BoundedHttp, Connections, _Http
+from rollbook.ingest.http.connections import READ_BYTES, BoundedHttp, Connections, LimitedHttp
 from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.workers.bus import AwayError, Bus
 from rollbook.store.events import Json
@@ -57,7 +57,7 @@ class _Flow(FlowControl):
             self._go_on()
 
 
-class SharedHttp(_Http):
+class SharedHttp(LimitedHttp):
     """The bounded protocol, on a connection that may go to another worker.
 
     Attributes:

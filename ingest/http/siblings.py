@@ -25,6 +25,7 @@ class Siblings:
     """What a worker knows of the others.
 
     Attributes:
+        lanes: those of all workers.
         naming: the headers that name a trajectory.
         cleaned: takes secrets out of a hint, as it is done before one becomes a name.
         knows: whether this worker knows a reply of that id; the application sets it.
@@ -32,6 +33,7 @@ class Siblings:
 
     place: Place
     bus: Bus
+    lanes: Sequence[str] = ()
     naming: Sequence[str] = (TRAJECTORY_HEADER,)
     cleaned: Callable[[str], str] = str
     knows: Callable[[str], bool] = field(default=lambda reply_id: False)

@@ -28,6 +28,7 @@ class Follower:
         start: the cut that was read before.
         wanted: which events; leave out those of the proxy's own lane.
         on_events: called with the events.
+        gather_s: pause after each read.
         on_error: called with the reason why the log cannot be followed, and with None once it can again.
             A damaged log ends the following; an error of the system, such as too few descriptors, is retried.
     """
@@ -39,12 +40,14 @@ class Follower:
         wanted: Filter,
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[str | None], None],
+        gather_s: float = GATHER_S,
     ) -> None:
         self._store, self._wanted = store, wanted
         self._start = {lane: count for lane, count in start.items() if lane not in wanted.skip_lanes}
         self._handed = self._start
         """The cut up to which events were handed over."""
         self._on_events, self._on_error = on_events, on_error
+        self._gather_s = gather_s
         self._stopping = threading.Event()
         self._troubled = False
         self._thread = threading.Thread(target=self._run, name="rollbook-follow", daemon=True)
@@ -93,7 +96,7 @@ class Follower:
                 self._call(self._on_events, events)
             self._handed = tail.cut()
             if events:
-                self._stopping.wait(GATHER_S)
+                self._stopping.wait(self._gather_s)
             else:
                 tail.wait(WAIT_S)
 

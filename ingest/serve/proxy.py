@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
-from rollbook.ingest.serve.follow import Follower
+from rollbook.ingest.serve.follow import GATHER_S, Follower
 from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.store.events import (
     EngineControlled,
@@ -44,6 +44,10 @@ from rollbook.store.events import (
     SyncStarted,
 )
 from rollbook.store.log.tail import Filter
+
+SYNCS = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})
+SIBLINGS_GATHER_S = 0.2
+"""Pause after each read of what other workers write: admission counts what begins before it reads of it."""
 
 
 def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
@@ -82,14 +86,15 @@ def build_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        follower = _follow(recorder, engine, gate, follow_error)
+        followers = _follow(recorder, engine, gate, siblings, follow_error)
         beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
         tasks = [asyncio.create_task(one) for one in beside]
-        with _meeting(siblings, turn_runner, options, gate, follower):
+        with _meeting(siblings, turn_runner, options, gate, followers[1]):
             yield
         for task in tasks:
             task.cancel()
-        await follower.stop()
+        for follower in followers:
+            await follower.stop()
         await engine.close()
         await turn_runner.drained()
         streams.close()
@@ -167,33 +172,49 @@ def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, 
 
 
 def _follow(
-    recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, follow_error: list[str]
-) -> Follower:
+    recorder: Recorder,
+    engine: Engine,
+    gate: AdmissionGate | FarGate,
+    siblings: Siblings | None,
+    follow_error: list[str],
+) -> tuple[Follower, Follower]:
     """Follow what the trainer and other proxies write, from where the recorder has read.
 
     Args:
         follow_error: is kept up to date: why the log cannot be followed, while that is so.
+
+    Returns:
+        Who follows syncs, and who tells the gate: the same one where there is one worker.
     """
-    on_sync = engine.on_sync if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
         engine.remember(recorder.known_run.syncs)
 
     def on_events(events: list[Event]) -> None:
         for event in events:
-            if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
-                on_sync(event.record)
+            if isinstance(engine, Fleet) and isinstance(
+                event.record, SyncStarted | SyncFinished | SyncFailed
+            ):
+                engine.on_sync(event.record)
         if isinstance(gate, AdmissionGate):
             gate.take(events)  # after the syncs: which version is served decides how many may begin
 
     def on_error(error: str | None) -> None:
         follow_error[:] = [] if error is None else [error]
 
-    kinds = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})
-    kinds |= KINDS if isinstance(gate, AdmissionGate) else frozenset()
-    wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
-    follower = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error)
-    follower.start()
-    return follower
+    def follower(kinds: frozenset[str], lanes: Iterable[str], gather_s: float) -> Follower:
+        wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset(lanes))
+        made = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error, gather_s)
+        made.start()
+        return made
+
+    if siblings is None:
+        one = follower(KINDS | SYNCS, [recorder.lane], GATHER_S)
+        return one, one
+    # Siblings write much, and no syncs.
+    syncs = follower(SYNCS, siblings.lanes, GATHER_S)
+    if not isinstance(gate, AdmissionGate):
+        return syncs, syncs
+    return syncs, follower(KINDS, [recorder.lane], SIBLINGS_GATHER_S)
 
 
 def _knows(recorder: Recorder) -> Callable[[str], bool]:

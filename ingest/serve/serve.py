@@ -131,7 +131,7 @@ def _serve_together(proxy: Prepared, listener: socket.socket, log: Store, announ
     def work(number: int, ready: Callable[[], None]) -> None:
         place = Place(number, options.workers)
         mine = store.open(options.store)
-        siblings = Siblings(place, Bus(place, inboxes), options.proxy.naming)
+        siblings = Siblings(place, Bus(place, inboxes), place.lanes(options.lane), options.proxy.naming)
         app = proxy.app(_recorder(mine, options, place), siblings)
         _run(options, mine.path, app, listener, proxy.headers, siblings, ready)
 
@@ -154,7 +154,7 @@ def _open_together(proxy: Prepared, path: Path) -> tuple[Recorded, Json]:
             adopted.update(recorder.adopted)
             truncated += recorder.writer.recovered.truncated_bytes
             said = proxy.looked_at(recorder) if number == FIRST else {}
-    lanes = [Place(number, options.workers).lane(options.lane) for number in range(options.workers)]
+    lanes = Place(FIRST, options.workers).lanes(options.lane)
     return Recorded(", ".join(lanes), {k: n for k, n in adopted.items() if n}, truncated), said
 
 

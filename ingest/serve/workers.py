@@ -234,7 +234,7 @@ class Workers:
             signal.pidfd_send_signal(worker.pidfd, number)
 
     def _end(self) -> None:
-        """Have all end orderly; the first one last, which the others ask."""
+        """Have all end orderly; the first one is asked last, as the others speak with it."""
         for worker in reversed(self._workers):
             with contextlib.suppress(ProcessLookupError):
                 self._send(worker, signal.SIGTERM)

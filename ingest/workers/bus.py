@@ -25,9 +25,10 @@ from rollbook.ingest.workers.place import Place
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
-INLINE_BYTES = 16 << 10
+INLINE_BYTES = 64 << 10
 """More bytes than that go as a file in memory: a socket's buffer takes a fifth of a megabyte."""
-MESSAGE_BYTES = 64 << 10
+MESSAGE_BYTES = 128 << 10
+"""Most bytes of a message, its words included."""
 MOST_QUEUED = 8192
 """Messages that wait for a worker's inbox, such as while it is started again."""
 MOST_FDS = 2

@@ -46,6 +46,10 @@ class Place:
         """The lane that this worker writes, given the proxy's."""
         return lane if self.workers == 1 else f"{lane}-{self.number}"
 
+    def lanes(self, lane: str) -> list[str]:
+        """The lanes of all workers, given the proxy's."""
+        return [Place(number, self.workers).lane(lane) for number in range(self.workers)]
+
     @property
     def is_first(self) -> bool:
         """Whether this worker does what one must do for all."""
