@@ -80,8 +80,7 @@ def build_app(
     metrics, room = Metrics(), BodyRoom(options)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
-    follow_error: list[str] = []
-    """Why the log cannot be followed, while that is so: then syncs and freed room go unnoticed."""
+    follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

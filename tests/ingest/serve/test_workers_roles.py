@@ -91,15 +91,13 @@ def test_keys(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
     served.stop()
 
 
-def test_the_bound_of_an_online_training(serve: Any, text_model: Any, script: Any) -> None:
+def test_the_bound_of_an_online_training(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
     """However many workers take requests, no more trajectories begin than one proxy would let in."""
     words = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
-    served = serve(*words, "--workers", "3", "--hold-s", "1.5")
-    with store.open(served.path).writer("train") as writer:
+    with store.open(tmp_path / "store", create=True).writer("train") as writer:
         writer.append([Event(begins(1, 4, 2), "default")]).result()
+    served = serve(*words, "--workers", "3", "--hold-s", "1.5", folder=tmp_path / "store")
     statuses: Counter[int] = Counter()
-    deadline = threading.Event()
-    deadline.wait(0.5)  # until the first worker has read it
 
     def come(name: str) -> None:
         statuses[httpx.post(f"{served.url}/v1/trajectories", json={"id": name}, timeout=30).status_code] += 1
