@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,14 +58,20 @@ def test_record_only(serve: Any, upstream: HttpUpstream) -> None:
         assert httpx.post(f"{served.url}/v1/responses", json=asked).status_code == 200
     assert httpx.get(f"{served.url}/v1/responses/resp_unknown").status_code == 404
     assert len(upstream.asked) == len(NAMES) + 4 + 8
-    rows = store.connect(served.path).execute("select trajectory, lane, turns from trajectories").fetchall()
-    assert sorted(rows) == sorted(
-        [(name, f"serve-{owner_of(name, 2)}", 1) for name in NAMES]
-        + [(f"s{number}", f"serve-{owner_of(f's{number}', 2)}", 2) for number in range(4)]
-    )
+    expected = [(name, f"serve-{owner_of(name, 2)}", 1) for name in NAMES]
+    expected += [(f"s{number}", f"serve-{owner_of(f's{number}', 2)}", 2) for number in range(4)]
+    deadline = time.monotonic() + 20
+    while sorted(_turns(served.path)) != sorted(expected):  # a reply passes before it is on disk
+        assert time.monotonic() < deadline, _turns(served.path)
+        time.sleep(0.05)
     details = httpx.get(f"{served.url}/healthz").json()
     assert [worker["unrecorded"] for worker in details["workers"]] == [0, 0]
     served.stop()
+
+
+def _turns(path: Path) -> list[tuple[str, str, int]]:
+    rows = store.connect(path).execute("select trajectory, lane, turns from trajectories")
+    return [(str(name), str(lane), int(turns)) for name, lane, turns in rows.fetchall()]
 
 
 def test_keys(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
