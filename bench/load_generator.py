@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,31 +168,46 @@ def streamed(body: bytes) -> dict[str, Any]:
 async def turns(material: Material, given: dict[str, Any]) -> dict[str, Any]:
     """`trajectories` conversations of `turns` turns, `concurrency` at a time.
 
-    What finishes a trajectory is sent after the clock has stopped.
+    Each has a connection for itself; with `shared` every turn takes one of all. What finishes a trajectory is
+    sent after the clock has stopped.
     """
     tally, done = Tally(), []
     seeds = iter(range(given["seed"], given["seed"] + given["trajectories"]))
+    idle: asyncio.Queue[Connection] = asyncio.Queue()
+    size = given["concurrency"]
 
-    async def worker() -> None:
-        async with Connection(given["url"]) as connection:
-            for seed in seeds:
-                name = f"{given['name']}-{seed}"
-                one = Conversation(material, seed, given["turns"], given["kind"], given.get("stream", False))
-                if await _converse(connection, one, given["path"].replace("NAME", name), tally):
-                    done.append(name)
+    async def worker(own: Connection | None) -> None:
+        for seed in seeds:
+            name = f"{given['name']}-{seed}"
+            one = Conversation(material, seed, given["turns"], given["kind"], given.get("stream", False))
+            if await _converse(own or idle, one, given["path"].replace("NAME", name), tally):
+                done.append(name)
 
-    begun, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(worker() for _ in range(given["concurrency"])))
-    wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    async with AsyncExitStack() as stack:
+        # A fifth fewer than agents: then a turn takes whichever is free, and not always the same one.
+        opened = [await stack.enter_async_context(Connection(given["url"])) for _ in range(size)]
+        shared = bool(given.get("shared"))
+        for connection in opened[: max(size * 4 // 5, 1)] if shared else ():
+            idle.put_nowait(connection)
+        begun, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(worker(None if shared else connection) for connection in opened))
+        wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     if given.get("finish"):
         await _finish(given["url"], done, tally)
     return tally.as_json() | {"wall_s": wall, "cpu_s": cpu}
 
 
-async def _converse(connection: Connection, one: Conversation, path: str, tally: Tally) -> bool:
+async def _converse(
+    given: Connection | asyncio.Queue[Connection], one: Conversation, path: str, tally: Tally
+) -> bool:
     for turn in range(one.turns):
         try:
-            response = await connection.post(path, [one.ask(turn)])
+            connection = given if isinstance(given, Connection) else await given.get()
+            try:
+                response = await connection.post(path, [one.ask(turn)])
+            finally:
+                if isinstance(given, asyncio.Queue):
+                    given.put_nowait(connection)
             one.hear(turn, response)
         except (OSError, TimeoutError, WrongReply, KeyError, ValueError) as error:
             tally.fail(repr(error))

@@ -130,6 +130,10 @@ class Process:
         """CPU seconds of it and of its living children so far."""
         return sum(_cpu_s(pid) for pid in _tree(self.child.pid))
 
+    def cpu_by_process(self) -> dict[int, float]:
+        """CPU seconds so far of it and of each of its living children, by process id."""
+        return {pid: _cpu_s(pid) for pid in _tree(self.child.pid)}
+
     def peak_rss(self) -> int:
         """The most bytes of memory it had resident so far, without its children."""
         return _status(self.child.pid, "VmHWM")

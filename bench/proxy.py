@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -24,7 +25,19 @@ from rollbook.bench import litellm_peer
 from rollbook.bench.figure import Outcome
 from rollbook.bench.load_generator import ECHO
 from rollbook.bench.processes import Process, module, some_cores
-from rollbook.bench.proxy_outcome import LITELLM, PROXY, STREAM, Big, Lap, Measured, Pair, figures, spreads
+from rollbook.bench.proxy_outcome import (
+    LITELLM,
+    PROXY,
+    STREAM,
+    Big,
+    Lap,
+    Measured,
+    Pair,
+    Recorded,
+    figures,
+    spreads,
+)
+from rollbook.bench.proxy_workers import ONE, SHARED, SIDES, TWO, WorkersLap, workers_lap
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
 from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
@@ -58,11 +71,13 @@ class Plan:
     commits: int = 60
     """Commits of a turn a round, by the store alone."""
     litellm: bool = True
+    workers_trajectories: int = 64
+    """Conversations of a lap of the proxies of one and two workers."""
 
     @property
     def steps(self) -> int:
         """How often `on_round` will be called, unless time runs out."""
-        return self.limit.rounds + 1
+        return 2 * self.limit.rounds + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +98,20 @@ class Stage:
         material.write(folder / "material.json")
         return cls(folder, some_cores(plan.cores), material)
 
-    def engine(self) -> Process:
+    def engine(self, name: str = "engine") -> Process:
         """The scripted engine. It remembers one request, to be asked again."""
         words = ["--script", "rollbook.testing.dialogues:by_mark", "--given", self.folder / "replies.json"]
         words += ["--log", 1, "--images", "--stream-interval", 8]
         words += ["--model-path", self.folder / "model", "--weights", "float32"]
-        name = "rollbook.testing.scripted_serve"
-        return Process("engine", module(name, *words), self.folder, self.cores)
+        command = module("rollbook.testing.scripted_serve", *words)
+        return Process(name, command, self.folder, self.cores)
 
-    def proxy(self, engine: str, name: str) -> tuple[Process, str]:
+    def proxy(self, engine: str, name: str, workers: int = 1) -> tuple[Process, str]:
         """The proxy over a store of that name, ready; and its address."""
         port = free_port()
         words = ["serve", "--engine", "sglang", "--engine-url", engine, "--model", self.folder / "model"]
         words += ["--store", self.folder / name, "--port", port, "--run", "bench", "--images"]
+        words += ["--workers", workers]
         process = Process(name, module("rollbook.cli.app", *words), self.folder, self.cores, talks=False)
         url = f"http://127.0.0.1:{port}"
         process.await_http(f"{url}/healthz")
@@ -148,11 +164,47 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         bench.warm_up()
         commits = stack.enter_context(closing(Commits(folder / "store", folder / "commits")))
         bench.run(commits, on_round)
-        recorded = check(folder / "store", folder / "replies.json", bench.turns)
+        other = stack.enter_context(stage.engine("engine-2"))  # an engine's weights have one proxy's name
+        two, two_url = stage.proxy(other.url(), "of-two", 2)
+        stack.enter_context(two)
+        proxies = {ONE: (proxy, url, engine), TWO: (two, two_url, other)}
+        laps, turns = _workers(plan, load, proxies, on_round)
+        replies = folder / "replies.json"
+        found = check(folder / "store", replies, bench.turns + turns[ONE])
+        also = check(folder / "of-two", replies, turns[TWO])
+        recorded = Recorded(found.turns + also.turns, found.wrong + also.wrong)
         peak = {name: p.peak_rss() for side in sides.values() for name, p in side.processes.items()}
     big = _big(stage, plan) if plan.big else None
     on_round()
-    return Measured(bench.laps, bench.pairs, bench.long, bench.commit_ms, recorded, peak, big)
+    of_bench = (bench.laps, bench.pairs, bench.long, bench.commit_ms)
+    return Measured(*of_bench, recorded, peak, big, laps, stage.cores.count(",") + 1)
+
+
+def _workers(
+    plan: Plan,
+    load: Process,
+    proxies: Mapping[str, tuple[Process, str, Process]],
+    on_round: Callable[[], None],
+) -> tuple[dict[str, list[WorkersLap]], Counter[str]]:
+    """(the laps of one and of two workers, the turns that each proxy took)"""
+    laps: dict[str, list[WorkersLap]] = {side: [] for side in SIDES}
+    size = {"concurrency": plan.concurrency, "trajectories": plan.workers_trajectories, "turns": plan.turns}
+    told, deadline = Counter[str](), time.monotonic() + plan.limit.seconds
+    for number in range(-1, plan.limit.rounds):
+        for side in order(list(SIDES), max(number, 0)):
+            which = side.removesuffix(SHARED)
+            process, url, engine = proxies[which]
+            command = size | {"do": "turns", "url": url, "path": CHAT, "kind": PROXY, "finish": True}
+            command |= {"name": f"workers-{number}-{SIDES.index(side)}", "seed": SEED * (number + 2)}
+            lap, turns = workers_lap(load, engine, process, command | {"shared": SHARED in side})
+            told[which] += turns
+            if number >= 0:  # the first round warms up
+                laps[side].append(lap)
+        if number >= 0:
+            on_round()
+            if time.monotonic() >= deadline:
+                break
+    return laps, told
 
 
 def _sides(

@@ -8,6 +8,7 @@ from statistics import median
 
 from rollbook.bench.figure import Figure, Spread, quantile, spread
 from rollbook.bench.load_generator import ECHO
+from rollbook.bench.proxy_workers import WorkersLap, workers_figures, workers_spreads
 
 PROXY, STREAM, LITELLM = "proxy", "stream", "litellm"
 MIB, GIB = 1 << 20, 1 << 30
@@ -70,6 +71,10 @@ class Measured:
     recorded: Recorded
     peak_rss: Mapping[str, int]
     big: Big | None
+    workers: Mapping[str, Sequence[WorkersLap]]
+    """By side: laps of a proxy of one worker, and of two."""
+    cores: int
+    """For proxies, agents and engine."""
 
 
 def figures(measured: Measured) -> list[Figure]:
@@ -88,6 +93,7 @@ def figures(measured: Measured) -> list[Figure]:
     found.append(_long(measured.long))
     if measured.big is not None:
         found.append(_big(measured.big))
+    found += workers_figures(measured.workers, measured.cores)
     cpu = [lap.cpu_ms["proxy"] for lap in laps[PROXY]]
     against = f"the echo: {median(lap.cpu_ms['echo'] for lap in laps[ECHO]):.2f} ms"
     found.append(Figure("proxy.cpu_ms_per_turn", median(cpu), "ms", against, None, runs))
@@ -159,6 +165,7 @@ def spreads(measured: Measured) -> list[Spread]:
         spread("from the engine, one in flight", "ms", [pair.direct_ms for pair in measured.pairs]),
         spread("commit", "ms", measured.commit_ms),
         *(_memory(f"peak memory of {name}", size) for name, size in measured.peak_rss.items()),
+        *workers_spreads(measured.workers),
         *(() if measured.big is None else _big_memory(measured.big)),
     ]
 

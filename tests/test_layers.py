@@ -25,7 +25,7 @@ ROOMS = {
     ],
     "ingest": [
         *("engines", "staleness", "requests", "tokens", "replies", "turns", "trajectories", "admission"),
-        *("recording", "endpoints", "http", "upstream", "serve", "datasets", "rollouts"),
+        *("workers", "recording", "endpoints", "http", "upstream", "serve", "datasets", "rollouts"),
     ],
     "train": [
         "algorithms",

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.store.errors import RequestError
@@ -17,6 +17,18 @@ STALLED_S = 10.0
 members of a group that run one after the other are shorter."""
 LOOKS = 5
 """How often progress is checked in that time."""
+
+
+class Gate(Protocol):
+    """What admits trajectories: `AdmissionGate`, or the one of another worker of the proxy."""
+
+    async def enter(
+        self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
+    ) -> bool:
+        """Wait until the trajectory may begin: see `AdmissionGate`."""
+
+    def leave(self, name: str) -> None:
+        """Release the room that was kept for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +47,13 @@ class _Reservation:
     Attributes:
         asked: how many requests share it.
         begun: the trajectory is in the log, and counts there.
+        told: so many of them said that it has begun, before the log was read so far.
     """
 
     group: str | None
     asked: int = 1
     begun: bool = False
+    told: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -132,14 +146,33 @@ class AdmissionGate:
             del self._reserved[name]
             self._let_in()
 
+    def began(self, name: str) -> None:
+        """Release a reservation of a trajectory that another process wrote, once it was read from the log."""
+        reservation = self._reserved[name]
+        if reservation.begun:
+            self.leave(name)
+        else:
+            reservation.told += 1
+
+    def keep(self, name: str, group: str | None) -> None:
+        """Reserve room for a trajectory that was admitted before this gate began."""
+        self._keep(name, group)
+
     def take(self, events: list[Event]) -> None:
         """Fold events, and admit the trajectories for which they make room."""
         self.outstanding.add_all(events)
         if self._reserved:
             for event in events:
                 if isinstance(event.record, TrajectoryOpened) and event.record.name in self._reserved:
-                    self._reserved[event.record.name].begun = True
+                    self._begun(event.record.name)
         self.changed()
+
+    def _begun(self, name: str) -> None:
+        reservation = self._reserved[name]
+        reservation.begun = True
+        told, reservation.told = reservation.told, 0
+        for _ in range(told):
+            self.leave(name)
 
     def unopened(self, trajectory_id: str) -> None:
         """Withdraw a trajectory that was taken for begun: its opening is not in the log."""

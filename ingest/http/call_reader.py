@@ -73,6 +73,8 @@ class CallReader:
         identity = self.door.identity(address, request, body)
         retry = retry_count(request)
         arrival = await beside(size, Arrival.kept, api.path, raw, sent, body, retry, address.caller.name)
+        named = () if api.ids is None else api.ids.in_body(body)
+        await self.door.stay(request, identity.name, named, raw)
         identity, known = await self._known(api, identity, body)
         call = await beside(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
         check_call(call, size, self.door.options.max_body_bytes)

@@ -139,7 +139,7 @@ class Connections:
             del self._addresses[address]
 
 
-class _Http(HttpToolsProtocol):
+class LimitedHttp(HttpToolsProtocol):
     """uvicorn's protocol, whose heads and waits are bounded."""
 
     places: Connections
@@ -326,7 +326,7 @@ class BoundedHttp(asyncio.BufferedProtocol):
     Without it one read takes as much as the system has, a quarter of a megabyte, before anybody can say no.
     """
 
-    def __init__(self, http: _Http) -> None:
+    def __init__(self, http: LimitedHttp) -> None:
         self._http = http
         self._buffer = memoryview(_BUFFER)
 
@@ -366,7 +366,7 @@ def bounded_http(places: Connections) -> Callable[..., asyncio.BufferedProtocol]
     """The factory of protocols, for uvicorn's option `http`."""
 
     def make(**options: Any) -> asyncio.BufferedProtocol:
-        http = _Http(**options)
+        http = LimitedHttp(**options)
         http.places = places
         return BoundedHttp(http)
 

@@ -11,7 +11,7 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.requests.fields import Model, check_recordable, json_object, validated
+from rollbook.ingest.requests.fields import Model, OpenTrajectory, check_recordable, json_object, validated
 from rollbook.ingest.requests.large_work import beside
 from rollbook.store import Event
 from rollbook.store.errors import RequestError
@@ -40,7 +40,10 @@ class Desk:
             check_recordable(body)
             names = {k: v for k, v in body.items() if k in _IDS}
             fields = await beside(len(raw), self.door.options.redactor.fields, body)
-            return validated(model, fields | names)
+            found = validated(model, fields | names)
+            if self.door.siblings is not None and isinstance(found, OpenTrajectory) and found.id is not None:
+                self.door.siblings.check_name(found.id, raw)
+            return found
 
     async def recorded(self, name: str) -> Trajectory:
         """The trajectory as the log has it, whichever proxy wrote it.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from rollbook.ingest.admission.gate import AdmissionGate
+from rollbook.ingest.admission.gate import Gate
 from rollbook.ingest.http.access import Caller
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.siblings import Siblings
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.requests.large_work import aside, beside
@@ -43,8 +45,10 @@ class FrontDoor:
 
     recorder: Recorder
     options: ProxyOptions
-    gate: AdmissionGate | None = None
+    gate: Gate | None = None
     """Holds new trajectories while an online training could not use them in time."""
+    siblings: Siblings | None = None
+    """The other workers of the proxy, if it has several."""
 
     def address(self, request: Request) -> Address:
         """Where a request was sent, and by whom.
@@ -52,7 +56,7 @@ class FrontDoor:
         Raises:
             RequestError: 404, the path holds no id; 400, it or the headers say two things.
         """
-        check_said_once(request.headers.raw)
+        check_said_once(request.headers.raw, self.options.naming)
         raw = request.scope.get("raw_path") or request.url.path.encode()
         said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
         return Address(said, endpoint, caller_of(request))
@@ -63,10 +67,37 @@ class FrontDoor:
         Raises:
             RequestError: 400, it names two, or its headers cannot be read.
         """
-        identity = identify(address.said, request.headers, body, address.caller.key)
+        naming = self.options.naming
+        identity = identify(address.said, request.headers, body, address.caller.key, naming)
         if identity.by != "hint" or identity.name is None:
             return identity
         return replace(identity, name=self.options.redactor.text(identity.name))
+
+    async def stay(
+        self,
+        request: Request,
+        name: str | None,
+        reply_ids: Iterable[str],
+        raw: bytes,
+        *,
+        plain: bool = True,
+        kept: bool = True,
+    ) -> None:
+        """See that a request is this worker's, now that its body is read: see `Siblings`.
+
+        Args:
+            name: the trajectory that it names, if it does.
+            reply_ids: the earlier replies that it refers to.
+
+        Raises:
+            ElsewhereError: it is another one's.
+        """
+        if self.siblings is None:
+            return
+        if name is not None:
+            self.siblings.check_name(name, raw, plain=plain)
+        else:
+            await self.siblings.check_unnamed(request, [*reply_ids], raw, plain=plain, kept=kept)
 
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""

@@ -68,6 +68,8 @@ class LookupRoutes:
         identity = self.door.identity(self.door.address(request), request, {})
         response_id = request.path_params["response_id"]
         turn_id = ids.turn_of(response_id)
+        if turn_id is not None:
+            await self.door.stay(request, identity.name, [response_id], b"", kept=False)
         live = None if turn_id is None else recorder.of_turn(turn_id)
         other = live is not None and identity.explicit and identity.name != live.opened.name
         if live is None or turn_id is None or other:

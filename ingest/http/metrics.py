@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from rollbook.ingest.http.error_replies import describe
 from rollbook.ingest.recording.recorder import Recorder
@@ -99,12 +90,11 @@ class Metrics:
         """Count a request or a connection that a limit refused."""
         self.refusals.labels(code).inc()
 
-    def page(self, recorder: Recorder, version: int | None = None) -> Response:
-        """The text that Prometheus reads."""
+    def update(self, recorder: Recorder, version: int | None = None) -> None:
+        """Bring what is not counted as it happens up to date."""
         alive = recorder.open_trajectories()
         self.open.set(len(alive))
         self.running.set(sum(live.running for live in alive))
         self._spells.count(recorder.writer.spells)
         if version is not None:
             self.version.set(version)
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -25,6 +25,7 @@ from rollbook.ingest.http.exchange import Exchange
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.request_slots import RequestSlots
+from rollbook.ingest.http.shared_connections import ElsewhereError
 from rollbook.ingest.http.turn_response import TurnResponse
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.turns.completed import CompletedTurn
@@ -72,6 +73,8 @@ class ModelRoutes:
                         in_flight = await self._in_flight(asked)
                     label = self.door.label(asked.live, asked.identity, address.caller.name)
                     in_flight.depends_on.append(label)
+        except ElsewhereError:
+            raise
         except BaseException as error:
             self.metrics.failed(error)
             raise

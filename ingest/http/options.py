@@ -9,6 +9,7 @@ from rollbook.ingest.http.keys import Keys
 from rollbook.ingest.http.web_pages import Own
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES
 from rollbook.store.secret import SECRETS, store_secret
 
@@ -33,6 +34,7 @@ class ProxyOptions:
     Attributes:
         keys: the proxy's keys, each with a role; without any, everybody may do everything.
         own: hosts and origins of our own; web pages of others are refused.
+        trajectory_headers: headers that name a trajectory beside X-Rollbook-Trajectory, in lower case.
         on_store_failure: record only: `pass` on what cannot be recorded, or `refuse` it.
         max_body_bytes: largest body; a larger one is a 413.
         max_bodies_bytes: of all bodies that are read and answered at once; others wait their turn.
@@ -50,6 +52,7 @@ class ProxyOptions:
 
     keys: Keys = field(default_factory=Keys)
     own: Own = field(default_factory=Own)
+    trajectory_headers: tuple[str, ...] = ()
     on_store_failure: str = "pass"
     max_body_bytes: int = 64 * 2**20
     max_bodies_bytes: int = 512 * 2**20
@@ -65,6 +68,25 @@ class ProxyOptions:
     redactor: Redactor = field(default_factory=Redactor)
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
+    @property
+    def naming(self) -> tuple[str, ...]:
+        """The headers that name a trajectory."""
+        return (TRAJECTORY_HEADER, *self.trajectory_headers)
+
+    def share(self, workers: int) -> ProxyOptions:
+        """What one of so many workers has of the proxy's limits."""
+        if workers == 1:
+            return self
+        most = self.max_connections
+        return replace(
+            self,
+            max_bodies_bytes=self.max_bodies_bytes // workers,
+            max_running=-(-self.max_running // workers),
+            max_connections=None if most is None else -(-most // workers),
+            max_consumers=-(-self.max_consumers // workers),
+            memory_bytes=self.memory_bytes // workers,
+        )
+
     def recorded_by(self, recorder: Recorder) -> ProxyOptions:
         """The same, with the store's own digests of secrets; the recorder cleans errors by them too."""
         recorder.redactor = self.redactor.keyed(store_secret(recorder.store.path, SECRETS))
@@ -77,6 +99,7 @@ class ProxyOptions:
             "keys_file": None if self.keys.file is None else str(self.keys.file),
             "hosts": sorted(self.own.names),
             "origins": sorted(self.own.origins),
+            "trajectory_headers": list(self.trajectory_headers),
             "on_store_failure": self.on_store_failure,
             "max_body_bytes": self.max_body_bytes,
             "max_bodies_bytes": self.max_bodies_bytes,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from rollbook.ingest.recording.going_on import GoingOn
 from rollbook.ingest.recording.restore import RunReader, restored
 from rollbook.ingest.recording.run_writer import RunWriter, all_durable
 from rollbook.ingest.requests.fields import FinishTrajectory, OpenTrajectory
@@ -23,15 +24,15 @@ from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
 from rollbook.ingest.turns.completed import CompletedTurn
-from rollbook.store import Event, Store
-from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
+from rollbook.ingest.workers.place import ALONE, Place
+from rollbook.store import Store
+from rollbook.store.errors import RequestError, UnstorableError
 from rollbook.store.events import (
     QUARANTINE,
     Json,
     LabelAdded,
     Record,
     RewardAssigned,
-    TrajectoryAdopted,
     TrajectoryFinished,
     TrajectoryOpened,
     TurnDelivered,
@@ -48,12 +49,22 @@ class Recorder(RunWriter):
         budget: about how many bytes of memory open trajectories may take.
         goes_on: read back what is open in the run, and adopt what a process that is gone left open. Without,
             it knows those alone that it opens itself.
+        place: whose trajectories are this recorder's, where several write the run. Others' are looked up in
+            the log.
     """
 
     def __init__(
-        self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES, *, goes_on: bool = True
+        self,
+        store: Store,
+        lane: str,
+        run: str,
+        budget: int = BUDGET_BYTES,
+        *,
+        goes_on: bool = True,
+        place: Place = ALONE,
     ) -> None:
         super().__init__(store, lane, run)
+        self.place = place
         self.trajectories = Trajectories(budget)
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self.adopted: dict[str, int] = {}
@@ -63,59 +74,11 @@ class Recorder(RunWriter):
         try:
             self.known_run = RunReader(store, run)
             if goes_on:
-                self._restore(self.known_run)
+                begun = GoingOn(store, self.writer, run, place, budget)
+                self.trajectories, self.adopted = begun.restored(self.known_run), begun.adopted
         except BaseException:
             self.writer.close()
             raise
-
-    def _restore(self, runs: RunReader) -> None:
-        """Read back the run's trajectories: of finished ones the name, of open ones all of it.
-
-        Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
-        one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
-        """
-        tried = {self.lane}
-        with contextlib.ExitStack() as locks:
-            last = self._restore_open(runs)
-            while lanes := {live.lane for live in self.trajectories.open()} - tried:
-                tried |= lanes
-                for lane in sorted(lanes):
-                    try:
-                        locks.enter_context(self.store.writer(lane))
-                    except LaneLockedError:
-                        continue  # its process is alive and owns its trajectories
-                    self.adopted[lane] = 0
-                runs.refresh()
-                last = self._restore_open(runs)
-            self._adopt(last)
-        self.trajectories.ended.sealed, ended = runs.ended()
-        for opened, lane in ended:
-            self.trajectories.ended.add(opened, lane)
-
-    def _restore_open(self, runs: RunReader) -> dict[str, str]:
-        """Read back what is open; the last event of each trajectory."""
-        known = self.trajectories = Trajectories(self.trajectories.budget)
-        last: dict[str, str] = {}
-        for trajectory in runs.open():
-            ours = trajectory.lane == self.lane or trajectory.lane in self.adopted
-            live = LiveTrajectory(trajectory.opened, trajectory.lane, contents=None)
-            last[trajectory.opened.trajectory_id] = trajectory.last_event_id
-            known.add(live)
-            if ours:
-                known.restore(live, restored(trajectory))
-        return last
-
-    def _adopt(self, last: Mapping[str, str]) -> None:
-        """Adopt the open trajectories of lanes whose process is gone."""
-        adopted = [live for live in self.trajectories.open() if live.lane in self.adopted]
-        records = []
-        for live in adopted:
-            trajectory_id = live.opened.trajectory_id
-            records.append(TrajectoryAdopted(trajectory_id, live.lane, last[trajectory_id]))
-            self.adopted[live.lane] += 1
-            live.lane = self.lane
-        if records:
-            self.writer.append([Event(record, self.run) for record in records]).result()
 
     def _doubt(self, trajectories: frozenset[str]) -> None:
         for trajectory_id in trajectories:
@@ -136,13 +99,17 @@ class Recorder(RunWriter):
 
     async def look_up(self, name: str) -> LiveTrajectory | None:
         """The run's trajectory of that name, or None: `known` says the same until the caller waits again."""
-        while (live := self._named(name)) is None and self.trajectories.ended.may_hold(name):
+        while (live := self._named(name)) is None and self._may_hold(name):
             found = await asyncio.to_thread(self.store.opening, self.run, name)
             if found is not None:
                 self.trajectories.ended.add(*found)
             elif self._named(name) is None:
                 return None
         return live
+
+    def _may_hold(self, name: str) -> bool:
+        """Whether the log may hold a trajectory of that name, which is not in memory."""
+        return not self.place.owns(name) or self.trajectories.ended.may_hold(name)
 
     async def recall(self, name: str) -> LiveTrajectory | None:
         """`look_up`, with the trajectory's contents if it can be extended: as the log has it.
@@ -210,7 +177,7 @@ class Recorder(RunWriter):
         Raises:
             RequestError: 409, the run has one of that name.
         """
-        trajectory_id = new_id()
+        trajectory_id = new_id() if wanted.id else self.place.new_name()
         name = wanted.id or trajectory_id
         if self._named(name) is not None:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"

@@ -28,6 +28,7 @@ class Follower:
         start: the cut that was read before.
         wanted: which events; leave out those of the proxy's own lane.
         on_events: called with the events.
+        gather_s: pause after each read.
         on_error: called with the reason why the log cannot be followed, and with None once it can again.
             A damaged log ends the following; an error of the system, such as too few descriptors, is retried.
     """
@@ -39,10 +40,14 @@ class Follower:
         wanted: Filter,
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[str | None], None],
+        gather_s: float = GATHER_S,
     ) -> None:
         self._store, self._wanted = store, wanted
         self._start = {lane: count for lane, count in start.items() if lane not in wanted.skip_lanes}
+        self._handed = self._start
+        """The cut up to which events were handed over."""
         self._on_events, self._on_error = on_events, on_error
+        self._gather_s = gather_s
         self._stopping = threading.Event()
         self._troubled = False
         self._thread = threading.Thread(target=self._run, name="rollbook-follow", daemon=True)
@@ -57,6 +62,14 @@ class Follower:
         self._stopping.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
+
+    async def caught_up(self) -> None:
+        """Return once everything was handed over that is durable by now."""
+        head = await asyncio.to_thread(self._store.head)
+        wanted = {lane: count for lane, count in head.items() if lane not in self._wanted.skip_lanes}
+        while any(self._handed.get(lane, 0) < count for lane, count in wanted.items()):
+            await asyncio.sleep(GATHER_S)
+        await asyncio.sleep(0)  # what was handed over last is called before this goes on
 
     def _run(self) -> None:
         tail: Tail | None = None
@@ -81,7 +94,9 @@ class Follower:
                 self._call(self._on_error, None)
             if events:
                 self._call(self._on_events, events)
-                self._stopping.wait(GATHER_S)
+            self._handed = tail.cut()
+            if events:
+                self._stopping.wait(self._gather_s)
             else:
                 tail.wait(WAIT_S)
 

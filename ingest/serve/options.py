@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -45,6 +46,7 @@ class ServeOptions:
         engine_admin_key: of SGLang's control routes, where they have one of their own.
         images: the engine's model takes them.
         routed_experts: have the engine return, and record, which experts each token went to.
+        workers: processes that take requests, each with a lane of its own.
         hold_s: how long a request waits while weights are being replaced.
         forwarded_from: addresses and networks of proxies in front, whose headers name the client.
         pass_paths: for an upstream with a key: more methods and paths that pass.
@@ -58,6 +60,7 @@ class ServeOptions:
     port: int = 8000
     run: str = "default"
     lane: str = "serve"
+    workers: int = 1
     policy: str = "actor"
     device: str = "cpu"
     threads: int | None = None
@@ -76,6 +79,8 @@ class ServeOptions:
     proxy: ProxyOptions = field(default_factory=ProxyOptions)
 
     def __post_init__(self) -> None:
+        if self.workers > 1:
+            _check_workers(self)
         for address in self.forwarded_from:
             try:
                 ipaddress.ip_network(address)
@@ -96,6 +101,20 @@ class ServeOptions:
         }
         shown["engine_urls"] = [address.url for address in self.engine_urls]
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
+
+
+def _check_workers(options: ServeOptions) -> None:
+    """See that there can be several workers.
+
+    Raises:
+        ConfigError: there cannot.
+    """
+    if options.engine == "embedded":
+        text = f"--workers {options.workers}: the embedded engine holds its weights in one process: "
+        raise ConfigError(text + "use --workers 1, or serve the model with SGLang and --engine sglang")
+    if sys.platform != "linux":
+        text = f"--workers {options.workers} needs Linux, which hands connections from process to process: "
+        raise ConfigError(text + "use --workers 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +153,17 @@ def options_of(
 
 
 _SAME = (
-    *("store", "model", "engine", "script", "host", "port", "run", "lane", "policy", "device", "threads"),
-    *("seal", "engine_ask", "images", "routed_experts", "reply_format", "hold_s", "forwarded_from"),
+    *("store", "model", "engine", "script", "host", "port", "run", "lane", "workers", "policy", "device"),
+    *(
+        "threads",
+        "seal",
+        "engine_ask",
+        "images",
+        "routed_experts",
+        "reply_format",
+        "hold_s",
+        "forwarded_from",
+    ),
 )
 """Settings that are options of the same name."""
 
@@ -146,6 +174,7 @@ def _proxy_options(
     return ProxyOptions(
         keys=keys_of(secrets.api_keys, settings.keys, environment),
         own=own(settings.host, machine, settings.allow_host, settings.allow_origin),
+        trajectory_headers=tuple(dict.fromkeys(name.lower() for name in settings.trajectory_header)),
         on_store_failure=settings.on_store_failure,
         max_body_bytes=int(settings.max_body_mb * 2**20),
         max_bodies_bytes=int(settings.max_bodies_mb * 2**20),

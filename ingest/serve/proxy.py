@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
+from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.weights.log import WeightLog
-from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
-from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards, caller_of
@@ -28,11 +27,14 @@ from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
+from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
-from rollbook.ingest.serve.follow import Follower
+from rollbook.ingest.serve.follow import GATHER_S, Follower
+from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.store.events import (
     EngineControlled,
     Event,
@@ -42,6 +44,10 @@ from rollbook.store.events import (
     SyncStarted,
 )
 from rollbook.store.log.tail import Filter
+
+SYNCS = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})
+SIBLINGS_GATHER_S = 0.2
+"""Pause after each read of what other workers write: admission counts what begins before it reads of it."""
 
 
 def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
@@ -60,46 +66,78 @@ def build_app(
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
-    """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
+    """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder.
+
+    Args:
+        siblings: the other workers, if it is one of several.
+    """
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
-    gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, turn_runner.hold_s)
-    door = FrontDoor(recorder, options, gate if options.admission else None)
+    gate = _gate(turn_runner, siblings)
+    door = FrontDoor(recorder, options, gate if options.admission else None, siblings)
     metrics, room = Metrics(), BodyRoom(options)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
-    follow_error: list[str] = []
-    """Why the log cannot be followed, while that is so: then syncs and freed room go unnoticed."""
+    follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        follower = _follow(recorder, engine, gate, follow_error)
-        sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
-        following = asyncio.create_task(options.keys.follow())
-        yield
-        sweeping.cancel()
-        following.cancel()
-        await follower.stop()
+        followers = _follow(recorder, engine, gate, siblings, follow_error)
+        beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
+        tasks = [asyncio.create_task(one) for one in beside]
+        with _meeting(siblings, turn_runner, options, gate, followers[1]):
+            yield
+        for task in tasks:
+            task.cancel()
+        for follower in followers:
+            await follower.stop()
         await engine.close()
         await turn_runner.drained()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, metrics.refused)
-    app.state.refused = metrics.refused
+    answer_errors(app, metrics)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)
     LookupRoutes(turn_runner, door, room, model_name).add(app)
-    _add_health(app, turn_runner, follow_error, options.keys)
-    _add_metrics(app, turn_runner, metrics, gate)
+    details = partial(_details, turn_runner, follow_error, options.keys)
+    _add_health(app, turn_runner, details, metrics, gate, siblings)
     _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
     return app
+
+
+def _gate(turn_runner: TurnRunner, siblings: Siblings | None) -> AdmissionGate | FarGate:
+    """What admits trajectories: the first of several workers does for all."""
+    recorder, engine, hold_s = turn_runner.recorder, turn_runner.engine, turn_runner.hold_s
+    if siblings is None or siblings.place.is_first:
+        return AdmissionGate(recorder.known_run.outstanding, engine.policy_version, hold_s)
+    return FarGate(siblings.bus, recorder.trajectories.get, hold_s)
+
+
+@contextmanager
+def _meeting(
+    siblings: Siblings | None,
+    turn_runner: TurnRunner,
+    options: ProxyOptions,
+    gate: AdmissionGate | FarGate,
+    follower: Follower,
+) -> Iterator[None]:
+    """Speak with the other workers, if there are any, while the context lasts."""
+    if siblings is None:
+        yield
+        return
+    siblings.cleaned, siblings.knows = options.redactor.text, _knows(turn_runner.recorder)
+    if isinstance(gate, AdmissionGate):
+        Gatekeeper(gate, siblings.bus, follower.caught_up)
+    with siblings.bus.running():
+        yield
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
@@ -120,65 +158,102 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: Prox
         app.include_router(control, prefix="/engine")
 
 
-def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate, metrics: Metrics) -> None:
+def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, metrics: Metrics) -> None:
     """Connect those who act on what the recorder writes, and on what it could not write."""
-    recorder.on_events = KeyWatch(metrics.registry, gate.take).take
-    recorder.on_unopened, recorder.on_lost = gate.unopened, metrics.lost_events.inc
+    if isinstance(gate, AdmissionGate):
+        recorder.on_events = KeyWatch(metrics.registry, gate.take).take
+        recorder.on_unopened = gate.unopened
+    else:
+        recorder.on_events = KeyWatch(metrics.registry).take
+    recorder.on_lost = metrics.lost_events.inc
     if isinstance(engine, Fleet):
         recorder.on_finished = engine.forget
 
 
-def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, follow_error: list[str]) -> Follower:
+def _follow(
+    recorder: Recorder,
+    engine: Engine,
+    gate: AdmissionGate | FarGate,
+    siblings: Siblings | None,
+    follow_error: list[str],
+) -> tuple[Follower, Follower]:
     """Follow what the trainer and other proxies write, from where the recorder has read.
 
     Args:
         follow_error: is kept up to date: why the log cannot be followed, while that is so.
+
+    Returns:
+        Who follows syncs, and who tells the gate: the same one where there is one worker.
     """
-    on_sync = engine.on_sync if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
         trained = recorder.known_run.outstanding.training is not None
         engine.remember(recorder.known_run.syncs, trained=trained)
 
     def on_events(events: list[Event]) -> None:
         for event in events:
-            if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
-                on_sync(event.record)
-        gate.take(events)  # after the syncs: which version is served decides how many may begin
+            if isinstance(engine, Fleet) and isinstance(
+                event.record, SyncStarted | SyncFinished | SyncFailed
+            ):
+                engine.on_sync(event.record)
+        if isinstance(gate, AdmissionGate):
+            gate.take(events)  # after the syncs: which version is served decides how many may begin
 
     def on_error(error: str | None) -> None:
         follow_error[:] = [] if error is None else [error]
 
-    kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
-    wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
-    follower = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error)
-    follower.start()
-    return follower
+    def follower(kinds: frozenset[str], lanes: Iterable[str], gather_s: float) -> Follower:
+        wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset(lanes))
+        made = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error, gather_s)
+        made.start()
+        return made
+
+    if siblings is None:
+        one = follower(KINDS | SYNCS, [recorder.lane], GATHER_S)
+        return one, one
+    # Siblings write much, and no syncs.
+    syncs = follower(SYNCS, siblings.lanes, GATHER_S)
+    if not isinstance(gate, AdmissionGate):
+        return syncs, syncs
+    return syncs, follower(KINDS, [recorder.lane], SIBLINGS_GATHER_S)
 
 
-def _add_health(app: FastAPI, turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> None:
+def _knows(recorder: Recorder) -> Callable[[str], bool]:
+    """Whether a reply, by its id, is of a trajectory that is open here."""
+
+    def knows(reply_id: str) -> bool:
+        turns = (api.ids.turn_of(reply_id) for api in APIS.values() if api.ids is not None)
+        return any(turn_id is not None and recorder.of_turn(turn_id) is not None for turn_id in turns)
+
+    return knows
+
+
+def _details(turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> Json:
+    """What is known of this process's health."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
-
-    @app.get("/healthz")
-    async def healthz(request: Request, response: Response) -> Json:
-        writer = recorder.writer
-        failure = writer.failure or writer.waiting or engine.failure() or next(iter(follow_error), None)
-        response.status_code = 503 if failure else 200
-        if not sees_details(caller_of(request)):
-            return {"status": "failing" if failure else "ok"}
-        details: Json = {
-            "status": failure or "ok",
-            "run": recorder.run,
-            "lane": recorder.lane,
-            "engine": engine.name,
-            "policy_version": engine.policy_version(),
-            "engines": engine.states() if isinstance(engine, Fleet) else [],
-            **keys.trouble(),
-        }
-        return recorder.redactor.fields(details)
+    writer = recorder.writer
+    failure = writer.failure or writer.waiting or engine.failure() or next(iter(follow_error), None)
+    return {
+        "status": failure or OK,
+        "run": recorder.run,
+        "lane": recorder.lane,
+        "engine": engine.name,
+        "policy_version": engine.policy_version(),
+        "engines": engine.states() if isinstance(engine, Fleet) else [],
+        **keys.trouble(),
+    }
 
 
-def _add_metrics(app: FastAPI, turn_runner: TurnRunner, metrics: Metrics, gate: AdmissionGate) -> None:
-    @app.get("/metrics")
-    async def page() -> Response:
+def _add_health(
+    app: FastAPI,
+    turn_runner: TurnRunner,
+    details: Callable[[], Json],
+    metrics: Metrics,
+    gate: AdmissionGate | FarGate,
+    siblings: Siblings | None,
+) -> None:
+    def version() -> int | None:
         metrics.held.set(gate.waiting)
-        return metrics.page(turn_runner.recorder, turn_runner.engine.policy_version())
+        return turn_runner.engine.policy_version()
+
+    recorder = turn_runner.recorder
+    add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder.redactor)

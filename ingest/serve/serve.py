@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +18,21 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store
-from rollbook.ingest.engines.startup_check import check_engines
 from rollbook.ingest.http.connections import Connections, bounded_http, connections_for, raise_descriptors
 from rollbook.ingest.http.memory import give_back
+from rollbook.ingest.http.shared_connections import shared_http, take_connections
+from rollbook.ingest.http.siblings import Siblings
 from rollbook.ingest.http.web_pages import is_loopback
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.replies.choose import choose_family
-from rollbook.ingest.serve.options import ServeOptions, make_engine, model_of, upstream_of
-from rollbook.ingest.serve.proxy import build_app, identity_of
+from rollbook.ingest.serve.options import ServeOptions
+from rollbook.ingest.serve.prepared import Prepared, prepared
 from rollbook.ingest.serve.sealer_child import sealer_beside
-from rollbook.ingest.tokens.bridge import Bridges
-from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
-from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
+from rollbook.ingest.serve.workers import Workers, in_child
+from rollbook.ingest.workers.bus import Bus, Inboxes
+from rollbook.ingest.workers.place import ALONE, FIRST, Place
+from rollbook.store import Store
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import RunOpened
+from rollbook.store.events import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,21 @@ class Started:
 
 
 Announce = Callable[[Started], None]
+BACKLOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a start found in the log: see `Started`."""
+
+    lane: str
+    adopted: Mapping[str, int]
+    truncated_bytes: int
+
+
+def recorded_by(recorder: Recorder) -> Recorded:
+    """What this recorder found."""
+    return Recorded(recorder.lane, recorder.adopted, recorder.writer.recovered.truncated_bytes)
 
 
 def serve(options: ServeOptions, announce: Announce) -> None:
@@ -73,75 +90,105 @@ def serve(options: ServeOptions, announce: Announce) -> None:
     Raises:
         RollbookError: something named in the options cannot be used.
     """
-    if options.engine == "upstream":
-        _serve_upstream(options, announce)
-    else:
-        _serve_tokens(options, announce)
-
-
-def _serve_upstream(options: ServeOptions, announce: Announce) -> None:
-    """Pass requests on and record what passed."""
-    upstream = upstream_of(options)
+    if options.workers > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be in the workers
+    proxy = prepared(options)
     listener = listening_on(options.host, options.port)
-    with _recorder(options) as recorder:
-        recorder.append(RunOpened("serve", options.as_json())).result()
-        announce(_started(options, listener, recorder, upstream=upstream.url))
-        app = build_upstream_app(recorder, upstream, options.proxy, options.policy)
-        _run(options, recorder, app, listener, SERVER_OPTIONS)
-
-
-def _serve_tokens(options: ServeOptions, announce: Announce) -> None:
-    """Render and tokenize here, and have an engine answer."""
-    model = model_of(options)
-    tokenizer = load_chat_tokenizer(model)
-    family = choose_family(options.reply_format, model, tokenizer.template_source)
-    made = make_engine(options, tokenizer)
-    listener = listening_on(options.host, options.port)
-    with _recorder(options) as recorder:
-        identity = identity_of(recorder, options.policy, model)
-        engine = made(identity)
-        notes = check_engines(engine, identity, model)
-        bridges = Bridges.tested(tokenizer, options.tree)
-        turn_runner = TurnRunner(recorder, engine, bridges, family, options.hold_s)
-        config = options.as_json() | {"reply_format": family.name, "refused": bridges.refused}
-        digests = (tokenizer.tokenizer_digest, tokenizer.template_digest)
-        recorder.append(RunOpened("serve", config, str(model), *digests)).result()
-        said = {"reply_format": family.name, "refused": bridges.refused, "notes": notes}
-        announce(_started(options, listener, recorder, **said))
-        app = build_app(turn_runner, options.proxy, model.resolve().name, identity)
-        _run(options, recorder, app, listener)
+    with claimed(options) as log:
+        if options.workers > 1:
+            _serve_together(proxy, listener, log, announce)
+            return
+        recorder = _recorder(log, options)
+        said = proxy.looked_at(recorder)
+        announce(_started(options, listener, log.path, recorded_by(recorder), said))
+        _run(options, log.path, proxy.app(recorder), listener, proxy.headers)
 
 
 @contextlib.contextmanager
-def _recorder(options: ServeOptions) -> Iterator[Recorder]:
+def claimed(options: ServeOptions) -> Iterator[Store]:
+    """The store, claimed to record the run: a client's name means one trajectory in it."""
     log = store.open(options.store, create=True)
-    # One proxy a run: a client's name means one trajectory in it.
     with log.claim(f"recording run {options.run}", "name another run with --run"):
-        yield Recorder(log, options.lane, options.run, options.proxy.memory_bytes)
+        yield log
+
+
+def _recorder(log: Store, options: ServeOptions, place: Place = ALONE, budget: int | None = None) -> Recorder:
+    memory = options.proxy.share(place.workers).memory_bytes if budget is None else budget
+    return Recorder(log, place.lane(options.lane), options.run, memory, place=place)
+
+
+# Several workers ----------------------------------------------------------------------------------
+
+
+def _serve_together(proxy: Prepared, listener: socket.socket, log: Store, announce: Announce) -> None:
+    """Serve with several workers: see `ingest.serve.workers`."""
+    options = proxy.options
+    told = in_child(lambda: _open_together(proxy, log.path))
+    listener.listen(BACKLOG)  # who comes before the workers waits
+    announce(_started(options, listener, log.path, *told))
+    inboxes = Inboxes.made(options.workers)
+
+    def work(number: int, ready: Callable[[], None]) -> None:
+        place = Place(number, options.workers)
+        mine = store.open(options.store)
+        siblings = Siblings(place, Bus(place, inboxes), place.lanes(options.lane), options.proxy.naming)
+        app = proxy.app(_recorder(mine, options, place), siblings)
+        _run(options, mine.path, app, listener, proxy.headers, siblings, ready)
+
+    gc.collect()
+    gc.freeze()  # what is loaded is the same for all workers: a collection would copy it for each
+    try:
+        Workers(options.workers, work).run()
+    finally:
+        gc.unfreeze()
+
+
+def _open_together(proxy: Prepared, path: Path) -> tuple[Recorded, Json]:
+    """Before there are workers: let each trajectory be its owner's, check the engines, and open the run."""
+    options, adopted, truncated = proxy.options, Counter[str](), 0
+    log = store.open(path)
+    for number in reversed(range(options.workers)):
+        with contextlib.closing(
+            _recorder(log, options, Place(number, options.workers), budget=0)
+        ) as recorder:
+            adopted.update(recorder.adopted)
+            truncated += recorder.writer.recovered.truncated_bytes
+            said = proxy.looked_at(recorder) if number == FIRST else {}
+    lanes = Place(FIRST, options.workers).lanes(options.lane)
+    return Recorded(", ".join(lanes), {k: n for k, n in adopted.items() if n}, truncated), said
 
 
 def _run(
     options: ServeOptions,
-    recorder: Recorder,
+    path: Path,
     app: FastAPI,
     listener: socket.socket,
-    headers: Mapping[str, bool] | None = None,
+    headers: Mapping[str, bool],
+    siblings: Siblings | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
+    """Run the application until a signal ends it.
+
+    Args:
+        ready: called once connections are taken.
+    """
     each = 2 if options.engine in ("upstream", "sglang") else 1
-    most = connections_for(raise_descriptors(), each, options.proxy.max_connections)
+    wanted = options.proxy.share(options.workers).max_connections
+    places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
+    http = bounded_http(places) if siblings is None else shared_http(places, siblings)
     config = uvicorn.Config(
         app,
-        http=bounded_http(Connections(most, app.state.refused)),  # type: ignore[arg-type]  # makes protocols
+        http=http,  # type: ignore[arg-type]  # makes protocols
         ws="none",
         log_level="warning",
         access_log=False,
         log_config=None,  # the command's own handler: a line a record
         timeout_keep_alive=75,
-        backlog=4096,
+        backlog=BACKLOG,
         **forwarding(options.forwarded_from),
-        **(headers or {}),  # type: ignore[arg-type]
+        **headers,  # type: ignore[arg-type]
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, siblings, ready)
     app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
     # What is loaded by now is never freed. Without freezing it the first full collection would visit all
     # of it, and delay every reply by 90 to 350 ms.
@@ -151,11 +198,27 @@ def _run(
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    seals = options.seal and (siblings is None or siblings.place.is_first)
     try:
-        with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
+        with sealer_beside(path) if seals else contextlib.nullcontext():
             server.run(sockets=[listener])
     finally:
         gc.unfreeze()  # what is frozen is not collected at the end either: DuckDB's module says so at length
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which goes on with connections of other workers, and says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, siblings: Siblings | None, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._siblings, self._ready = siblings, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections."""
+        if self._siblings is not None:
+            take_connections(self, self._siblings)
+        await super().startup(sockets)
+        self._ready()
 
 
 def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
@@ -181,15 +244,17 @@ def listening_on(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _started(options: ServeOptions, listener: socket.socket, recorder: Recorder, **said: Any) -> Started:
+def _started(
+    options: ServeOptions, listener: socket.socket, path: Path, recorded: Recorded, said: Json
+) -> Started:
     loopback = is_loopback(options.host) or options.host == "localhost"
     return Started(
         run=options.run,
-        store=recorder.store.path,
-        lane=options.lane,
+        store=path,
+        lane=recorded.lane,
         url=f"http://{options.host}:{listener.getsockname()[1]}",
-        adopted=recorder.adopted,
-        truncated_bytes=recorder.writer.recovered.truncated_bytes,
+        adopted=recorded.adopted,
+        truncated_bytes=recorded.truncated_bytes,
         exposed=not loopback and not options.proxy.keys.configured,
         **said,
     )

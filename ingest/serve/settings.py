@@ -23,6 +23,7 @@ from rollbook.store.whole_config import part_of
 
 Seconds = Annotated[float, Field(ge=0)]
 Megabytes = Annotated[float, Field(gt=0)]
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
 Address = Annotated[
     EngineAddress,
     PlainValidator(EngineAddress.of, json_schema_input_type=str),
@@ -64,6 +65,8 @@ class ServeSettings(BaseModel):
     """Run to record into."""
     lane: str = "serve"
     """Lane to write; one process each."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes behind the port, each with some of the trajectories; not for embedded."""
     policy: str = "actor"
     """Name of the line of weights served."""
     device: str = "cpu"
@@ -88,6 +91,8 @@ class ServeSettings(BaseModel):
     """Longest wait for an engine whose weights change."""
     abandon_s: Seconds = 0.0
     """Finish trajectories not heard of for so long, as aborted; 0: never."""
+    trajectory_header: tuple[HeaderName, ...] = ()
+    """Header that names a trajectory as X-Rollbook-Trajectory does, of programs for other systems."""
     keys: Path | None = None
     """File of keys, each with a role: see `rollbook keys`. Read again as it changes."""
     allow_host: tuple[str, ...] = ()

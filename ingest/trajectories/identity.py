@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +23,9 @@ from rollbook.store.events import Json
 
 KEY_PREFIX = "trajectory:"
 """An API key that names a trajectory: `trajectory:ID`, or `trajectory:ID:MAC` where keys are checked."""
+
+TRAJECTORY_HEADER = "x-rollbook-trajectory"
+"""The header that names a trajectory; operators may add headers that programs for other systems send."""
 
 HINT_HEADERS = ("x-session-id", "x-litellm-session-id")
 """Headers that verifiers, Harbor's agents, mini-swe-agent and litellm send by themselves."""
@@ -99,11 +102,14 @@ def split_path(path: str) -> tuple[Json, str]:
 _SAID_ONCE = ("authorization", "x-api-key", *HINT_HEADERS)
 
 
-def check_said_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
+def check_said_once(
+    headers: Sequence[tuple[bytes, bytes]], naming: Sequence[str] = (TRAJECTORY_HEADER,)
+) -> None:
     """Refuse a request whose headers name its trajectory, or its key, in two ways.
 
     Args:
         headers: raw, each as often as it was sent: mappings of headers show one of them.
+        naming: the headers that name a trajectory.
 
     Raises:
         RequestError: 400, naming the header.
@@ -111,7 +117,7 @@ def check_said_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
     said: dict[str, bytes] = {}
     for raw, value in headers:
         name = raw.decode("latin-1").lower()
-        counts = name.startswith("x-rollbook-") or name in _SAID_ONCE
+        counts = name.startswith("x-rollbook-") or name in _SAID_ONCE or name in naming
         if counts and said.setdefault(name, value) != value:
             text = f"the header {name} was sent twice, with two values: send it once"
             raise RequestError(400, "trajectory_conflict", text)
@@ -131,19 +137,26 @@ def header_text(value: str | None) -> str | None:
         return value
 
 
-def identify(path_said: Json, headers: Mapping[str, str], body: Json, key: str | None) -> Identity:
+def identify(
+    path_said: Json,
+    headers: Mapping[str, str],
+    body: Json,
+    key: str | None,
+    naming: Sequence[str] = (TRAJECTORY_HEADER,),
+) -> Identity:
     """Who the request is from.
 
     Args:
         path_said: what `split_path` found.
         headers: by lower-case name.
         key: the API key as sent, or None.
+        naming: the headers that name a trajectory.
 
     Raises:
         RequestError: 400, two of path, header and key name different trajectories, or a header is no JSON.
     """
-    header = header_text(headers.get("x-rollbook-trajectory"))
-    explicit = [("path", path_said.get("id")), ("header", header or None), ("key", key_name(key))]
+    by_header = [("header", header_text(headers.get(name)) or None) for name in naming]
+    explicit = [("path", path_said.get("id")), *by_header, ("key", key_name(key))]
     named = [(by, name) for by, name in explicit if name]
     for by, name in named[1:]:
         if name != named[0][1]:
@@ -189,12 +202,18 @@ def _hint(headers: Mapping[str, str], body: Json) -> str | None:
     """A conversation's id that an agent sends by itself, if it fits as a name."""
     metadata = body.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
-    hints: Sequence[Any] = (
-        *(header_text(headers.get(name)) for name in HINT_HEADERS),
-        metadata.get("trajectory_id"),
-        metadata.get("session_id"),
-        body.get("prompt_cache_key"),
+    return hinted(
+        (
+            *(header_text(headers.get(name)) for name in HINT_HEADERS),
+            metadata.get("trajectory_id"),
+            metadata.get("session_id"),
+            body.get("prompt_cache_key"),
+        )
     )
+
+
+def hinted(hints: Iterable[Any]) -> str | None:
+    """The first hint that fits as a name."""
     return next((h for h in hints if isinstance(h, str) and 0 < len(h) <= 256), None)
 
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 
 import aiohttp
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 
-from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import Guard, add_guards, caller_of
+from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
+from rollbook.ingest.http.whole import OK, Whole, add_whole
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.upstream.paths import paths_of
@@ -42,16 +42,26 @@ SERVER_OPTIONS = {"server_header": False, "date_header": False}
 
 
 def build_upstream_app(
-    recorder: Recorder, upstream: Upstream, options: ProxyOptions | None = None, policy: str = "actor"
+    recorder: Recorder,
+    upstream: Upstream,
+    options: ProxyOptions | None = None,
+    policy: str = "actor",
+    siblings: Siblings | None = None,
 ) -> FastAPI:
-    """The record-only proxy as an ASGI application."""
+    """The record-only proxy as an ASGI application.
+
+    Args:
+        siblings: the other workers, if it is one of several.
+    """
     options = (options or ProxyOptions()).recorded_by(recorder)
-    metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
+    metrics, door, room = Metrics(), FrontDoor(recorder, options, None, siblings), BodyRoom(options)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
     recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
+    if siblings is not None:
+        siblings.cleaned, siblings.knows = options.redactor.text, recording.knows
     paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, recording, paths)
 
@@ -59,19 +69,19 @@ def build_upstream_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
-        async with _session() as routes.session:
-            yield
+        with siblings.bus.running() if siblings is not None else nullcontext():
+            async with _session() as routes.session:
+                yield
         sweeping.cancel()
         following.cancel()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, metrics.refused)
-    app.state.refused = metrics.refused
+    answer_errors(app, metrics)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    _add_health(app, recorder, routes, metrics)
+    add_whole(app, Whole(siblings, metrics, recorder, partial(_details, recorder, routes)), recorder.redactor)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_guards(app, guard, options.own, metrics.failed)
@@ -89,24 +99,14 @@ def _session() -> aiohttp.ClientSession:
     )
 
 
-def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metrics: Metrics) -> None:
-    @app.get("/healthz")
-    async def healthz(request: Request, response: Response) -> dict[str, Any]:
-        failure = recorder.writer.failure or recorder.writer.waiting
-        response.status_code = 503 if failure else 200
-        if not sees_details(caller_of(request)):
-            return {"status": "failing" if failure else "ok"}
-        details: Json = {
-            "status": failure or "ok",
-            "run": recorder.run,
-            "lane": recorder.lane,
-            "engine": "upstream",
-            "policy_version": None,
-            "unrecorded": routes.recording.unrecorded,
-            **routes.door.options.keys.trouble(),
-        }
-        return recorder.redactor.fields(details)
-
-    @app.get("/metrics")
-    async def page() -> Response:
-        return metrics.page(recorder)
+def _details(recorder: Recorder, routes: UpstreamRoutes) -> Json:
+    """What is known of this process's health."""
+    return {
+        "status": recorder.writer.failure or recorder.writer.waiting or OK,
+        "run": recorder.run,
+        "lane": recorder.lane,
+        "engine": "upstream",
+        "policy_version": None,
+        "unrecorded": routes.recording.unrecorded,
+        **routes.door.options.keys.trouble(),
+    }

@@ -107,6 +107,10 @@ class UpstreamRecorder:
         live = self.recorder.trajectories.of_response(response_id)
         return None if live is None else Owner(live.opened.name, None)
 
+    def knows(self, response_id: str) -> bool:
+        """Whether a response of that id passed here."""
+        return self.owner(response_id) is not None
+
     def unrecordable(self, turns: int, why: str = "") -> None:
         """Count a request that passes unrecorded, or refuse it.
 

@@ -69,15 +69,30 @@ class UpstreamRoutes:
 
     async def answer(self, request: Request) -> Response:
         """Forward a request; the reply is the upstream's."""
-        address = self.door.address(request)
+        address, named = self.door.address(request), None
         if self.paths is not None:
             self.paths.check(request.method, address.path)
-            self._check_response(address, request, response_named(request.method, meant(address.path)))
+            named = response_named(request.method, meant(address.path))
+            if self.door.siblings is None:
+                self._check_response(address, request, named)
         self.slots.check()
         # A request takes a slot once its body is there: a slow sender must not keep others out.
         async with self.room.body(request) as raw:
+            if named is not None and self.door.siblings is not None:
+                await self._stay(address, request, named, raw)
             with self.slots.taken_by_one():
                 return await self._answered(request, address, raw)
+
+    async def _stay(self, address: Address, request: Request, named: str, raw: bytes) -> None:
+        """See that a request about a response is this worker's, of several, and that its client may see it.
+
+        Raises:
+            ElsewhereError: another one knows the response.
+            RequestError: 404, it is another's.
+        """
+        identity = self.door.identity(address, request, {})
+        await self.door.stay(request, identity.name, [named], raw, plain=False, kept=False)
+        self._check_response(address, request, named)
 
     async def _answered(self, request: Request, address: Address, raw: bytes) -> Response:
         api = APIS.get(meant(address.path)) if request.method == "POST" else None
@@ -184,6 +199,8 @@ class UpstreamRoutes:
             self.recording.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
         caller, identity = address.caller, self.door.identity(address, request, body)
+        refers = () if api.ids is None else api.ids.in_body(body)
+        await self.door.stay(request, identity.name, refers, raw, plain=False)
         if self.paths is not None and api.ids is not None:
             for named in api.ids.in_body(body):
                 self._check_response(address, request, named)

@@ -25,6 +25,7 @@ from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
 from rollbook.bench.processes import BenchError, Process
 from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
+from rollbook.bench.proxy_workers import ONE, SHARED, TWO, WorkersLap
 from rollbook.bench.recorded import check
 from rollbook.bench.rounds import Limit
 from rollbook.bench.turns import make_turns
@@ -341,6 +342,13 @@ def test_the_values_of_the_figures() -> None:
         recorded=Recorded(77, 1),
         peak_rss={"proxy": 100 << 20},
         big=Big(512, 3_000_000, 2, ["why"], 10.0, 1 << 30, 1 << 31, 1 << 20),
+        workers={
+            ONE: [WorkersLap(100.0, 4.0, 4.0, 0.5), WorkersLap(200.0, 5.0, 5.0, 0.5)],
+            TWO: [WorkersLap(170.0, 4.4, 2.5, 0.5), WorkersLap(320.0, 5.0, 2.5, 0.5)],
+            ONE + SHARED: [WorkersLap(100.0, 4.0, 4.0, 0.5)],
+            TWO + SHARED: [WorkersLap(150.0, 4.6, 2.5, 0.5)],
+        },
+        cores=2,
     )
     outcome = proxy.outcome(measured)
     found = {f.figure: f for f in outcome.figures}
@@ -354,9 +362,16 @@ def test_the_values_of_the_figures() -> None:
         "proxy.commit_p50_ms": (2.0, None),
         "proxy.turn128_vs_turn5": (8.0, 4.0),
         "proxy.big_bodies_failed": (2, None),
+        "proxy.workers": (245.0, pytest.approx(1.65)),
+        "proxy.workers_bound": (400.0, pytest.approx(1.8)),
+        "proxy.workers_cpu": (4.7, pytest.approx(1.05)),
+        "proxy.workers_shared_cpu": (4.6, pytest.approx(1.15)),
         "proxy.cpu_ms_per_turn": (2.0, None),
         "proxy.recorded_wrong": (1, None),
     }
+    assert found["proxy.workers"].against == (
+        "one worker: 150 turns/s; agents and engine took 0.12 of 2 cores"
+    )
     assert "1.00 GiB at its peak, 2.00 GiB on disk; first: why" in str(
         found["proxy.big_bodies_failed"].against
     )
@@ -396,12 +411,13 @@ def test_a_small_run_measures_a_real_proxy(tmp_path: Path) -> None:
         *(Limit(1, 30.0), 2, 4, 4, 4, 4, 3),
         **{"pairs": 1, "long_turns": 7, "looked_at": (2, 6), "big": 4, "big_bytes": 100_000, "commits": 5},
         litellm=False,
+        workers_trajectories=4,
     )
     told: list[None] = []
     measured = proxy.measure(tmp_path, plan, lambda: told.append(None))
-    assert len(told) == plan.steps == 2
+    assert len(told) == plan.steps == 3
     assert set(measured.laps) == {"proxy", "stream", "echo"}
-    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7, 0)
+    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 4 * 12, 0)
     assert measured.big is not None
     assert (measured.big.count, measured.big.failed) == (4, 0)
     assert measured.big.disk > 4 * 100_000

@@ -1,0 +1,101 @@
+"""Whose a request is, among the workers of a proxy: by its head, by its body, or by what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from rollbook.ingest.http.error_replies import add_error_replies
+from rollbook.ingest.http.head import moves_cursor, named_by_head
+from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.http.shared_connections import SETTLED, ElsewhereError, give_away
+from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
+from rollbook.ingest.workers.bus import Bus
+from rollbook.ingest.workers.place import FIRST, Place, owner_of
+from rollbook.store.events import Json
+
+KNOWS = "knows"
+
+
+@dataclass(slots=True, eq=False)
+class Siblings:
+    """What a worker knows of the others.
+
+    Attributes:
+        lanes: those of all workers.
+        naming: the headers that name a trajectory.
+        cleaned: takes secrets out of a hint, as it is done before one becomes a name.
+        knows: whether this worker knows a reply of that id; the application sets it.
+    """
+
+    place: Place
+    bus: Bus
+    lanes: Sequence[str] = ()
+    naming: Sequence[str] = (TRAJECTORY_HEADER,)
+    cleaned: Callable[[str], str] = str
+    knows: Callable[[str], bool] = field(default=lambda reply_id: False)
+
+    def __post_init__(self) -> None:
+        self.bus.on(KNOWS, self._knows)
+
+    def of_head(self, method: str, raw_path: str, headers: list[tuple[bytes, bytes]]) -> int | None:
+        """The worker that a request is for, if its head says so and it is another one."""
+        if moves_cursor(method, raw_path):
+            return self._other(FIRST)
+        name, is_hint = named_by_head(method, raw_path, headers, self.naming)
+        if name is None:
+            return None
+        return self._other(owner_of(self.cleaned(name) if is_hint else name, self.place.workers))
+
+    def _other(self, number: int) -> int | None:
+        return None if number == self.place.number else number
+
+    def check_name(self, name: str, raw: bytes, *, plain: bool = True) -> None:
+        """See that a trajectory is this worker's.
+
+        Args:
+            raw: the body of the request that names it; `plain`: without its content encoding.
+
+        Raises:
+            ElsewhereError: it is another one's.
+        """
+        other = self._other(owner_of(name, self.place.workers))
+        if other is not None:
+            raise ElsewhereError(other, raw, plain=plain)
+
+    async def check_unnamed(
+        self, request: Request, reply_ids: Sequence[str], raw: bytes, *, plain: bool = True, kept: bool = True
+    ) -> None:
+        """See that a request without a name is this worker's.
+
+        Args:
+            reply_ids: the earlier replies that it refers to: it is for who knows the first that is known.
+            kept: it is a turn, and where no reply is known, the first worker keeps it.
+
+        Raises:
+            ElsewhereError: it is another one's.
+        """
+        if request.scope.get(SETTLED):
+            return
+        for reply_id in (named for named in reply_ids if isinstance(named, str)):
+            if self.knows(reply_id):
+                return
+            answers = await self.bus.ask_all(KNOWS, {"reply": reply_id})
+            for number, answer in answers.items():
+                if answer is not None and answer[0]["knows"]:
+                    raise ElsewhereError(number, raw, plain=plain)
+        if kept and not self.place.is_first:
+            raise ElsewhereError(FIRST, raw, plain=plain)
+
+    async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
+        return {"knows": self.knows(asked["reply"])}, b""
+
+
+def answer_errors(app: FastAPI, metrics: Metrics) -> None:
+    """Have an application answer every error, and give away what is another worker's."""
+    add_error_replies(app, metrics.refused)
+    app.state.refused = metrics.refused
+    app.add_exception_handler(ElsewhereError, give_away)

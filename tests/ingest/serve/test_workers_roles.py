@@ -1,0 +1,121 @@
+"""What several workers do as one: record only, keys, and the bound of an online training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_upstream import HttpUpstream, chat_reply, whole
+from training_told import begins
+from upstream_replies import ENDPOINTS
+
+from rollbook import store
+from rollbook.ingest.http.key_file import add_key
+from rollbook.ingest.workers.place import owner_of
+from rollbook.store import Event
+from rollbook.store.events import TrajectoryOpened
+
+NAMES = [f"task-{number}" for number in range(8)]
+RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def upstream() -> Iterator[HttpUpstream]:
+    """Answers with a chat reply where it is given none."""
+    server = HttpUpstream()
+    server.start()
+    yield server
+    server.close()
+
+
+def test_record_only(serve: Any, upstream: HttpUpstream) -> None:
+    """Each turn is in its owner's lane, passed on once; a response is found by whoever it passed through."""
+    served = serve(
+        "--engine", "upstream", "--engine-url", upstream.url, "--engine-key", "k", "--workers", "2"
+    )
+    client = httpx.Client(base_url=served.url)
+    upstream.answers += [whole(chat_reply(id=f"chatcmpl-{name}")) for name in NAMES]
+    for name in NAMES:
+        assert client.post(f"/t/{name}/v1/chat/completions", json=ASK).json()["id"] == f"chatcmpl-{name}"
+    for number in range(4):
+        upstream.answers.append(whole(RESPONSE | {"id": f"resp_{number}"}))
+        client.post(
+            "/v1/responses", json={"model": "m", "input": f"{number}"}, headers={"x-session-id": f"s{number}"}
+        )
+    for number in range(4):
+        upstream.answers.append(whole(RESPONSE | {"id": f"resp_{number}"}))
+        other = httpx.get(f"{served.url}/v1/responses/resp_{number}")
+        assert (other.status_code, other.json().get("id")) == (200, f"resp_{number}")
+        asked = {"model": "m", "input": "more", "previous_response_id": f"resp_{number}"}
+        upstream.answers.append(whole(RESPONSE | {"id": f"resp_{number}b"}))
+        assert httpx.post(f"{served.url}/v1/responses", json=asked).status_code == 200
+    assert httpx.get(f"{served.url}/v1/responses/resp_unknown").status_code == 404
+    assert len(upstream.asked) == len(NAMES) + 4 + 8
+    expected = [(name, f"serve-{owner_of(name, 2)}", 1) for name in NAMES]
+    expected += [(f"s{number}", f"serve-{owner_of(f's{number}', 2)}", 2) for number in range(4)]
+    deadline = time.monotonic() + 20
+    while sorted(_turns(served.path)) != sorted(expected):  # a reply passes before it is on disk
+        assert time.monotonic() < deadline, _turns(served.path)
+        time.sleep(0.05)
+    details = httpx.get(f"{served.url}/healthz").json()
+    assert [worker["unrecorded"] for worker in details["workers"]] == [0, 0]
+    served.stop()
+
+
+def _turns(path: Path) -> list[tuple[str, str, int]]:
+    rows = store.connect(path).execute("select trajectory, lane, turns from trajectories")
+    return [(str(name), str(lane), int(turns)) for name, lane, turns in rows.fetchall()]
+
+
+def test_keys(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
+    """Each worker knows the keys, and keys that are added; a trajectory's own key goes to its owner."""
+    file = tmp_path / "keys.toml"
+    operator = add_key(file, "boss", "operator", None)
+    served = serve(
+        *("--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"),
+        *("--workers", "2", "--keys", str(file)),
+    )
+    client = httpx.Client(base_url=served.url)
+    mine = {"authorization": f"Bearer {operator}"}
+    for name in NAMES:
+        assert client.post("/v1/trajectories", json={"id": name}).status_code == 401
+        key = client.post("/v1/trajectories", json={"id": name}, headers=mine).json()["api_key"]
+        own = {"authorization": f"Bearer {key}"}
+        assert client.post("/v1/chat/completions", json=ASK, headers=own).status_code == 200
+        assert client.post(f"/t/other-{name}/v1/chat/completions", json=ASK, headers=own).status_code in (
+            400,
+            403,
+        )
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/metrics").status_code == 401
+    served.stop()
+
+
+def test_the_bound_of_an_online_training(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
+    """However many workers take requests, no more trajectories begin than one proxy would let in."""
+    words = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
+    with store.open(tmp_path / "store", create=True).writer("train") as writer:
+        writer.append([Event(begins(1, 4, 2), "default")]).result()
+    served = serve(*words, "--workers", "3", "--hold-s", "1.5", folder=tmp_path / "store")
+    statuses: Counter[int] = Counter()
+
+    def come(name: str) -> None:
+        statuses[httpx.post(f"{served.url}/v1/trajectories", json={"id": name}, timeout=30).status_code] += 1
+
+    threads = [threading.Thread(target=come, args=[f"t{number}"]) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == {201: 12, 503: 28}
+    opened = [e.lane for e in store.open(served.path).events() if isinstance(e.record, TrajectoryOpened)]
+    assert len(opened) == 12
+    assert {*opened} == {"serve-0", "serve-1", "serve-2"}
+    served.stop()
