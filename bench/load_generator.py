@@ -128,9 +128,7 @@ class Conversation:
         self.messages.append({k: v for k, v in message.items() if k in ("role", "content", "tool_calls")})
 
     def _wanted(self, turn: int) -> Reply:
-        return self.material.replies[
-            self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)
-        ]
+        return self.material.replies[self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)]
 
     def _echoed(self, wanted: Reply, response: Response) -> dict[str, Any]:
         """A stand-in of the same size for the reply, after a look at what came back."""

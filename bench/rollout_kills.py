@@ -73,19 +73,21 @@ class Kills:
         self, process: Process, poll: Callable[[], list[Event]], after: str, many: int
     ) -> tuple[str, float]:
         """The owner of launches that is not the one before, once it has so many, and when the first was."""
-        seen: list[Event] = []
+        seen: list[tuple[str, float]] = []
         until = time.monotonic() + WITHIN_S
         while len(seen) < many:
-            seen += [event for event in poll() if _of(event, self.name, after)]
+            for event in poll():
+                record = event.record
+                if (
+                    isinstance(record, LaunchStarted)
+                    and record.rollout == self.name
+                    and record.owner != after
+                ):
+                    seen.append((record.owner, event.time_us / 1e6))
             if process.child.poll() is not None or time.monotonic() > until:
                 raise process.failed(f"launched {len(seen)} agents")
             time.sleep(LOOK_S)
-        return seen[0].record.owner, seen[0].time_us / 1e6
-
-
-def _of(event: Event, rollout: str, after: str) -> bool:
-    record = event.record
-    return isinstance(record, LaunchStarted) and record.rollout == rollout and record.owner != after
+        return seen[0]
 
 
 def _pid(owner: str) -> int:

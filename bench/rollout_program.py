@@ -4,6 +4,8 @@ Of its task, `prompt` is what it says, `turns` how often, and `do` what it does 
 not. All that it leaves behind sleeps for `word` seconds, by which it is found.
 """
 
+from __future__ import annotations
+
 import http.client
 import json
 import os
@@ -14,14 +16,14 @@ import time
 from urllib.parse import urlsplit
 
 
-def converse(prompt, turns):
+def converse(prompt: str, turns: int) -> None:
     """Ask, each time with all that was said before."""
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     with open("asked", "w") as file:
         file.write(str(time.monotonic()))
     connection = http.client.HTTPConnection(url.netloc)
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    messages = []
+    messages: list[dict[str, str]] = []
     for _ in range(turns):
         messages.append({"role": "user", "content": prompt})
         body = json.dumps({"model": "policy", "messages": messages})
@@ -33,7 +35,7 @@ def converse(prompt, turns):
         messages.append(said["choices"][0]["message"])
 
 
-def leave(word):
+def leave(word: str) -> None:
     """A child, one in a session of its own, and a daemon that has nothing of this environment."""
     sleep = ["sleep", word]
     subprocess.Popen(sleep)
@@ -46,7 +48,7 @@ def leave(word):
     os.wait()
 
 
-def main():
+def main() -> None:
     """Do what the task says."""
     with open(os.environ["ROLLBOOK_TASK_FILE"]) as file:
         task = json.load(file)

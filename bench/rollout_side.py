@@ -21,6 +21,7 @@ from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.launching import Launch
 from rollbook.ingest.rollouts.manager import RolloutManager
+from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.testing.tied import end_with_parent
 
@@ -29,12 +30,16 @@ PLAIN = "plain"
 
 
 async def run(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the rollouts of a CONFIG, as `rollbook rollout` does."""
+    """Run the rollouts of a CONFIG, as `rollbook rollout` does; the clock begins with the first agent."""
     config, said = parse_rollouts(given["config"], "bench"), list[str]()
-    manager = RolloutManager(config, say=said.append)
-    begun, cpu = time.perf_counter(), time.process_time()
-    found = await manager.run()
-    wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    began: list[tuple[float, float]] = []
+
+    def tell(progress: Progress) -> None:
+        if progress.running and not began:
+            began.append((time.perf_counter(), time.process_time()))
+
+    found = await RolloutManager(config, say=said.append, tell=tell).run()
+    wall, cpu = time.perf_counter() - began[0][0], time.process_time() - began[0][1]
     return {
         **{"wall_s": wall, "cpu_s": cpu, "done": found.done, "said": said[:5], "leaked": found.leaked},
         "by_status": {str(status): count for status, count in found.by_status.items()},
@@ -42,7 +47,7 @@ async def run(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def start(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Start agents one after the other, in turn plain and at each level: milliseconds to their first request."""
+    """Start agents one by one, in turn plain and at each level: milliseconds to their first request."""
     took: dict[str, list[float]] = {way: [] for way in given["ways"]}
     launcher = SubprocessLauncher(Files((Path(given["program"]).parent,)))
     for number in range(given["count"]):
@@ -68,8 +73,8 @@ async def start(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, env=environment, cwd=folder, check=True, **quiet)
+    null = subprocess.DEVNULL
+    subprocess.run(command, env=environment, cwd=folder, check=True, stdin=null, stdout=null, stderr=null)
 
 
 def _environment(url: str, name: str, folder: Path) -> dict[str, str]:

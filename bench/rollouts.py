@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ RUN = "bench"
 class Plan:
     """How much to measure."""
 
-    limit: Limit = field(default_factory=lambda: Limit(5, 120.0))
+    limit: Limit = field(default_factory=lambda: Limit(5, 90.0))
     cores: int = 2
     concurrency: int = 256
     trajectories: int = 512
@@ -73,7 +73,7 @@ class Plan:
     """Agents that are started one after the other, each way."""
     hostile: int = 1000
     hostile_concurrency: int = 32
-    programs: int = 48
+    programs: int = 96
     """Launches of a lap of programs, `programs_concurrency` at a time."""
     programs_concurrency: int = 8
     kills: int = 3
@@ -119,7 +119,13 @@ def served(folder: Path, plan: Plan) -> Iterator[tuple[Stage, Process]]:
     make_material().write(folder / "material.json")
     port = free_port()
     stage = Stage(folder, some_cores(plan.cores), f"http://127.0.0.1:{port}")
-    words = ["serve", "--engine", "scripted", "--script", "rollbook.bench.rollout_agents:answer"]
+    words: list[object] = [
+        "serve",
+        "--engine",
+        "scripted",
+        "--script",
+        "rollbook.bench.rollout_agents:answer",
+    ]
     words += ["--model", folder / "model", "--store", folder / "store", "--port", port, "--run", RUN]
     command = module("rollbook.cli.app", *words)
     with Process("proxy", command, folder, stage.cores, stage.environment, talks=False) as proxy:
@@ -131,7 +137,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
     """Start everything, take turns, end everything. Calls `on_round` after each round.
 
     Raises:
-        BenchError: a process failed, an agent got another reply than was wanted, or rollouts did not end well.
+        BenchError: a process failed, an agent got a wrong reply, or rollouts did not end well.
     """
     ray = plan.ray and importlib.util.find_spec("ray") is not None
     with ExitStack() as stack:
@@ -206,8 +212,8 @@ class _Bench:
     def coroutines(self, number: int) -> Lap:
         """The same conversations, by coroutines of a manager."""
         plan, first = self._plan, SEED * (number + 1)
-        agent = {"launcher": "python", "rollout": "rollbook.bench.rollout_agents:Converses"}
-        agent |= {"options": {"turns": plan.turns}}
+        rollout = {"launcher": "python", "rollout": "rollbook.bench.rollout_agents:Converses"}
+        agent = rollout | {"options": {"turns": plan.turns}}
         tasks = [{"id": f"t{seed}", "seed": seed} for seed in range(first, first + plan.trajectories)]
         config = self._stage.config(f"python-{number}", tasks, concurrency=plan.concurrency, agent=agent)
         before = self._proxy.cpu_s()
@@ -263,7 +269,7 @@ class _Bench:
             config = self._stage.config(f"hostile-{level}", tasks, **changes)
             by_status.update(self._manager.ask(do="run", config=config)["by_status"])
         took = time.monotonic() - begun
-        return Hostile(by_status, len(_with_word(word)), took)
+        return Hostile(by_status, len(with_word(word)), took)
 
 
 def _hostile(number: int, index: int, word: str) -> dict[str, Any]:
@@ -281,10 +287,10 @@ def _recovered(stage: Stage, plan: Plan, kind: str, environment: Mapping[str, st
     # What JSON has for a text, a number or a list, TOML has too.
     path.write_text("".join(f"{k} = {orjson.dumps(v).decode()}\n" for k, v in (values | command).items()))
     words = (stage.folder, stage.cores, stage.folder / "store", path, name)
-    return Kills(*words, stage.environment | environment).run(plan.kills, actor=kind == ACTOR)
+    return Kills(*words, {**stage.environment, **environment}).run(plan.kills, actor=kind == ACTOR)
 
 
-def _with_word(word: str) -> list[int]:
+def with_word(word: str) -> list[int]:
     """Processes in whose command line it is."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -306,6 +312,11 @@ def examples_lines() -> dict[str, int] | None:
 def lines_of_ours(text: str) -> list[str]:
     """Lines of an agent that are there for Rollbook."""
     return [line for line in text.splitlines() if "rollbook" in line.lower()]
+
+
+def sized(scale: float) -> Plan:
+    """The plan with times 1,000 hostile agents."""
+    return replace(Plan(), hostile=max(round(1000 * scale), 1))
 
 
 def outcome(measured: Measured) -> Outcome:

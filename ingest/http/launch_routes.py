@@ -29,9 +29,9 @@ REMEMBERED = 4096
 class Book:
     """Writes what is said of launches, each thing once.
 
-    What is said of one trajectory at a time is said one after the other: in between the log is read, unless it
-    was opened here, so that all that the log can have of its launches was said here. (A launcher speaks to one
-    proxy; of two ends told to two proxies at the same time the view takes the first.)
+    What is said of one trajectory at a time is said one after the other: in between the log is read, unless
+    it was opened here, so that all that the log can have of its launches was said here. (A launcher speaks to
+    one proxy; of two ends told to two proxies at the same time the view takes the first.)
     """
 
     def __init__(self, desk: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,16 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from rollbook.store.errors import ConfigError
+
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 """What a request raises that is not answered."""
 CONNECT_S = 30.0
+
+
+def failure(error: BaseException) -> str:
+    """What kept a request from being answered, in a line."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +101,21 @@ class Http:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         return self._made
+
+
+def bearer(variable: str | None, key: str) -> dict[str, str]:
+    """The headers of requests to somebody's service.
+
+    Args:
+        variable: of this process, which holds a token; None: no token is sent.
+        key: of the CONFIG, which names the variable.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if variable is None:
+        return {}
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(f"{key}: the variable {variable!r} is not set: give it the service's token")
+    return {"authorization": f"Bearer {token}"}

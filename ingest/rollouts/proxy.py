@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 import aiohttp
 import orjson
 
-from rollbook.ingest.rollouts.http import FAILURES, Answer, Http
+from rollbook.ingest.rollouts.http import FAILURES, Answer, Http, failure
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
 from rollbook.store.errors import RequestError, RolloutError
@@ -162,7 +162,7 @@ class Proxy:
             try:
                 answer = await self.http.send(method, self.url + path, body)
             except FAILURES as error:
-                why = f"does not answer ({error!r}); is `rollbook serve` up?"
+                why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
             else:
                 if answer.status < 300:
                     said: Json = answer.json()
