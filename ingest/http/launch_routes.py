@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
-from cachetools import LRUCache
+from cachetools import TTLCache
 from fastapi import FastAPI, Request, Response
 
 from rollbook.ingest.http.desk import Desk
@@ -22,8 +22,8 @@ from rollbook.store import Event
 from rollbook.store.events import EvalSampled, Json, Record
 from rollbook.store.ids import new_id
 
-REMEMBERED = 4096
-"""Trajectories whose launches are known without the log."""
+REMEMBERED, REMEMBERED_S = 4096, 600.0
+"""Trajectories whose launches are known without the log, and for how long: retention drops none so soon."""
 
 
 class Book:
@@ -37,7 +37,7 @@ class Book:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._said: LRUCache[str, tuple[Event, ...]] = LRUCache(REMEMBERED)
+        self._said: TTLCache[str, tuple[Event, ...]] = TTLCache(REMEMBERED, REMEMBERED_S)
         """Trajectory -> what was said of its launches since its opening."""
 
     def opened(self, trajectory_id: str) -> None:
