@@ -11,7 +11,7 @@ import base64
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,11 @@ class Conversation:
         self.messages = self.material.opening(self.seed)
 
     def ask(self, turn: int) -> bytes:
-        """The body of a turn's request, its last message marked with the reply that is wanted."""
+        """The body of a turn's request."""
+        return orjson.dumps(self.fields(turn))
+
+    def fields(self, turn: int) -> dict[str, Any]:
+        """A turn's request, its last message marked with the reply that is wanted."""
         number = self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)
         if turn:
             call_id = self.messages[-1]["tool_calls"][0]["id"]
@@ -91,7 +95,7 @@ class Conversation:
         body = SAMPLING | {"model": "bench", "messages": self.messages, "tools": self.material.tools}
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return orjson.dumps(body)
+        return body
 
     def hear(self, turn: int, response: Response) -> None:
         """Check the reply and go on from it.
@@ -99,15 +103,18 @@ class Conversation:
         Raises:
             WrongReply: it is not the one that was wanted.
         """
-        wanted = self.material.replies[
-            self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)
-        ]
         if response.status != 200:
             raise WrongReply(f"status {response.status}: {response.body[:300]!r}")
         if self.kind == ECHO:
-            self.messages.append(self._echoed(wanted, response))
-            return
-        choice = streamed(response.body) if self.stream else orjson.loads(response.body)["choices"][0]
+            self.messages.append(self._echoed(self._wanted(turn), response))
+        elif self.stream:
+            self.take(turn, streamed(response.body))
+        else:
+            self.take(turn, orjson.loads(response.body)["choices"][0])
+
+    def take(self, turn: int, choice: Mapping[str, Any]) -> None:
+        """As `hear`, of a reply's choice."""
+        wanted = self._wanted(turn)
         message, finish = choice["message"], choice["finish_reason"]
         call = wanted.name is not None
         if (message.get("content") or "").strip() != wanted.content.strip():
@@ -120,6 +127,9 @@ class Conversation:
             if (function["name"], orjson.loads(function["arguments"])) != (wanted.name, wanted.arguments):
                 raise WrongReply(f"turn {turn}: call {function}, not {wanted}")
         self.messages.append({k: v for k, v in message.items() if k in ("role", "content", "tool_calls")})
+
+    def _wanted(self, turn: int) -> Reply:
+        return self.material.replies[self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)]
 
     def _echoed(self, wanted: Reply, response: Response) -> dict[str, Any]:
         """A stand-in of the same size for the reply, after a look at what came back."""

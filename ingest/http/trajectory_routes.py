@@ -14,7 +14,7 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.desk import Desk
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, caller_of
-from rollbook.ingest.http.launch_routes import add_launch_routes
+from rollbook.ingest.http.launch_routes import Book, add_launch_routes
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import all_durable
 from rollbook.ingest.requests.fields import (
@@ -37,18 +37,19 @@ def add_trajectory_routes(
 ) -> None:
     """Add the routes under /v1/trajectories."""
     desk = Desk(recorder, door, guard, room)
-    _add_course(app, desk)
+    book = Book(desk)
+    _add_course(app, desk, book)
     _add_reading(app, desk)
     _add_remarks(app, desk)
     _add_preferences(app, desk)
-    add_launch_routes(app, desk)
+    add_launch_routes(app, desk, book)
 
 
 OPENING = "opening"
 """Label by which a client knows its own request to open a trajectory, and may repeat it."""
 
 
-def _add_course(app: FastAPI, desk: Desk) -> None:
+def _add_course(app: FastAPI, desk: Desk, book: Book) -> None:
     """A trajectory's beginning and end."""
 
     def said(live: LiveTrajectory) -> Json:
@@ -71,6 +72,7 @@ def _add_course(app: FastAPI, desk: Desk) -> None:
                 return said(known)
             desk.recorder.draft(body)  # refuses a name that was taken meanwhile
             opening = desk.recorder.record_opening(live)
+            book.opened(live.opened.trajectory_id)
         await all_durable([opening])
         return said(live)
 

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-import httpx
 import orjson
 
+from rollbook.ingest.rollouts.http import FAILURES, Http, failure
 from rollbook.ingest.rollouts.named import called, imported
 from rollbook.ingest.rollouts.outcome import Outcome
 from rollbook.ingest.rollouts.tasks import Task
@@ -39,9 +39,7 @@ class LLM:
         replies: what the policy answered it, in order.
     """
 
-    def __init__(
-        self, http: httpx.AsyncClient, base_url: str, api_key: str, trajectory: str, agent: str = ""
-    ) -> None:
+    def __init__(self, http: Http, base_url: str, api_key: str, trajectory: str, agent: str = "") -> None:
         self.base_url, self.api_key, self.trajectory, self.agent = base_url, api_key, trajectory, agent
         self.replies: list[Json] = []
         self._http = http
@@ -70,13 +68,13 @@ class LLM:
             body["metadata"] = fields.get("metadata", {}) | {"agent": self.agent}
         headers = {"authorization": f"Bearer {self.api_key}"}
         try:
-            answer = await self._http.post(f"{self.base_url}/chat/completions", json=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise RolloutError(f"the proxy at {self.base_url} does not answer: {error!r}") from error
-        if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise RolloutError(f"the proxy answered {answer.status_code}: {answer.text[:500]}")
-        if answer.status_code != 200:
-            raise RequestError(answer.status_code, "refused", answer.text[:500])
+            answer = await self._http.send("POST", f"{self.base_url}/chat/completions", body, headers)
+        except FAILURES as error:
+            raise RolloutError(f"the proxy at {self.base_url} does not answer: {failure(error)}") from error
+        if answer.status in (408, 429) or answer.status >= 500:
+            raise RolloutError(f"the proxy answered {answer.status}: {answer.text[:500]}")
+        if answer.status != 200:
+            raise RequestError(answer.status, "refused", answer.text[:500])
         reply: Json = answer.json()
         self.replies.append(reply)
         message: Json = reply["choices"][0]["message"]

@@ -18,7 +18,6 @@ from rollbook.ingest.rollouts.jobs import Agents, Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.service_agents import ServiceAgents
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.ingest.rollouts.told import (
     address_in,
@@ -125,6 +124,8 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
     if config.agent.launcher == "python":
         return Coroutines(config.agent, config.clocks, proxy)
     if config.agent.service is not None and config.agent.launcher == "http":
+        from rollbook.ingest.rollouts.service_agents import ServiceAgents
+
         address = config.agent.address or config.proxy
         return ServiceAgents(config.agent, config.agent.service, config.clocks, address)
     if config.agent.container is not None and config.agent.launcher == "docker":

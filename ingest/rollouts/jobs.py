@@ -79,6 +79,9 @@ async def until(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | 
         while True:
             which, at = _next(clocks, began, job.activity)
             left = None if at is None else max(at - time.monotonic(), 0.0)
+            if not job.activity.seen.requests and clocks.idle_s is not None:
+                # With its first request, of which nothing is heard here, another clock begins.
+                left = clocks.idle_s if left is None else min(left, clocks.idle_s)
             done, _ = await asyncio.wait({future, stop}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if future in done:
                 return None

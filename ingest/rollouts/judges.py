@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
 import orjson
 
 from rollbook.ingest.rollouts.agentic import LLM
 from rollbook.ingest.rollouts.attempt import Attempt
+from rollbook.ingest.rollouts.http import FAILURES, Http, bearer
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.score_config import JudgeConfig
-from rollbook.ingest.rollouts.service_agents import bearer
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.ingest.rollouts.told import Address
 from rollbook.store.errors import RolloutError
@@ -39,12 +38,11 @@ class HttpJudge:
 
     def __init__(self, name: str, url: str, token_variable: str | None) -> None:
         self._name, self._url = name, url
-        headers = bearer(token_variable, "score.token_variable")
-        self._client = httpx.AsyncClient(headers=headers, timeout=None)
+        self._client = Http(bearer(token_variable, "score.token_variable"))
 
     async def close(self) -> None:
         """Close its connections."""
-        await self._client.aclose()
+        await self._client.close()
 
     async def score(self, task: Task, attempt: Attempt) -> float:
         """Its number; asked again for as long as it is away.
@@ -62,15 +60,15 @@ class HttpJudge:
         pause = PAUSE_S
         while True:
             try:
-                answer = await self._client.post(self._url, json=body, headers=key)
-            except httpx.TransportError:
+                answer = await self._client.send("POST", self._url, body, key)
+            except FAILURES:
                 pass
             else:
-                if answer.status_code < 300:
+                if answer.status < 300:
                     return read_number(answer.text, self._url, whole=True)
-                if answer.status_code < 500 and answer.status_code not in _PASSING:
+                if answer.status < 500 and answer.status not in _PASSING:
                     said = answer.text[:SHOWN]
-                    raise RolloutError(f"{self._url} answered {answer.status_code}: {said}")
+                    raise RolloutError(f"{self._url} answered {answer.status}: {said}")
             await asyncio.sleep(pause)
             pause *= 2
 

@@ -19,12 +19,14 @@ import marshal
 import os
 import resource
 import select
-import signal
 import time
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes as long as all others together
 if TYPE_CHECKING:
+    import signal
     from typing import Any
+else:
+    import _signal as signal  # what `signal` is made of: that imports `enum`, which takes a third of a start
 
 LENGTH_BYTES = 8
 """Of the length before what is to be started."""

@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import httpx
+import aiohttp
 import orjson
 
+from rollbook.ingest.rollouts.http import FAILURES, Answer, Http, failure
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
 from rollbook.store.errors import RequestError, RolloutError
@@ -47,15 +48,13 @@ class Proxy:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx.Timeout(30.0, read=None)
-        self.http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+        self.http = Http(headers)
 
     async def __aenter__(self) -> Proxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
+        await self.http.close()
 
     async def run_name(self) -> str:
         """The run that it records into.
@@ -161,20 +160,20 @@ class Proxy:
         deadline = loop.time() + away_s
         while True:
             try:
-                answer = await self.http.request(method, path, json=body)
-            except httpx.HTTPError as error:
-                why = f"does not answer ({error!r}); is `rollbook serve` up?"
+                answer = await self.http.send(method, self.url + path, body)
+            except FAILURES as error:
+                why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
             else:
-                if answer.status_code < 300:
+                if answer.status < 300:
                     said: Json = answer.json()
                     return said
                 code, text = _refusal(answer)
-                if answer.status_code == 409 and code not in _PASSING:
+                if answer.status == 409 and code not in _PASSING:
                     raise RequestError(409, code, text)
-                if answer.status_code not in (409, 429, 503):
+                if answer.status not in (409, 429, 503):
                     raise RolloutError(f"the proxy at {self.url} refused {method} {path}: {text}")
-                why = f"answered {answer.status_code}: {text}"
-                if held and answer.status_code in (429, 503):
+                why = f"answered {answer.status}: {text}"
+                if held and answer.status in (429, 503):
                     deadline = loop.time() + away_s
             if loop.time() > deadline:
                 raise RolloutError(f"the proxy at {self.url} {why}")
@@ -193,7 +192,7 @@ class Proxy:
         """
         found: list[Event] = []
         query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse", "from": since}
-        async with self.http.stream("GET", "/v1/events", params=query) as answer:
+        async with self.http.stream(f"{self.url}/v1/events?{urlencode(query)}") as answer:
             await _check(answer, self.url)
             cut = since
             async for message in _messages(answer):
@@ -229,9 +228,9 @@ class Proxy:
         broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
-            with contextlib.suppress(httpx.HTTPError):
-                timeout = httpx.Timeout(10.0, read=SILENCE_S)
-                async with self.http.stream("GET", "/v1/events", params=query, timeout=timeout) as answer:
+            with contextlib.suppress(*FAILURES):
+                url = f"{self.url}/v1/events?{urlencode(query)}"
+                async with self.http.stream(url, SILENCE_S) as answer:
                     await _check(answer, self.url)
                     if broken:
                         connected(True)
@@ -253,25 +252,25 @@ def _of(name: str) -> str:
     return f"/v1/trajectories/{quote(name, safe='')}"
 
 
-async def _messages(answer: httpx.Response) -> AsyncIterator[Any]:
+async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
     reader = MessageReader()
-    async for data in answer.aiter_raw():
+    async for data in answer.content.iter_any():
         for message in reader.feed(data):
             yield message
     for message in reader.end():
         yield message
 
 
-async def _check(answer: httpx.Response, url: str) -> None:
-    if answer.status_code != 200:
-        await answer.aread()
-        raise RolloutError(f"the proxy at {url} refused its log: {_refusal(answer)[1]}")
+async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
+    if answer.status != 200:
+        said = Answer(answer.status, await answer.read())
+        raise RolloutError(f"the proxy at {url} refused its log: {_refusal(said)[1]}")
 
 
-def _refusal(answer: httpx.Response) -> tuple[str, str]:
+def _refusal(answer: Answer) -> tuple[str, str]:
     """(code, message) of an error."""
     try:
         error: Mapping[str, Any] = answer.json()["error"]
         return str(error["code"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return "", f"HTTP {answer.status_code}: {answer.text[:200]}"
+        return "", f"HTTP {answer.status}: {answer.text[:200]}"

@@ -101,7 +101,7 @@ class Scorers:
             proxy = self._proxy
             if one.judge.proxy is not None:
                 proxy = Proxy(one.judge.proxy, os.environ.get(one.judge.key_variable))
-                self._close.push_async_callback(proxy.http.aclose)
+                self._close.push_async_callback(proxy.http.close)
             return ModelJudge(one.name, one.judge, proxy).score
         assert self._launcher is not None
         return _ByProgram(one, self._launcher, passed(self._config.agent, os.environ)).score

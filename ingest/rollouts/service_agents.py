@@ -7,7 +7,6 @@ is sent again, and who is silent for as long as the lease is taken for dead, by 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Annotated, Any, Literal
 
@@ -16,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ServiceConfig
 from rollbook.ingest.rollouts.config import ClocksConfig
+from rollbook.ingest.rollouts.http import bearer
 from rollbook.ingest.rollouts.jobs import Agents, Job, Started, until
 from rollbook.ingest.rollouts.launching import Exit, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
-from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 
@@ -148,24 +147,6 @@ class _Asked(Started):
                 text = f"its service gave no good answer for {self._service.lease_s:g} s: {why}"
                 return False, Ended(infrastructure=text)
             await asyncio.sleep(self._service.poll_s)
-
-
-def bearer(variable: str | None, key: str) -> dict[str, str]:
-    """The headers of requests to somebody's service.
-
-    Args:
-        variable: of this process, which holds a token; None: no token is sent.
-        key: of the CONFIG, which names the variable.
-
-    Raises:
-        ConfigError: the variable is not set.
-    """
-    if variable is None:
-        return {}
-    token = os.environ.get(variable)
-    if not token:
-        raise ConfigError(f"{key}: the variable {variable!r} is not set: give it the service's token")
-    return {"authorization": f"Bearer {token}"}
 
 
 def _ended(answer: httpx.Response, *, asked: bool) -> tuple[bool, Ended] | None:

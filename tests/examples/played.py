@@ -18,6 +18,7 @@ from habits import make_habits
 from warm import TORCH, WarmProcess, run_warm
 
 from rollbook import store as rb
+from rollbook.bench.rollouts import lines_of_ours as lines_that_name_rollbook
 from rollbook.store import Store
 from rollbook.store.events import StepPlanned
 from rollbook.testing.ports import free_port
@@ -133,6 +134,6 @@ def _command(*words: object) -> list[str]:
 
 def lines_of_ours(agent: str) -> list[str]:
     """Lines of an agent that are there for Rollbook, as many as its page says."""
-    found = [line for line in (EXAMPLES / agent).read_text().splitlines() if "rollbook" in line.lower()]
+    found = lines_that_name_rollbook((EXAMPLES / agent).read_text())
     assert f"lines changed: {len(found)}" in (EXAMPLES / agent).with_name("README.md").read_text()
     return found

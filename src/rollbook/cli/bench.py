@@ -14,8 +14,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="append, bits, hostile, learning, loop, materialize, proxy, recover, replay, scale, seal, "
-            "sql, sync, tail or train."
+            help="append, bits, hostile, learning, loop, materialize, proxy, recover, replay, rollouts, "
+            "scale, seal, sql, sync, tail or train."
         ),
     ],
     json: AsJson = False,
@@ -30,7 +30,7 @@ def bench(
         float | None,
         typer.Option(
             help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; replay, "
-            "scale: times 1M turns; sql: times 100,000 turns."
+            "scale: times 1M turns; rollouts: times 1,000 hostile agents; sql: times 100,000 turns."
         ),
     ] = None,
 ) -> None:

@@ -106,6 +106,27 @@ def test_a_launch_from_its_start_to_its_end(proxy: Any, name: str) -> None:
         assert connection.execute(query, [name]).fetchall() == [("l-1", "agent_error", 3, 1, 2)]
 
 
+def test_the_log_is_read_only_of_what_was_not_opened_here(
+    proxy: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this route, that is: each thing is said once all the same."""
+    read: list[Any] = []
+    of_store = type(proxy.store).events_about
+
+    def events_about(store: Any, ids: Any) -> Any:
+        read.append(ids)
+        return of_store(store, ids)
+
+    monkeypatch.setattr(type(proxy.store), "events_about", events_about)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert proxy.ask("/t/by-request/v1/chat/completions", asked, headers=LAUNCHER).status == 200
+    for trajectory, reads in ((name, 0), ("by-request", 4)):
+        said = [("", START), ("", START), ("/l-1/end", END), ("/l-1/end", END)]
+        assert [_say(proxy, trajectory, *one)[0] for one in said] == [201, 200, 201, 200]
+        assert len(read) == reads
+        read.clear()
+
+
 def test_the_proxy_gives_an_id_where_none_is_sent(proxy: Any, name: str) -> None:
     """Another each time; it names the launch."""
     body = {k: v for k, v in START.items() if k not in ("launch_id", "clocks", "isolation")}
@@ -230,10 +251,10 @@ def test_an_agent_cannot_speak_for_its_launcher(proxy: Any, name: str) -> None:
     assert len(_told(proxy, name)) == 1
 
 
-def test_of_what_retention_dropped_there_is_no_launch(
-    proxy: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_what_retention_dropped_there_is_no_launch(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is known still, its events are not there."""
+    name, asked = "dropped", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert proxy.ask(f"/t/{name}/v1/chat/completions", asked, headers=LAUNCHER).status == 200
     with monkeypatch.context() as patch:
         patch.setattr(rb.Store, "events_about", lambda *_: [])
         assert _refused(proxy, name, "", START)[:2] == (404, "trajectory_dropped")

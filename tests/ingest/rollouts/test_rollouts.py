@@ -430,6 +430,15 @@ def test_what_a_clock_ends_is_asked_first(server: Any, config: Any, tmp_path: Pa
     assert time.monotonic() - begun < 15
 
 
+def test_what_is_idle_ends_long_before_its_other_clocks(server: Any, config: Any) -> None:
+    """The clock begins with its first request, whatever was waited for until then."""
+    made = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 1.0, "grace_s": 0.2})
+    begun = time.monotonic()
+    run(made, tasks("wait"))
+    assert told(launches(server, made.name), "status", "why") == [("timeout", "its idle clock ran out")]
+    assert time.monotonic() - begun < 20
+
+
 def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
     """What ended is not run again; what ran is gone, told of, and run again; nothing is left running."""
     found, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])

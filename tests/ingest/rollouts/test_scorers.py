@@ -372,7 +372,8 @@ def test_a_reward_that_is_sent_again_counts_once(server: Any) -> None:
 
     async def at_once() -> list[int]:
         async with Proxy(server.url) as proxy:
-            posts = [proxy.http.post(f"{made}/rewards", json={"reward": 5.0}) for _ in range(8)]
-            return [answer.status_code for answer in await asyncio.gather(*posts)]
+            url = f"{server.url}{made}/rewards"
+            posts = [proxy.http.send("POST", url, {"reward": 5.0}) for _ in range(8)]
+            return [answer.status for answer in await asyncio.gather(*posts)]
 
     assert Counter(asyncio.run(at_once())) == {201: 1, 200: 7}

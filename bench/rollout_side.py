@@ -1,0 +1,103 @@
+"""The manager's process of the rollouts' benchmark: runs rollouts, or starts agents one by one.
+
+It reads commands from stdin, a JSON object a line, and answers each with one on stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.ingest.rollouts.config import parse_rollouts
+from rollbook.ingest.rollouts.isolation import Files
+from rollbook.ingest.rollouts.launching import Launch
+from rollbook.ingest.rollouts.manager import RolloutManager
+from rollbook.ingest.rollouts.rollouts import Progress
+from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.testing.tied import end_with_parent
+
+PLAIN = "plain"
+"""An agent that nobody keeps, as `subprocess` starts it; others are levels of isolation."""
+
+
+async def run(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the rollouts of a CONFIG, as `rollbook rollout` does; the clock begins with the first agent."""
+    config, said = parse_rollouts(given["config"], "bench"), list[str]()
+    began: list[tuple[float, float]] = []
+
+    def tell(progress: Progress) -> None:
+        if progress.running and not began:
+            began.append((time.perf_counter(), time.process_time()))
+
+    found = await RolloutManager(config, say=said.append, tell=tell).run()
+    wall, cpu = time.perf_counter() - began[0][0], time.process_time() - began[0][1]
+    return {
+        **{"wall_s": wall, "cpu_s": cpu, "done": found.done, "said": said[:5], "leaked": found.leaked},
+        "by_status": {str(status): count for status, count in found.by_status.items()},
+    }
+
+
+async def start(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Start agents one by one, in turn plain and at each level: milliseconds to their first request."""
+    took: dict[str, list[float]] = {way: [] for way in given["ways"]}
+    launcher = SubprocessLauncher(Files((Path(given["program"]).parent,)))
+    for number in range(given["count"]):
+        for way in given["ways"]:
+            name = f"start-{way}-{number}-{uuid.uuid4().hex[:8]}"
+            folder = Path(given["folder"]) / name
+            folder.mkdir(parents=True)
+            (folder / "task.json").write_bytes(orjson.dumps(given["task"]))
+            environment = _environment(given["url"], name, folder)
+            command = [sys.executable, "-S", given["program"]]
+            begun = time.monotonic()
+            if way == PLAIN:
+                await asyncio.to_thread(_plain, command, environment, folder)
+            else:
+                words = (name, tuple(command), environment, folder, folder)
+                running = await launcher.start(Launch(*words, isolation=way))
+                ended = await running.wait()
+                if ended.code != 0:
+                    raise RuntimeError(f"an agent at {way} ended with {ended}")
+            if number:  # the first tries what works here
+                took[way].append(1e3 * (float((folder / "asked").read_text()) - begun))
+    return {"took": took}
+
+
+def _plain(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    null = subprocess.DEVNULL
+    subprocess.run(command, env=environment, cwd=folder, check=True, stdin=null, stdout=null, stderr=null)
+
+
+def _environment(url: str, name: str, folder: Path) -> dict[str, str]:
+    ours = {"OPENAI_BASE_URL": f"{url}/t/{name}/v1", "OPENAI_API_KEY": "none", "HOME": str(folder)}
+    return ours | {"PATH": os.environ["PATH"], "ROLLBOOK_TASK_FILE": str(folder / "task.json")}
+
+
+COMMANDS = {"run": run, "start": start}
+
+
+def main() -> None:
+    """Obey until stdin ends."""
+    end_with_parent()
+    with asyncio.Runner() as runner:
+        for line in sys.stdin.buffer:
+            given = orjson.loads(line)
+            try:
+                found = runner.run(COMMANDS[given["do"]](given))
+            except Exception as error:  # told to who asked, who knows what it means
+                found = {"error": repr(error)}
+            sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
