@@ -89,6 +89,7 @@ RULES = (
     Rule("POST", "/v1/trajectories/{name:path}/launches", LAUNCHERS),
     Rule("POST", "/v1/trajectories/{name:path}/launches/{launch_id}/end", LAUNCHERS),
     Rule("POST", "/v1/trajectories/{name:path}/launches/{launch_id}/leaks", LAUNCHERS),
+    Rule("GET", "/v1/rollouts/{name}", LAUNCHERS),
     Rule("POST", "/v1/evaluations", LAUNCHERS),
     Rule("POST", "/v1/preferences", JUDGES),
     # The agents' APIs; all of them where requests only pass.

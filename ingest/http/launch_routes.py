@@ -1,5 +1,5 @@
-"""Routes for who starts agents: that one was started for a trajectory, how it ended, what it left behind; and
-that those which were to be evaluated have been.
+"""Routes for who starts agents: that one was started for a trajectory, how it ended, what it left behind;
+that those which were to be evaluated have been; and how far they all are.
 
 They work before and after the trajectory's finish. The trajectory's own key does not open them: what it is
 given to cannot speak for who started it.
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
+import orjson
 from cachetools import TTLCache
 from fastapi import FastAPI, Request, Response
 
@@ -18,6 +19,7 @@ from rollbook.ingest.http.desk import Desk
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.requests.launch_fields import EndLaunch, StartLaunch, TellEvaluated, TellLeaks
 from rollbook.ingest.trajectories.launches import Launch
+from rollbook.ingest.trajectories.rollout_course import rollout_course
 from rollbook.store import Event
 from rollbook.store.events import EvalSampled, Json, Record
 from rollbook.store.ids import new_id
@@ -93,6 +95,13 @@ def add_launch_routes(app: FastAPI, desk: Desk, book: Book) -> None:
     async def leaks(name: str, launch_id: str, request: Request, response: Response) -> Json:
         body, by = await desk.read(request, TellLeaks), caller_of(request).name
         return await book.say(name, launch_id, response, lambda one: one.leaked(body, by))
+
+    @app.get("/v1/rollouts/{name}")
+    async def course(name: str) -> Response:
+        recorder = desk.recorder
+        await recorder.settle()
+        said = await asyncio.to_thread(rollout_course, recorder.store, recorder.run, name)
+        return Response(orjson.dumps(said), media_type="application/json")
 
     @app.post("/v1/evaluations", status_code=201)
     async def evaluated(request: Request) -> Json:

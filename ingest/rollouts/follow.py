@@ -107,8 +107,6 @@ class Following:
         self._stop = asyncio.Event()
         self._answered = 0
         """How many of the training's asks were answered."""
-        self._asked_at: dict[int, str] = {}
-        """Version -> a cut before the training first asked for agents to be evaluated at it."""
 
     def stop(self) -> None:
         """Begin nothing more, and cancel what runs."""
@@ -124,8 +122,6 @@ class Following:
         run = await self._proxy.run_name()
         events, cut = await self._proxy.recorded(run, KINDS)
         self._training.take(events)
-        asked = {event.record.policy_version for event in events if isinstance(event.record, EvalStarted)}
-        self._asked_at = dict.fromkeys(asked, "")  # another process may have begun these
         following = asyncio.create_task(self._follow(run, cut))
         if self._training.policy is None or self._training.over:
             self._say(f"waiting for an online training of run {run!r} (rollbook train --source tail)")
@@ -151,11 +147,8 @@ class Following:
             await asyncio.wait([following])
 
     async def _follow(self, run: str, cut: str) -> None:
-        async for events, now in self._proxy.batches(run, KINDS, cut):
+        async for events, _ in self._proxy.batches(run, KINDS, cut):
             self._training.take(events)
-            if self._training.asked is not None:
-                self._asked_at.setdefault(self._training.asked, cut)
-            cut = now
             await self._tell()
 
     async def _tell(self) -> None:
@@ -188,7 +181,7 @@ class Following:
             )
             return
         rollouts = await self._make(evaluation.config(self._config, version))
-        running = asyncio.create_task(rollouts.run(self._asked_at.get(version, "")))
+        running = asyncio.create_task(rollouts.run())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not running.done():

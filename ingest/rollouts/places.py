@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from rollbook.ingest.rollouts.outcome import Status
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.store.events import (
-    Event,
-    Json,
-    LaunchEnded,
-    LaunchStarted,
-    TrajectoryFinished,
-    TrajectoryOpened,
-)
+from rollbook.store.events import Json
 
-KINDS = (TrajectoryOpened.KIND, TrajectoryFinished.KIND, LaunchStarted.KIND, LaunchEnded.KIND)
+COLUMNS = ("epoch", "task", "sample", "attempt", "launch_id", "status")
 LABEL = "rollout"
 """Label of a trajectory that says which rollouts it is of."""
 OPENING = "opening"
@@ -50,12 +43,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A launch without an end, whose process is gone."""
+    """A launch without an end, whose process is gone.
+
+    Attributes:
+        finished: the status that its trajectory was finished with; None: it is not.
+    """
 
     place: Place
     attempt: int
     launch_id: str
     trajectory_id: str
+    finished: str | None = None
 
 
 @dataclass(slots=True)
@@ -64,17 +62,17 @@ class Course:
 
     Attributes:
         attempts: place -> attempts that were begun.
+        launches: place -> the launch of the last attempt.
         ended: place -> how its last attempt ended.
         orphans: launch -> one that no end was recorded of.
         unlaunched: names of trajectories whose process died before it told of their launch.
-        finished: trajectory -> the status that it was finished with.
     """
 
     attempts: dict[Place, int] = field(default_factory=dict)
+    launches: dict[Place, str] = field(default_factory=dict)
     ended: dict[Place, Status] = field(default_factory=dict)
     orphans: dict[str, Orphan] = field(default_factory=dict)
     unlaunched: frozenset[str] = frozenset()
-    finished: dict[str, str] = field(default_factory=dict)
 
     def open(self, place: Place, most: int) -> bool:
         """Whether something is left to do there, with at most so many attempts."""
@@ -86,49 +84,21 @@ class Course:
         return again and (status is Status.cancelled or self.attempts.get(place, 0) < most)
 
 
-def course_of(events: Iterable[Event], rollout: str) -> Course:
-    """Fold the launches of the rollouts of a name, and what became of their trajectories."""
-    course, running = Course(), dict[str, Orphan]()
-    opened, launched = dict[str, str](), set[str]()
-    for event in events:
-        match event.record:
-            case TrajectoryOpened() as record if record.labels.get(LABEL) == rollout:
-                opened[record.trajectory_id] = record.name
-            case TrajectoryFinished() as record:
-                course.finished[record.trajectory_id] = record.status
-            case LaunchStarted() as record if record.rollout == rollout:
-                launched.add(record.trajectory_id)
-                place = _place(record)
-                running[record.launch_id] = Orphan(
-                    place, record.attempt, record.launch_id, record.trajectory_id
-                )
-                if record.attempt >= course.attempts.get(place, 0):
-                    course.attempts[place] = record.attempt
-                    course.ended.pop(place, None)
-            case LaunchEnded() as record if record.launch_id in running:
-                orphan = running.pop(record.launch_id)
-                if orphan.attempt == course.attempts[orphan.place]:
-                    course.ended[orphan.place] = Status(record.status)
-    course.orphans = running
-    course.unlaunched = frozenset(name for one, name in opened.items() if one not in launched)
+def read_course(said: Json) -> Course:
+    """What a proxy says of rollouts (`ingest.trajectories.rollout_course`)."""
+    course, columns = Course(), said["places"]
+    rows = zip(*(columns[name] for name in COLUMNS), strict=True)
+    for epoch, task, sample, attempt, launch_id, status in rows:
+        place = Place(epoch, task, sample)
+        course.attempts[place], course.launches[place] = attempt, launch_id
+        if status is not None:
+            course.ended[place] = Status(status)
+    for row in said["orphans"]:
+        place = Place(row["epoch"], row["task"], row["sample"])
+        orphan = Orphan(place, row["attempt"], row["launch_id"], row["trajectory_id"], row["finished"])
+        course.orphans[orphan.launch_id] = orphan
+    course.unlaunched = frozenset(said["unlaunched"])
     return course
-
-
-def scored_launches(events: Iterable[Event], rollout: str) -> Iterator[tuple[Place, int, str]]:
-    """The launches of the rollouts of a name that ended so that they have a reward: place, attempt and id."""
-    running: dict[str, LaunchStarted] = {}
-    for event in events:
-        match event.record:
-            case LaunchStarted() as record if record.rollout == rollout:
-                running[record.launch_id] = record
-            case LaunchEnded() as record if record.launch_id in running:
-                started = running.pop(record.launch_id)
-                if Status(record.status).rewarded:
-                    yield _place(started), started.attempt, record.launch_id
-
-
-def _place(started: LaunchStarted) -> Place:
-    return Place(started.place["epoch"], started.place["task"], started.place["sample"])
 
 
 def places_of(tasks: Sequence[Task], samples: int, epochs: int | None) -> Iterator[Place]:

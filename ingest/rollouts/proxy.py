@@ -181,20 +181,21 @@ class Proxy:
 
     # The log ----------------------------------------------------------------------------------
 
-    async def recorded(self, run: str, kinds: tuple[str, ...], since: str = "") -> tuple[list[Event], str]:
-        """The events of some kinds that the run has, and the cut at which they were read.
+    async def course(self, rollout: str) -> Json:
+        """What the log has of the rollouts of a name: see `ingest.trajectories.rollout_course`."""
+        return await self._sent("GET", f"/v1/rollouts/{quote(rollout, safe='')}")
 
-        Args:
-            since: a cut; those that it holds are left out.
+    async def recorded(self, run: str, kinds: tuple[str, ...]) -> tuple[list[Event], str]:
+        """The events of some kinds that the run has, and the cut at which they were read.
 
         Raises:
             RolloutError: the proxy does not answer, or refuses.
         """
         found: list[Event] = []
-        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse", "from": since}
+        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse"}
         async with self.http.stream(f"{self.url}/v1/events?{urlencode(query)}") as answer:
             await _check(answer, self.url)
-            cut = since
+            cut = ""
             async for message in _messages(answer):
                 cut = message.id or cut
                 if message.type == "message":

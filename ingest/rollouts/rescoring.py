@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.ingest.rollouts.config import RolloutConfig
-from rollbook.ingest.rollouts.places import KINDS, scored_launches
+from rollbook.ingest.rollouts.places import read_course
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.scoring import Scorers
 from rollbook.ingest.rollouts.tasks import Task
@@ -108,9 +108,10 @@ async def score_again(
 
 async def _ended(config: RolloutConfig, proxy: Proxy) -> list[tuple[str, str, Path]]:
     """Trajectory, task and folder of each launch that ended with a right to a reward."""
-    events, _ = await proxy.recorded(await proxy.run_name(), KINDS)
+    course = read_course(await proxy.course(config.name))
     found = []
-    for place, attempt, launch_id in scored_launches(events, config.name):
-        name = place.trajectory(config.name, attempt)
-        found.append((name, place.task, folder_of(config.folder, name, launch_id)))
+    for place, status in course.ended.items():
+        if status.rewarded:
+            name = place.trajectory(config.name, course.attempts[place])
+            found.append((name, place.task, folder_of(config.folder, name, course.launches[place])))
     return found

@@ -18,7 +18,7 @@ from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
-from rollbook.ingest.rollouts.places import KINDS, LABEL, OPENING, Course, Place, course_of, places_of
+from rollbook.ingest.rollouts.places import LABEL, OPENING, Course, Place, places_of, read_course
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
 from rollbook.ingest.rollouts.rescoring import AGENT, assign
 from rollbook.ingest.rollouts.scoring import Scorers, Scores
@@ -117,18 +117,15 @@ class Rollouts:
         """That launches have in the log."""
         return self._config.name
 
-    async def run(self, since: str = "") -> Progress:
+    async def run(self) -> Progress:
         """Run all that is left to do.
-
-        Args:
-            since: a cut before any of it began.
 
         Raises:
             RolloutError: the proxy is away, or too many launches failed by their infrastructure.
         """
         run = await self._proxy.run_name()
-        events, cut = await self._proxy.recorded(run, KINDS, since)
-        course = course_of(events, self._config.name)
+        said = await self._proxy.course(self._config.name)
+        course, cut = read_course(said), said["cut"]
         await self._settle_orphans(course)
         left = self._left(course)
         async with self._scorers, Watch(self._proxy, run, cut) as watch:
@@ -159,7 +156,7 @@ class Rollouts:
         for name in sorted(course.unlaunched):
             await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():
-            name, finished = self._orphans.pop(orphan.launch_id), course.finished.get(orphan.trajectory_id)
+            name, finished = self._orphans.pop(orphan.launch_id), orphan.finished
             if finished is None:
                 await self._proxy.finish(name, {"status": VOID})
             status = ended_as(finished or VOID)

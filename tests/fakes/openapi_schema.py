@@ -247,6 +247,7 @@ QUERIES: dict[str, tuple[str, ...]] = {
     "/v1/events": ("from", "limit", "kinds", "run", "format"),
     "/v1/responses/{id}": (),
     "/v1/cursors/{id}": (),
+    "/v1/rollouts/{id}": (),
     "/v1/models/{id}": (),
 }
 

@@ -46,6 +46,7 @@ GUARDED = [
     ("POST", "/v1/trajectories/x/launches"),
     ("POST", "/v1/trajectories/x/launches/l/end"),
     ("POST", "/v1/trajectories/x/launches/l/leaks"),
+    ("GET", "/v1/rollouts/x"),
     ("POST", "/v1/evaluations"),
     ("POST", "/v1/preferences"),
     ("GET", "/v1/events"),

@@ -14,6 +14,7 @@ from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store import Event
+from rollbook.store.cut import parse_cut
 from rollbook.store.events import (
     LaunchEnded,
     LaunchLeaked,
@@ -104,6 +105,22 @@ def test_a_launch_from_its_start_to_its_end(proxy: Any, name: str) -> None:
     with rb.connect(proxy.store.path) as connection:
         query = "select launch_id, status, exit_code, leaked, sample from launches where trajectory = ?"
         assert connection.execute(query, [name]).fetchall() == [("l-1", "agent_error", 3, 1, 2)]
+
+
+def test_how_far_rollouts_are(proxy: Any, name: str) -> None:
+    """Each place with its last attempt, and the cut that this is of; of other rollouts there is nothing."""
+    assert _say(proxy, name, "", START | {"rollout": name})[0] == 201
+    said = proxy.ask(f"/v1/rollouts/{name}", method="GET", headers=LAUNCHER).json
+    place = {**START["place"], "attempt": 1, "launch_id": "l-1"}
+    assert said["places"] == {key: [value] for key, value in (place | {"status": None}).items()}
+    trajectory_id = proxy.trajectories()[name].opened.trajectory_id
+    assert said["orphans"] == [place | {"trajectory_id": trajectory_id, "finished": None}]
+    assert parse_cut(said["cut"]).items() <= proxy.store.head().items()
+    assert _say(proxy, name, "/l-1/end", END)[0] == 201
+    said = proxy.ask(f"/v1/rollouts/{name}", method="GET", headers=LAUNCHER).json
+    assert (said["places"]["status"], said["orphans"], said["unlaunched"]) == (["agent_error"], [], [])
+    said = proxy.ask("/v1/rollouts/none", method="GET", headers=LAUNCHER).json
+    assert not any((*said["places"].values(), said["orphans"], said["unlaunched"]))
 
 
 def test_the_log_is_read_only_of_what_was_not_opened_here(

@@ -72,6 +72,7 @@ MATRIX = {
     ("POST", "/v1/trajectories/x/launches/l/leaks"): "ow",
     ("GET", "/v1/trajectories/x"): "or",
     ("GET", "/v1/trajectories/x/launches"): "or",
+    ("GET", "/v1/rollouts/x"): "ow",
     ("POST", "/v1/evaluations"): "ow",
     ("POST", "/v1/preferences"): "oj",
     ("GET", "/v1/models"): "owt",

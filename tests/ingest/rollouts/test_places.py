@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from rollbook import store as rb
 from rollbook.ingest.rollouts.outcome import ended_as
-from rollbook.ingest.rollouts.places import Course, Orphan, Place, course_of, places_of
+from rollbook.ingest.rollouts.places import Course, Orphan, Place, places_of, read_course
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.store.events import Event, LaunchEnded, LaunchStarted, TrajectoryFinished, TrajectoryOpened
+from rollbook.ingest.trajectories.rollout_course import rollout_course
+from rollbook.store import format_cut
+from rollbook.store.events import (
+    Event,
+    LaunchEnded,
+    LaunchStarted,
+    Record,
+    TrajectoryFinished,
+    TrajectoryOpened,
+)
+from rollbook.store.upkeep.erase import erase_trajectory
 
 PLACE = Place(0, "a", 1)
+Read = Callable[..., Course]
 
 
-def _started(launch: str, place: Place = PLACE, attempt: int = 1, rollout: str = "mine") -> Event:
+def _opened(launch: str, rollout: str = "mine") -> TrajectoryOpened:
+    return TrajectoryOpened(f"t-{launch}", launch, labels={"rollout": rollout})
+
+
+def _started(launch: str, place: Place = PLACE, attempt: int = 1, rollout: str = "mine") -> LaunchStarted:
     fields: dict[str, Any] = {"launcher": "subprocess", "isolation": {}, "owner": "o", "clocks": {}}
-    record = LaunchStarted(f"t-{launch}", launch, rollout, place.described, attempt, **fields)
-    return Event(record, "run")
+    return LaunchStarted(f"t-{launch}", launch, rollout, place.described, attempt, **fields)
 
 
-def _ended(launch: str, status: str) -> Event:
-    return Event(LaunchEnded(f"t-{launch}", launch, status), "run")
+def _ended(launch: str, status: str) -> LaunchEnded:
+    return LaunchEnded(f"t-{launch}", launch, status)
 
 
-def _course(*events: Event) -> Course:
-    return course_of(events, "mine")
+@pytest.fixture
+def course(tmp_path: Path) -> Read:
+    """What the log says of the rollouts `mine`, with these records in lanes of their own."""
+
+    def read(*lanes: Sequence[Record]) -> Course:
+        log = rb.open(tmp_path / "store", create=True)
+        for number, records in enumerate(lanes):
+            if not records:
+                continue
+            with log.writer(f"serve-{number}") as writer:
+                writer.append([Event(record, "run") for record in records]).result()
+        said = rollout_course(log, "run", "mine")
+        assert said["cut"] == format_cut(log.head())
+        return read_course(said)
+
+    return read
 
 
 def test_places_come_group_by_group() -> None:
@@ -40,6 +70,9 @@ def test_places_come_group_by_group() -> None:
     assert [places[3].trajectory("mine", n) for n in (1, 2)] == ["mine.0.b%2Fc.1", "mine.0.b%2Fc.1.2"]
     names = {p.trajectory("mine", n) for p in places for n in (1, 2, 3)}
     assert len(names) == 3 * len(places)
+    assert list(itertools.islice(places_of([Task("a", {})], 1, None), 3)) == [
+        Place(n, "a", 0) for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,53 +86,69 @@ def test_places_come_group_by_group() -> None:
         ("cancelled", True, True),
     ],
 )
-def test_what_is_left_to_do(status: str, first: bool, third: bool) -> None:
+def test_what_is_left_to_do(course: Read, status: str, first: bool, third: bool) -> None:
     """Nothing in a place whose agent came to an end of its own; one more attempt where its infrastructure
     failed, as long as there are any; and always where somebody only stopped it."""
-    one = _course(_started("l1"), _ended("l1", status))
-    assert (one.open(PLACE, 3), one.attempts) == (first, {PLACE: 1})
-    many = _course(*(e for n in (1, 2, 3) for e in (_started(f"l{n}", attempt=n), _ended(f"l{n}", status))))
-    assert (many.open(PLACE, 3), many.attempts) == (third, {PLACE: 3})
+    records = [[_opened(f"l{n}"), _started(f"l{n}", attempt=n), _ended(f"l{n}", status)] for n in (1, 2, 3)]
+    one = course(records[0])
+    assert (one.open(PLACE, 3), one.attempts, one.launches) == (first, {PLACE: 1}, {PLACE: "l1"})
+    many = course([], [*records[1], *records[2]])
+    assert (many.open(PLACE, 3), many.attempts, many.launches) == (third, {PLACE: 3}, {PLACE: "l3"})
+    assert (many.orphans, many.unlaunched) == ({}, frozenset())
 
 
-def test_a_launch_without_an_end() -> None:
+def test_a_launch_without_an_end(course: Read) -> None:
     """Its place is open, and the launch is an orphan, until somebody tells its end."""
-    course = _course(_started("l1"), _ended("l1", "infra_error"), _started("l2", attempt=2))
-    assert course.orphans == {"l2": Orphan(PLACE, 2, "l2", "t-l2")}
-    assert (course.open(PLACE, 2), course.ended) == (True, {})
+    records = [_opened("l1"), _started("l1"), _ended("l1", "infra_error")]
+    found = course([*records, _opened("l2"), _started("l2", attempt=2)])
+    assert found.orphans == {"l2": Orphan(PLACE, 2, "l2", "t-l2")}
+    assert (found.open(PLACE, 2), found.ended) == (True, {})
 
 
-def test_other_rollouts_are_not_ours() -> None:
+def test_other_rollouts_are_not_ours(course: Read) -> None:
     """Of another name."""
-    course = _course(_started("l1", rollout="other"), _ended("l1", "done"))
-    assert (course.attempts, course.ended, course.orphans) == ({}, {}, {})
-    assert course.open(PLACE, 1)
+    found = course([_opened("l1", "other"), _started("l1", rollout="other"), _ended("l1", "done")])
+    assert (found.attempts, found.ended, found.orphans, found.unlaunched) == ({}, {}, {}, frozenset())
+    assert found.open(PLACE, 1)
 
 
-@given(st.permutations(range(4)))
-def test_lanes_are_read_in_any_order(order: list[int]) -> None:
-    """Launches of a place in several lanes, each before its end: the last attempt decides."""
-    pairs = [(_started(f"l{n}", attempt=n + 1), _ended(f"l{n}", "infra_error")) for n in range(4)]
-    pairs[3] = (pairs[3][0], _ended("l3", "done"))
-    course = _course(*(event for n in order for event in pairs[n]))
-    assert (course.attempts[PLACE], course.ended[PLACE], course.orphans) == (4, "done", {})
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_launches_of_a_place_in_several_lanes(course: Read, order: tuple[int, ...]) -> None:
+    """The last attempt decides, whatever its lane is called."""
+    statuses = ("infra_error", "infra_error", "done")
+    lanes = [
+        [_opened(f"l{n}"), _started(f"l{n}", attempt=n + 1), _ended(f"l{n}", statuses[n])] for n in order
+    ]
+    found = course(*lanes)
+    assert (found.attempts[PLACE], found.ended[PLACE], found.orphans) == (3, "done", {})
 
 
 @pytest.mark.parametrize(
     ("finished", "status"),
     [("completed", "done"), ("truncated", "truncated"), ("failed", "agent_error"), ("void", "infra_error")],
 )
-def test_how_a_launch_ended_whose_process_died_after_its_trajectory(finished: str, status: str) -> None:
+def test_how_a_launch_ended_whose_process_died_after_its_trajectory(
+    course: Read, finished: str, status: str
+) -> None:
     """By what the trajectory was finished with."""
-    course = _course(_started("l1"), Event(TrajectoryFinished("t-l1", finished), "run"))
-    assert ended_as(course.finished[course.orphans["l1"].trajectory_id]) == status
+    found = course([_opened("l1"), _started("l1"), TrajectoryFinished("t-l1", finished)])
+    assert found.orphans["l1"].finished == finished
+    assert ended_as(finished) == status
 
 
-def test_a_trajectory_without_a_launch() -> None:
+def test_a_trajectory_without_a_launch(course: Read) -> None:
     """Its process died in between: its name is taken, and it is of these rollouts alone."""
-    opened = [
-        Event(TrajectoryOpened(f"t-{name}", name, labels={"rollout": of}), "run")
-        for name, of in (("l1", "mine"), ("l2", "mine"), ("l3", "other"))
-    ]
-    course = _course(*opened, _started("l1"), Event(TrajectoryOpened("t-l4", "l4"), "run"))
-    assert course.unlaunched == {"l2"}
+    records = [_opened("l1"), _opened("l2"), _opened("l3", "other"), TrajectoryOpened("t-l4", "l4")]
+    assert course([*records, _started("l1")]).unlaunched == {"l2"}
+
+
+def test_what_was_erased_has_no_place(course: Read, tmp_path: Path) -> None:
+    """Its task is gone; the others are as they were."""
+    other = Place(0, "b", 0)
+    for lane, (launch, place) in enumerate((("l1", PLACE), ("l2", other))):
+        records = [_opened(launch), _started(launch, place), _ended(launch, "done")]
+        course(*[[]] * lane, [*records, TrajectoryFinished(f"t-{launch}", "completed")])
+    log = rb.open(tmp_path / "store")
+    erase_trajectory(log, "t-l1", "asked", keep_tokens=False)
+    found = read_course(rollout_course(log, "run", "mine"))
+    assert (found.ended, found.orphans) == ({other: "done"}, {})
