@@ -109,15 +109,16 @@ def test_a_launch_from_its_start_to_its_end(proxy: Any, name: str) -> None:
 
 def test_how_far_rollouts_are(proxy: Any, name: str) -> None:
     """Each place with its last attempt, and the cut that this is of; of other rollouts there is nothing."""
-    assert _say(proxy, name, "", START | {"rollout": name})[0] == 201
-    said = proxy.ask(f"/v1/rollouts/{name}", method="GET", headers=LAUNCHER).json
+    rollout = name.replace("/", ".")
+    assert _say(proxy, name, "", START | {"rollout": rollout})[0] == 201
+    said = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
     place = {**START["place"], "attempt": 1, "launch_id": "l-1"}
     assert said["places"] == {key: [value] for key, value in (place | {"status": None}).items()}
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
     assert said["orphans"] == [place | {"trajectory_id": trajectory_id, "finished": None}]
     assert parse_cut(said["cut"]).items() <= proxy.store.head().items()
     assert _say(proxy, name, "/l-1/end", END)[0] == 201
-    said = proxy.ask(f"/v1/rollouts/{name}", method="GET", headers=LAUNCHER).json
+    said = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
     assert (said["places"]["status"], said["orphans"], said["unlaunched"]) == (["agent_error"], [], [])
     said = proxy.ask("/v1/rollouts/none", method="GET", headers=LAUNCHER).json
     assert not any((*said["places"].values(), said["orphans"], said["unlaunched"]))
