@@ -224,7 +224,7 @@ class Proxy:
         cut: str,
         connected: Callable[[bool], None] = lambda there: None,
     ) -> AsyncIterator[tuple[list[Event], str]]:
-        """As `follow`, in batches, each with the cut up to which all has come."""
+        """As `follow`, in batches, each with the cut up to which all has come; an empty one at the head."""
         broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
@@ -238,6 +238,8 @@ class Proxy:
                         cut = message.id or cut
                         if message.type == "message":
                             yield [from_json(values) for values in orjson.loads(message.data)], cut
+                        elif message.type == "head":
+                            yield [], cut
             broken = True
             connected(False)
             await asyncio.sleep(PAUSE_S)
