@@ -29,7 +29,7 @@ from rollbook.bench import rollout_program
 from rollbook.bench.figure import Outcome
 from rollbook.bench.processes import Process, module, some_cores
 from rollbook.bench.proxy_outcome import PROXY
-from rollbook.bench.rollout_agents import MATERIAL
+from rollbook.bench.rollout_agents import MATERIAL, Converses
 from rollbook.bench.rollout_kills import Kills
 from rollbook.bench.rollout_outcome import (
     ACTOR,
@@ -213,8 +213,8 @@ class _Bench:
     def coroutines(self, number: int) -> Lap:
         """The same conversations, by coroutines of a manager."""
         plan, first = self._plan, SEED * (number + 1)
-        rollout = {"launcher": "python", "rollout": "rollbook.bench.rollout_agents:Converses"}
-        agent = rollout | {"options": {"turns": plan.turns}}
+        rollout = f"{Converses.__module__}:{Converses.__name__}"
+        agent = {"launcher": "python", "rollout": rollout, "options": {"turns": plan.turns}}
         tasks = [{"id": f"t{seed}", "seed": seed} for seed in range(first, first + plan.trajectories)]
         config = self._stage.config(f"python-{number}", tasks, concurrency=plan.concurrency, agent=agent)
         before = self._proxy.cpu_s()

@@ -201,22 +201,6 @@ class Proxy:
                     found += [from_json(values) for values in orjson.loads(message.data)]
         return found, cut
 
-    async def follow(
-        self,
-        run: str,
-        kinds: tuple[str, ...],
-        cut: str,
-        connected: Callable[[bool], None] = lambda there: None,
-    ) -> AsyncIterator[Event]:
-        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
-
-        Args:
-            connected: told that it broke, and that it is there again.
-        """
-        async for events, _ in self.batches(run, kinds, cut, connected):
-            for event in events:
-                yield event
-
     async def batches(
         self,
         run: str,
@@ -224,7 +208,13 @@ class Proxy:
         cut: str,
         connected: Callable[[bool], None] = lambda there: None,
     ) -> AsyncIterator[tuple[list[Event], str]]:
-        """As `follow`, in batches, each with the cut up to which all has come; an empty one at the head."""
+        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
+
+        They come in batches, each with the cut up to which all has come; an empty one at the head.
+
+        Args:
+            connected: told that it broke, and that it is there again.
+        """
         broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
