@@ -24,11 +24,12 @@ from typing import Any
 import orjson
 
 import rollbook
+from rollbook import store
 from rollbook.bench import rollout_program
 from rollbook.bench.figure import Outcome
 from rollbook.bench.processes import Process, module, some_cores
 from rollbook.bench.proxy_outcome import PROXY
-from rollbook.bench.rollout_agents import MATERIAL
+from rollbook.bench.rollout_agents import MATERIAL, Converses
 from rollbook.bench.rollout_kills import Kills
 from rollbook.bench.rollout_outcome import (
     ACTOR,
@@ -212,8 +213,8 @@ class _Bench:
     def coroutines(self, number: int) -> Lap:
         """The same conversations, by coroutines of a manager."""
         plan, first = self._plan, SEED * (number + 1)
-        rollout = {"launcher": "python", "rollout": "rollbook.bench.rollout_agents:Converses"}
-        agent = rollout | {"options": {"turns": plan.turns}}
+        rollout = f"{Converses.__module__}:{Converses.__name__}"
+        agent = {"launcher": "python", "rollout": rollout, "options": {"turns": plan.turns}}
         tasks = [{"id": f"t{seed}", "seed": seed} for seed in range(first, first + plan.trajectories)]
         config = self._stage.config(f"python-{number}", tasks, concurrency=plan.concurrency, agent=agent)
         before = self._proxy.cpu_s()
@@ -237,8 +238,15 @@ class _Bench:
     def _run(self, manager: Process, config: Mapping[str, Any]) -> Any:
         found = manager.ask(do="run", config=config)
         if found["by_status"].keys() != {"done"}:
-            raise manager.failed(f"ran {config['name']}: {found['by_status']} {found['said']}")
+            raise manager.failed(f"ran {config['name']}: {found['by_status']} {self._whys(config['name'])}")
         return found
+
+    def _whys(self, rollout: str) -> list[Any]:
+        with store.connect(self._stage.folder / "store") as connection:
+            query = (
+                "SELECT count(*), why FROM launches WHERE rollout = $1 GROUP BY why ORDER BY ALL DESC LIMIT 3"
+            )
+            return list(connection.execute(query, [rollout]).fetchall())
 
     def _lap(self, turns: int, found: Mapping[str, Any], proxy_s: float, ours: str) -> Lap:
         cpu = {"proxy": self._proxy.cpu_s() - proxy_s, ours: found["cpu_s"]}

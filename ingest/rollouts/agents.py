@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
@@ -198,7 +199,8 @@ class _Coroutine:
             if stopped is not None:
                 running.cancel()
                 await asyncio.wait([running], timeout=self._clocks.grace_s)
-            return (Ended(stopped=stopped) if stopped else _said(running)), None
+            ended = Ended(stopped=stopped) if stopped else _said(running)
+            return replace(ended, answered=bool(self._llm.replies)), None
         finally:
             running.cancel()
             with contextlib.suppress(Exception):

@@ -75,6 +75,7 @@ class Ended:
         infrastructure: why it could not run at all.
         stopped: why it was stopped: a clock's name, or `cancelled`.
         outcome: what it says itself.
+        answered: whether it is known to have been answered a request.
     """
 
     code: int | None = 0
@@ -83,6 +84,12 @@ class Ended:
     infrastructure: str | None = None
     stopped: str | None = None
     outcome: Outcome | None = None
+    answered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not end as it should."""
+        return self.error is not None or self.signal is not None or self.code != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,13 @@ class Seen:
     finished: str | None = None
 
 
+def unsure(ended: Ended, seen: Seen) -> bool:
+    """Whether more of what the log has may change the verdict: whose fault it is, or that it asked at all."""
+    if ended.stopped is not None or ended.infrastructure is not None:
+        return False
+    return ended.failed or (seen.requests == 0 and not ended.answered)
+
+
 def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
     """How a launch ended, and why.
 
@@ -116,13 +130,12 @@ def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
         return Status.timeout, f"its {ended.stopped} clock ran out"
     if seen.finished is not None:
         return (Status.truncated if seen.finished == "truncated" else Status.done), None
-    failed = ended.error is not None or ended.signal is not None or ended.code != 0
-    if failed and (seen.failed or seen.away):
+    if ended.failed and (seen.failed or seen.away):
         why = "its last request failed" if seen.failed else "the proxy was away"
         return Status.infra_error, f"{why}; {_how(ended)}"
-    if failed:
+    if ended.failed:
         return Status.agent_error, _how(ended)
-    if seen.requests == 0:
+    if seen.requests == 0 and not ended.answered:
         return Status.agent_error, "it ended without a request"
     return (Status.truncated if ended.outcome is not None and ended.outcome.truncated else Status.done), None
 

@@ -185,14 +185,17 @@ class Proxy:
         """What the log has of the rollouts of a name: see `ingest.trajectories.rollout_course`."""
         return await self._sent("GET", f"/v1/rollouts/{quote(rollout, safe='')}")
 
-    async def recorded(self, run: str, kinds: tuple[str, ...]) -> tuple[list[Event], str]:
+    async def recorded(self, run: str, kinds: tuple[str, ...], since: str = "") -> tuple[list[Event], str]:
         """The events of some kinds that the run has, and the cut at which they were read.
+
+        Args:
+            since: a cut, or `head`; those that it holds are left out.
 
         Raises:
             RolloutError: the proxy does not answer, or refuses.
         """
         found: list[Event] = []
-        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse"}
+        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse", "from": since}
         async with self.http.stream(f"{self.url}/v1/events?{urlencode(query)}") as answer:
             await _check(answer, self.url)
             cut = ""
@@ -202,22 +205,6 @@ class Proxy:
                     found += [from_json(values) for values in orjson.loads(message.data)]
         return found, cut
 
-    async def follow(
-        self,
-        run: str,
-        kinds: tuple[str, ...],
-        cut: str,
-        connected: Callable[[bool], None] = lambda there: None,
-    ) -> AsyncIterator[Event]:
-        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
-
-        Args:
-            connected: told that it broke, and that it is there again.
-        """
-        async for events, _ in self.batches(run, kinds, cut, connected):
-            for event in events:
-                yield event
-
     async def batches(
         self,
         run: str,
@@ -225,7 +212,13 @@ class Proxy:
         cut: str,
         connected: Callable[[bool], None] = lambda there: None,
     ) -> AsyncIterator[tuple[list[Event], str]]:
-        """As `follow`, in batches, each with the cut up to which all has come."""
+        """The events of some kinds after a cut, for ever; the connection is made again where it breaks.
+
+        They come in batches, each with the cut up to which all has come; an empty one at the head.
+
+        Args:
+            connected: told that it broke, and that it is there again.
+        """
         broken = False
         while True:
             query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
@@ -239,6 +232,8 @@ class Proxy:
                         cut = message.id or cut
                         if message.type == "message":
                             yield [from_json(values) for values in orjson.loads(message.data)], cut
+                        elif message.type == "head":
+                            yield [], cut
             broken = True
             connected(False)
             await asyncio.sleep(PAUSE_S)

@@ -17,7 +17,7 @@ from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
-from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
+from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, unsure, verdict
 from rollbook.ingest.rollouts.places import LABEL, OPENING, Course, Place, places_of, read_course
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
 from rollbook.ingest.rollouts.rescoring import AGENT, assign
@@ -33,7 +33,7 @@ SWEEP_S = 60.0
 LAG_S = 0.25
 """An event loop that is late by more is told of: something blocks every agent in this process."""
 SETTLE_S = 2.0
-"""How long is waited for the log to show what an agent did that ended at once."""
+"""How long is waited for the requests of an agent that ended at once to come to the proxy."""
 DIED = "the process that ran it ended"
 
 
@@ -249,7 +249,7 @@ class Rollouts:
         else:
             await self._proxy.launch(opened.name, fields | {"isolation": started.isolation})
             ended, exit_ = await started.end()
-        await self._seen(job, ended)
+        await self._seen(job, ended, watch)
         status, why = verdict(ended, watch.seen(job.activity))
         scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
@@ -279,13 +279,15 @@ class Rollouts:
             },
         }
 
-    async def _seen(self, job: Job, ended: Ended) -> None:
-        """Wait a moment for the log to show the requests of an agent that ended before they came here."""
+    async def _seen(self, job: Job, ended: Ended, watch: Watch) -> None:
+        """See all that decides how an agent ended: its requests may come here long after its end."""
         by = time.monotonic() + SETTLE_S
-        while ended.stopped is None and not job.activity.seen.requests and time.monotonic() < by:
-            if ended.infrastructure is not None:
-                return
+        while unsure(ended, job.activity.seen) and time.monotonic() < by:
+            if job.activity.seen.requests or ended.answered:
+                break
             await asyncio.sleep(0.02)
+        if unsure(ended, job.activity.seen):
+            await watch.catch_up()
 
     async def _scored(self, job: Job, status: Status) -> Scores | None:
         """What the CONFIG's scorers say; None: there are none, or it has no reward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollbook.ingest.rollouts.breaker import Breaker
-from rollbook.ingest.rollouts.outcome import Ended, Outcome, Seen, Status, verdict
+from rollbook.ingest.rollouts.outcome import Ended, Outcome, Seen, Status, unsure, verdict
 
 ASKED = Seen(requests=2)
 
@@ -35,6 +35,20 @@ ASKED = Seen(requests=2)
 def test_a_verdict(ended: Ended, seen: Seen, status: str, why: str | None) -> None:
     """By how it ended, and by what the proxy saw of it."""
     assert verdict(ended, seen) == (status, why)
+
+
+def test_what_more_of_the_log_may_change() -> None:
+    """A failure may be the engine's, and who seems not to have asked may have; nothing else."""
+    asked = Seen(requests=1)
+    assert unsure(Ended(), Seen())
+    assert unsure(Ended(code=3), asked)
+    assert unsure(Ended(code=None, signal=6), asked)
+    assert unsure(Ended(error="KeyError"), asked)
+    assert not unsure(Ended(), asked)
+    assert not unsure(Ended(answered=True), Seen())
+    assert not unsure(Ended(code=1, infrastructure="no node"), Seen())
+    assert not unsure(Ended(code=None, signal=9, stopped="idle"), asked)
+    assert verdict(Ended(answered=True), Seen()) == (Status.done, None)
 
 
 def test_only_what_ended_well_has_a_reward() -> None:

@@ -20,7 +20,7 @@ from rollbook import store as rb
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.ingest.rollouts.places import LABEL, Place
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
+from rollbook.ingest.rollouts.rollouts import SETTLE_S, Rollouts
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 from rollbook.store.fold.trajectory import fold
@@ -260,6 +260,28 @@ def test_what_the_engine_failed_is_tried_again(server: Any, config: Any) -> None
     )
     assert (found.done, found.given_up) == (4, 2)
     assert sum("given up after 2 attempts" in line for line in said) == 2
+
+
+def test_a_log_that_comes_late_changes_no_verdict(
+    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether an agent asked, and whose fault its end is, is known once all is read that the log has then."""
+    of_proxy = Proxy.batches
+
+    async def late(proxy: Proxy, *given: Any) -> Any:
+        async for found in of_proxy(proxy, *given):
+            await asyncio.sleep(SETTLE_S + 0.5)
+            yield found
+
+    monkeypatch.setattr(Proxy, "batches", late)
+    made = config(retries={"attempts": 1})
+    run(made, tasks("answer", "exit", "boom", "mute"))
+    assert told(launches(server, made.name), "status", "why") == [
+        ("done", None),
+        ("agent_error", "it exited with 3"),
+        ("infra_error", "its last request failed; it exited with 1"),
+        ("agent_error", "it ended without a request"),
+    ]
 
 
 def test_an_agent_that_finishes_itself(server: Any, config: Any) -> None:
