@@ -60,7 +60,7 @@ def test_it_is_what_the_request_names(path: str, given_headers: list[tuple[str, 
         ("POST", "/v1/trajectories/a/b/launches/l1/end", "a/b"),
         ("POST", "/v1/trajectories/a/launches/l1/leaks", "a"),
         ("POST", "/v1/trajectories", None),
-        ("GET", "/v1/trajectories/a/finish", None),
+        ("GET", "/v1/trajectories/a/finish", "a/finish"),
         ("GET", "/healthz", None),
     ],
 )

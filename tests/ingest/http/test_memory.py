@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
+from rollbook.ingest.recording.going_on import GoingOn
 from rollbook.ingest.recording.restore import restored
 from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.trajectories import ended_names
 from rollbook.ingest.trajectories import registry as trajectories
 from rollbook.ingest.trajectories.ended_names import EndedNames, NameFilter
 from rollbook.ingest.trajectories.live import Contents, LiveTrajectory
+from rollbook.ingest.workers.place import Place
 from rollbook.store.errors import UnstorableError
 from rollbook.store.events import TrajectoryOpened
 from rollbook.store.fold.trajectory import Trajectory
@@ -352,10 +354,11 @@ def test_a_finished_name_is_taken(
         assert proxy.chat(name, USER).status_code == 200
         assert proxy.post(f"/v1/trajectories/{name}/finish", json={}).status_code == 200
     if known == "restart":
-        proxy.recorder.trajectories = trajectories.Trajectories()
-        proxy.recorder.trajectories.ended = EndedNames(2)
-        proxy.recorder.known_run.refresh()
-        proxy.recorder._restore(proxy.recorder.known_run)
+        monkeypatch.setattr(trajectories, "EndedNames", lambda: EndedNames(2))
+        it = proxy.recorder
+        it.known_run.refresh()
+        begun = GoingOn(it.store, it.writer, it.run, Place(), trajectories.BUDGET_BYTES)
+        it.trajectories = begun.restored(it.known_run)
     for name in names:
         assert (
             proxy.post("/v1/trajectories", json={"id": name}).json()["error"]["code"] == "trajectory_exists"
