@@ -18,8 +18,8 @@ from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.store.errors import RolloutError
 
 ASK_S, LOOK_S = 30.0, 0.5
-BACK_S = 120.0
-"""How long a manager that died may take to be there again."""
+BACK_S, PAUSE_S = 120.0, 0.1
+"""How long a manager that died may take to be there again, and between two looks whether it is."""
 
 
 class AgenticRolloutManager:
@@ -146,7 +146,7 @@ class RayRollouts:
             except LostError as error:
                 if time.monotonic() - away > BACK_S:
                     raise RolloutError(f"the manager of the rollouts is gone: {error}") from error
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(PAUSE_S)
             else:
                 if self._stopped:
                     self.actor.stop.remote()

@@ -255,12 +255,12 @@ class Rollouts:
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
         said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
-        await self._proxy.end_launch(opened.name, job.launch_id, said)
-        if exit_ is not None and exit_.left:
+        if exit_ is not None and exit_.left:  # before its end, behind which nobody looks at it any more
             await self._proxy.leaked(
                 opened.name, job.launch_id, {"processes": list(exit_.left), "found": "end"}
             )
             self._show(leaked=self.progress.leaked + len(exit_.left))
+        await self._proxy.end_launch(opened.name, job.launch_id, said)
         return status, why
 
     def _described(self, job: Job, place: Place, number: int) -> Json:
