@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,21 @@ class Proxy:
         Raises:
             RolloutError: it does not answer.
         """
-        said = await self._sent("GET", "/healthz", away_s=FIRST_S)
-        if "run" not in said:
-            raise RolloutError(f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY")
-        return str(said["run"])
+        by = time.monotonic() + FIRST_S
+        while True:
+            try:
+                answer = await self.http.send("GET", f"{self.url}/healthz")
+                said = answer.json()  # of one that waits for its engine too
+            except (*FAILURES, ValueError) as error:
+                if time.monotonic() > by:
+                    why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
+                    raise RolloutError(f"the proxy at {self.url} {why}") from error
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if "run" not in said:
+                text = f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY"
+                raise RolloutError(text)
+            return str(said["run"])
 
     async def open(self, name: str, group: str, task: str, split: str, labels: Json) -> Opened:
         """Open a trajectory; waits as long as an online training admits none.

@@ -114,7 +114,7 @@ def _written(folder: Path, proxy: Proxy, word: str) -> Path:
         f'tasks = "{folder}/tasks.jsonl"',
         "concurrency = 64",
     ]
-    lines += [f'folder = "{folder}/launches"', "clocks = { idle_s = 6.0, grace_s = 0.3 }"]
+    lines += [f'folder = "{folder}/launches"', "clocks = { idle_s = 20.0, grace_s = 0.3 }"]
     lines += ["[agent]", f"command = {orjson.dumps([sys.executable, '-S', str(AGENT)]).decode()}"]
     lines += ["limits = { file_mb = 4, output_mb = 0.25 }"]
     lines += ["[[score]]", 'name = "correct"', f'function = "{folder}/scores.py:correct"']
