@@ -23,6 +23,7 @@ import uvloop
 from rollbook.bench.figure import quantile
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
+from rollbook.bench.processes import obey
 from rollbook.ingest.endpoints.sse import events_of
 from rollbook.testing.dialogues import Material, Reply, marked
 from rollbook.testing.tied import end_with_parent
@@ -296,14 +297,7 @@ def main() -> None:
     """Obey until stdin ends."""
     end_with_parent()
     material = Material.read(Path(sys.argv[1]))
-    for line in sys.stdin.buffer:
-        given = orjson.loads(line)
-        try:
-            found = uvloop.run(COMMANDS[given["do"]](material, given))
-        except Exception as error:  # told to who asked, who knows what it means
-            found = {"error": repr(error)}
-        sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
-        sys.stdout.buffer.flush()
+    obey(lambda given: uvloop.run(COMMANDS[given["do"]](material, given)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.error import URLError
@@ -196,3 +196,14 @@ def _status(pid: int, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def obey(do: Callable[[dict[str, Any]], Any]) -> None:
+    """What a process that talks does: answers each line of stdin with one on stdout, until stdin ends."""
+    for line in sys.stdin.buffer:
+        try:
+            found = do(orjson.loads(line))
+        except Exception as error:  # told to who asked, who knows what it means
+            found = {"error": repr(error)}
+        sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
+        sys.stdout.buffer.flush()

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from rollbook.bench.processes import obey
 from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.launching import Launch
@@ -89,14 +90,7 @@ def main() -> None:
     """Obey until stdin ends."""
     end_with_parent()
     with asyncio.Runner() as runner:
-        for line in sys.stdin.buffer:
-            given = orjson.loads(line)
-            try:
-                found = runner.run(COMMANDS[given["do"]](given))
-            except Exception as error:  # told to who asked, who knows what it means
-                found = {"error": repr(error)}
-            sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
-            sys.stdout.buffer.flush()
+        obey(lambda given: runner.run(COMMANDS[given["do"]](given)))
 
 
 if __name__ == "__main__":

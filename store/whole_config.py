@@ -17,6 +17,7 @@ TABLES = ("engines", "serve", "train", "rollout")
 """Tables of which each makes a CONFIG one of a whole run."""
 KEYS = ("run", "store", "model", "proxy", "logs", "evaluation", *TABLES)
 ADDRESS, PORT = "127.0.0.1", 8000
+ENGINE = f"{ADDRESS}:30000"
 WAIT_S = 1800.0
 """How long a training waits for agents to be evaluated, where nothing else is said."""
 
@@ -62,7 +63,7 @@ def engine_urls(values: Json) -> list[str]:
     """Addresses of the engines that a run starts; none where it starts none."""
     if "engines" not in values:
         return []
-    return [f"http://{address}" for address in values["engines"].get("addresses", [f"{ADDRESS}:30000"])]
+    return [f"http://{address}" for address in values["engines"].get("addresses", [ENGINE])]
 
 
 def proxy_url(values: Json) -> str:
@@ -91,8 +92,9 @@ def _train(values: Json) -> Json:
     found: Json = _shared(values, "run", "model") | values["train"]
     if engines:
         found["sync"] = {"engines": engines} | found.get("sync", {})
-    if (evaluation := _shared(values.get("evaluation", {}), "every", "wait_s")) or "evaluation" in values:
-        found["evaluation"] = {"wait_s": WAIT_S} | evaluation | found.get("evaluation", {})
+    if "evaluation" in values:
+        evaluation = {"wait_s": WAIT_S} | _shared(values["evaluation"], "every", "wait_s")
+        found["evaluation"] = evaluation | found.get("evaluation", {})
     return found
 
 

@@ -5,19 +5,17 @@ The docstring under a key is what the page of keys says of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.score_config import ScoreConfig
-from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table
+from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table, typed
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.redaction import shown
 from rollbook.store.toml_file import override, read_toml
 from rollbook.store.whole_config import part_of
 
@@ -128,21 +126,8 @@ def parse_rollouts(values: Json, name: str) -> RolloutConfig:
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
     """
-    try:
-        # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
-        config = RolloutConfig.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {_said(e)}" for e in error.errors()]
-        raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
+    config = typed(RolloutConfig, values, name, "file")
     names = [one.name for one in config.score]
     if len(set(names)) < len(names):
         raise ConfigError(f"{name}:\n  score: two components have the same name; each is a source of rewards")
     return config
-
-
-def _said(error: Any) -> str:
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "extra_forbidden":
-        return "unknown key"
-    return shown(f"{error['msg']} (got {error['input']!r})")

@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollbook.store.errors import ConfigError, RolloutError
 from rollbook.store.events import Json
+from rollbook.store.sigterm import kept_sigterm
 
 ADDRESS = "RAY_ADDRESS"
 NAMESPACE = "rollbook"
+MOST_CALLS = 1000
+"""Of an actor at once: each agent that it waits for is one."""
 T = TypeVar("T")
 
 
@@ -52,7 +53,7 @@ def connected() -> Any:
     if not ray.is_initialized():
         quiet = {"include_dashboard": False} if ADDRESS not in os.environ else {}
         try:
-            with _own_handlers():
+            with kept_sigterm():
                 ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RolloutError(f"Ray cannot be reached or started: {error}") from error
@@ -82,7 +83,7 @@ def nodes_with(resources: Mapping[str, float]) -> list[Node]:
     )
 
 
-def on(node: Node, kind: type, *given: Any, concurrency: int = 1000) -> Any:
+def on(node: Node, kind: type, *given: Any) -> Any:
     """An actor on a node, which is never started again, and whose methods never run twice.
 
     It takes no CPU of Ray's count: what runs agents is beside the trainer's ranks, not in place of them.
@@ -94,7 +95,7 @@ def on(node: Node, kind: type, *given: Any, concurrency: int = 1000) -> Any:
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
-        max_concurrency=concurrency,
+        max_concurrency=MOST_CALLS,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
     )
     return options.remote(*given)
@@ -139,17 +140,6 @@ def words(error: Exception) -> str:
     """Its first line that says something; Ray's errors are pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:500] if lines else repr(error)
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Context: SIGTERM is handled as before, whatever Ray makes of it."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
 
 
 def _shown(resources: Mapping[str, float]) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
+from rollbook.ingest.rollouts.http import FAILURES, Http, failure
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.launching import Exit, Launch, Leak, Running
 from rollbook.ingest.rollouts.ray_cluster import LostError, Node, answered, connected, nodes_with, on, quietly
@@ -22,6 +21,8 @@ from rollbook.store.events import Json
 
 START_S, SWEEP_S = 60.0, 60.0
 """How long a launcher may take to start an agent, or to sweep its node."""
+REACH_S = 10.0
+"""How long a proxy may take to answer from a node."""
 LOOK_S = 5.0
 """Between two looks which nodes there are."""
 PAUSE_S = 0.5
@@ -40,11 +41,14 @@ class NodeLauncher:
 
     async def reaches(self, url: str) -> str | None:
         """Why the proxy cannot be reached from here; None: it can."""
+        http = Http()
         try:
-            async with httpx.AsyncClient(timeout=10.0) as client:
-                await client.get(f"{url}/healthz")
-        except httpx.HTTPError as error:
-            return repr(error)
+            async with asyncio.timeout(REACH_S):
+                await http.send("GET", f"{url}/healthz")
+        except FAILURES as error:
+            return failure(error)
+        finally:
+            await http.close()
         return None
 
     async def start(self, launch: Launch) -> Json:

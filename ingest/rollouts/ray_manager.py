@@ -38,7 +38,7 @@ class AgenticRolloutManager:
         self._progress = progress
 
     async def run(self) -> Progress:
-        """As `RolloutManager.run`; once, however often it is asked."""
+        """As `RolloutManager.run`."""
         return await self._manager.run()
 
     async def state(self, said: int) -> tuple[Progress, list[str]]:
@@ -105,26 +105,22 @@ class RayRollouts:
         Raises:
             RolloutError: they cannot go on; or the cluster has no place for the manager.
         """
-        said, away = 0, None
         try:
             while True:
                 asked: Awaitable[Progress] = answered(self.actor.run.remote(), None)
                 running = asyncio.ensure_future(asked)
                 try:
-                    said = await self._watched(running, said)
+                    await self._watched(running)
                     return running.result()
                 except LostError as error:
-                    away = time.monotonic() if away is None else away
-                    if time.monotonic() - away > BACK_S:
-                        raise RolloutError(f"the manager of the rollouts is gone: {error}") from error
                     self._say(f"the manager of the rollouts was lost: {error}; it goes on once it is back")
-                    await self._back(away)
-                    said, away = 0, None
+                    await self._back()
         finally:
             quietly(self._ray.kill, self.actor)
 
-    async def _watched(self, running: asyncio.Future[Progress], said: int) -> int:
+    async def _watched(self, running: asyncio.Future[Progress]) -> None:
         """Tell how far they are, until they end."""
+        said = 0
         while not running.done():
             await asyncio.wait([running], timeout=LOOK_S)
             progress, texts = await answered(self.actor.state.remote(said), ASK_S)
@@ -132,19 +128,19 @@ class RayRollouts:
             for text in texts:
                 self._say(text)
             self._tell(progress)
-        return said
 
-    async def _back(self, away: float) -> None:
+    async def _back(self) -> None:
         """Return once the manager answers again.
 
         Raises:
             RolloutError: it does not.
         """
+        by = time.monotonic() + BACK_S
         while True:
             try:
                 await answered(self.actor.pid.remote(), ASK_S)
             except LostError as error:
-                if time.monotonic() - away > BACK_S:
+                if time.monotonic() > by:
                     raise RolloutError(f"the manager of the rollouts is gone: {error}") from error
                 await asyncio.sleep(PAUSE_S)
             else:

@@ -5,9 +5,16 @@ The docstring under a key is what the page of keys says of it.
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import Json
+from rollbook.store.redaction import shown
+
+T = TypeVar("T", bound=BaseModel)
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -21,3 +28,28 @@ class Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def typed(model: type[T], values: Json, name: str, whole: str = "table") -> T:
+    """A table's values, typed.
+
+    Args:
+        name: what the table is called in an error; whole: what is wrong with no key of it alone.
+
+    Raises:
+        ConfigError: a key is unknown, missing or ill-typed; all are named.
+    """
+    try:
+        # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
+        return model.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or whole}: {_said(e)}" for e in error.errors()]
+        raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
+
+
+def _said(error: Any) -> str:
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    return shown(f"{error['msg']} (got {error['input']!r})")

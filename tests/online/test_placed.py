@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray_nodes import ray_nodes
 
 from rollbook.online import part as parts
 from rollbook.online.config import PlacedConfig, WholeConfig, at_addresses, load_whole
@@ -68,28 +67,8 @@ name = "grpo"
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     """A head, and a node with what engines take."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
-        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
-        patch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        import ray
-        from ray.cluster_utils import Cluster
-
-        handler = signal.getsignal(signal.SIGTERM)
-        small = {"object_store_memory": 80 * 2**20}
-        head = {"num_cpus": 1, "include_dashboard": False} | small
-        made = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            made.add_node(num_cpus=1, num_gpus=2, resources={"engines": 2}, **small)  # Ray believes it
-            patch.setenv("RAY_ADDRESS", made.address)
-            ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
-            yield
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            signal.signal(signal.SIGTERM, handler)
-            shutil.rmtree(folder, ignore_errors=True)
+    with ray_nodes({"num_gpus": 2, "resources": {"engines": 2}}):  # Ray believes it
+        yield
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -68,6 +68,18 @@ def rows(model: type[BaseModel], tables: Collection[str] = TABLES) -> Iterator[s
         needed = key in schema.get("required", ())
         default = "required" if needed else _value(described.get("default"))
         yield f"| `{key}` | {_type(described)} | {default} | {_cell(described['description'])} |"
+
+
+def page(introduction: str, tables: Mapping[str, type[BaseModel]], apart: Collection[str] = ()) -> str:
+    """A page of keys as Markdown: the tables one after the other.
+
+    Args:
+        apart: keys that are tables of their own.
+    """
+    sections = [
+        "\n".join([f"## {title}\n\n{HEAD}", *rows(model, apart), ""]) for title, model in tables.items()
+    ]
+    return "\n".join([introduction, *sections])
 
 
 def _value(value: Any) -> str:

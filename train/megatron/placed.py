@@ -10,15 +10,15 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rollbook.store.errors import ConfigError, RankError
+from rollbook.store.sigterm import kept_sigterm
 from rollbook.train.megatron.launch import DEATH_S, Follower, Others, choose_interface, meet
 
 VARIABLES = (
@@ -163,23 +163,12 @@ def _connected(undo: contextlib.ExitStack) -> Any:
         )
     if not ray.is_initialized():
         try:
-            with _own_handlers():
+            with kept_sigterm():
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RankError(f"Ray cannot be reached or started: {_words(error)}") from error
         undo.callback(ray.shutdown)
     return ray
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Context: SIGTERM is handled as before, whatever Ray makes of it."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
 
 
 def _group(room: Room, count: int, here: str, undo: contextlib.ExitStack) -> Any:

@@ -23,7 +23,7 @@ from rollbook.ingest.rollouts.config import (
     RolloutConfig,
 )
 from rollbook.ingest.rollouts.score_config import JudgeConfig, ScoreConfig
-from rollbook.train.config.docs import HEAD, rows
+from rollbook.train.config.docs import page
 
 INTRODUCTION = """# Configuration of rollouts
 
@@ -55,10 +55,7 @@ APART = frozenset(
 
 def render() -> str:
     """The whole page as Markdown."""
-    sections = [
-        "\n".join([f"## {title}\n\n{HEAD}", *rows(model, APART), ""]) for title, model in TABLES.items()
-    ]
-    return "\n".join([INTRODUCTION, *sections])
+    return page(INTRODUCTION, TABLES, APART)
 
 
 if __name__ == "__main__":

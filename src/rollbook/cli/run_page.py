@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from rollbook.online.config import EnginesConfig, EvaluatedConfig, PlacedConfig, SharedConfig
-from rollbook.train.config.docs import HEAD, rows
+from rollbook.train.config.docs import page
 
 INTRODUCTION = """# Configuration of a run
 
@@ -36,10 +36,7 @@ APART = frozenset({"placed"})
 
 def render() -> str:
     """The whole page as Markdown."""
-    sections = [
-        "\n".join([f"## {title}\n\n{HEAD}", *rows(model, APART), ""]) for title, model in TABLES.items()
-    ]
-    return "\n".join([INTRODUCTION, *sections])
+    return page(INTRODUCTION, TABLES, APART)
 
 
 if __name__ == "__main__":

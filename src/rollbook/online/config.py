@@ -10,31 +10,22 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.ingest.rollouts.tables import Seconds, Table, typed
 from rollbook.ingest.serve.settings import ServeSettings, parse_settings
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.redaction import shown
 from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import ADDRESS, TABLES, WAIT_S, check_whole, is_whole, part_of, proxy_url
+from rollbook.store.whole_config import ENGINE, TABLES, WAIT_S, check_whole, is_whole, part_of, proxy_url
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.files import read_training
 
-Seconds = Annotated[float, Field(gt=0)]
-T = TypeVar("T", bound=BaseModel)
 
-
-class _Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class SharedConfig(_Table):
+class SharedConfig(Table):
     """What the parts share, at the top of the file."""
 
     run: str = "default"
@@ -49,7 +40,7 @@ class SharedConfig(_Table):
     """Folder for what the parts print."""
 
 
-class EvaluatedConfig(_Table):
+class EvaluatedConfig(Table):
     """`[evaluation]`: agents are evaluated on tasks that are held out, at every so many steps; the training
     waits for that, so that it is of one version."""
 
@@ -67,7 +58,7 @@ class EvaluatedConfig(_Table):
     """Longest wait for them; training goes on after it."""
 
 
-class PlacedConfig(_Table):
+class PlacedConfig(Table):
     """`[engines.placed]`: engines that Ray places on nodes of its cluster; their addresses follow."""
 
     count: Annotated[int, Field(ge=1)] = 1
@@ -82,10 +73,10 @@ class PlacedConfig(_Table):
     """Their ports are the first that are free from here on."""
 
 
-class EnginesConfig(_Table):
+class EnginesConfig(Table):
     """`[engines]`: SGLang servers of the run; absent: the proxy's own engine answers."""
 
-    addresses: Annotated[tuple[str, ...], Field(min_length=1)] = (f"{ADDRESS}:30000",)
+    addresses: Annotated[tuple[str, ...], Field(min_length=1)] = (ENGINE,)
     """host:port of each. Those of this host are started; others are waited for, and started there by
     `rollbook run CONFIG --only engines`."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = ("python", "-m", "sglang.launch_server")
@@ -108,7 +99,7 @@ class EnginesConfig(_Table):
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():
-                raise ValueError(f"addresses: {address!r} is no host:port, such as {ADDRESS}:30000")
+                raise ValueError(f"addresses: {address!r} is no host:port, such as {ENGINE}")
         if self.placed is not None and (self.gpus or "addresses" in self.model_fields_set):
             raise ValueError(
                 "placed: Ray says where engines are, and on which GPUs: leave addresses and gpus out"
@@ -167,10 +158,10 @@ def load_whole(path: Path, overrides: Sequence[str] = ()) -> WholeConfig:
         raise ConfigError(f"{path}: a run has at least one of the tables {tables}")
     name = str(path)
     check_whole(values, name)
-    shared = _checked(SharedConfig, {k: v for k, v in values.items() if k in SharedConfig.model_fields}, name)
-    engines = _checked(EnginesConfig, values["engines"], f"{name}: engines") if "engines" in values else None
+    shared = typed(SharedConfig, {k: v for k, v in values.items() if k in SharedConfig.model_fields}, name)
+    engines = typed(EnginesConfig, values["engines"], f"{name}: engines") if "engines" in values else None
     if "evaluation" in values:
-        _checked(EvaluatedConfig, values["evaluation"], f"{name}: evaluation")
+        typed(EvaluatedConfig, values["evaluation"], f"{name}: evaluation")
     serve = parse_settings(part_of(values, "serve", name), name)
     trained = read_training(part_of(values, "train", name), path) if "train" in values else None
     rollouts = parse_rollouts(part_of(values, "rollout", name), name) if "rollout" in values else None
@@ -214,27 +205,6 @@ def is_local(host: str) -> bool:
                 continue
             return True
     return False
-
-
-def _checked(model: type[T], values: Json, name: str) -> T:
-    """A table of the CONFIG, typed.
-
-    Raises:
-        ConfigError: a key is unknown, missing or ill-typed; all are named.
-    """
-    try:
-        return model.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'table'}: {_said(e)}" for e in error.errors()]
-        raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
-
-
-def _said(error: Any) -> str:
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "extra_forbidden":
-        return "unknown key"
-    return shown(f"{error['msg']} (got {error['input']!r})")
 
 
 def _check_evaluation(trained: TrainConfig | None, rollouts: RolloutConfig | None, name: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+from ray_nodes import ray_nodes
 
 from rollbook import store as rb
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
@@ -48,28 +47,8 @@ ask("hello")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head, on which no agents are to be, and two nodes for agents."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
-        patch.delenv("RAY_ADDRESS", raising=False)
-        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
-        patch.setenv("RAY_TMPDIR", folder)
-        (Path(folder) / "ray").mkdir()
-        import ray
-        from ray.cluster_utils import Cluster
-
-        handler = signal.getsignal(signal.SIGTERM)
-        small = {"object_store_memory": 80 * 2**20}
-        head = {"num_cpus": 1, "include_dashboard": False} | small
-        made = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            made.agents = [made.add_node(num_cpus=1, resources={"agents": 1}, **small) for _ in range(2)]
-            ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            signal.signal(signal.SIGTERM, handler)
-            shutil.rmtree(folder, ignore_errors=True)
+    with ray_nodes(*[{"resources": {"agents": 1}}] * 2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +128,7 @@ def test_agents_are_on_the_nodes_that_were_asked_for(cluster: Any, server: Any, 
     assert (found.done, dict(found.by_status), said) == (6, {"done": 6}, [])
     told = [orjson.loads(isolation) for (isolation,) in rows(server, made, "l.isolation")]
     assert {one["level"] for one in told} == {"session"}
-    assert {one["node_id"] for one in told} == {node.node_id for node in cluster.agents}
+    assert {one["node_id"] for one in told} == {node.node_id for node in cluster.added}
     assert {launcher for (launcher,) in rows(server, made, "launcher")} == {"ray"}
 
 
@@ -248,7 +227,7 @@ def _await(holds: Callable[[], bool]) -> None:
 
 def test_a_node_that_dies(cluster: Any, server: Any, config: Any) -> None:
     """Its agents end with it, are void, and are tried again on the other node; the ledger stays exact."""
-    made, lost = config(concurrency=4), cluster.agents[1]
+    made, lost = config(concurrency=4), cluster.added[1]
 
     def kill() -> None:
         _await(lambda: len(running(Path(made.folder))) == 4)

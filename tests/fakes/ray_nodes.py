@@ -1,0 +1,40 @@
+"""A Ray cluster of several nodes on this host, which ends with whoever asked for it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def ray_nodes(*nodes: dict[str, Any]) -> Iterator[Any]:
+    """A head, and nodes with what these say; this process is connected to it, and so are its children."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+        patch.delenv("RAY_ADDRESS", raising=False)
+        folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
+        patch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
+        import ray
+        from ray.cluster_utils import Cluster
+
+        handler = signal.getsignal(signal.SIGTERM)
+        small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+        made = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
+        try:
+            made.added = [made.add_node(**small, **node) for node in nodes]
+            patch.setenv("RAY_ADDRESS", made.address)
+            ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            signal.signal(signal.SIGTERM, handler)
+            shutil.rmtree(folder, ignore_errors=True)
