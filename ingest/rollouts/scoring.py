@@ -8,7 +8,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,12 @@ class Scorers:
         components, limit_s = self._config.score, self._config.clocks.scoring_s
         if not components:
             return None
-        said = await self._proxy.trajectory(trajectory)
-        attempt = Attempt(trajectory, folder, said["conversations"], said["trajectory_id"])
+        attempt = Attempt(trajectory, folder)
+        if not all(one.command for one in components):  # a program is given no more than the folder
+            said = await self._proxy.trajectory(trajectory)
+            attempt = replace(
+                attempt, conversations=said["conversations"], trajectory_id=said["trajectory_id"]
+            )
 
         async def one(component: ScoreConfig) -> float:
             async with asyncio.timeout(limit_s):
