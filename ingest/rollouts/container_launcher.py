@@ -27,10 +27,11 @@ from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
 
 AFTER = """
-"$1" container inspect --format '{{json .State}}' "$2" > "$3"
+[ -s "$3" ] || "$1" container inspect --format '{{json .State}}' "$2" > "$3"
 "$1" kill "$2"
 exec "$1" rm --force --volumes "$2"
 """
+"""It may run twice: what the state was is known before the first removal."""
 _OF_ENGINES = re.compile(
     r"(?i)path|home|user|tmpdir|lang|lc_.*|tz|.*_proxy|notify_socket|listen_(pid|fds|fdnames)"
     r"|(docker|compose|podman|containers?|buildah|conmon|libpod|cni|netavark|storage|registry)_.*"

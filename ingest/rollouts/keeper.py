@@ -10,7 +10,8 @@ launcher, ends all of it. To there go lines: `started`, or `failed WHY`; at the 
 each process that had to be ended, and `ended CODE SIGNAL CPU_S RSS_KB`.
 
 What is started may be the client of another program that runs the agent. Then a command, `after`, ends the
-agent there and tidies up, however the client ended, and whoever is gone by then.
+agent there and tidies up, however the client ended, and whoever is gone by then; twice, if the client has to
+be ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 TYPE_CHECKING = False  # as in `typing`, whose import takes as long as all others together
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Callable
     from typing import Any
 else:
     import _signal as signal  # what `signal` is made of: that imports `enum`, which takes a third of a start
@@ -40,6 +42,8 @@ TOLD, TOLD_LENGTH = 100, 500
 """Most processes that are told as left, and most characters of a command line."""
 AFTER_S = 60.0
 """So long the command that tidies up may take."""
+CLIENT_S = 1.0
+"""So long a client may take to end once it was asked, and once more when what it ran is gone."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -136,6 +140,25 @@ class Keeper:
             ours |= more
             found += sorted(more)
         return found
+
+    def dismiss(self, tidy: Callable[[], None]) -> None:
+        """End a client in order, if it can be: of what one was starting when it was killed nobody knows.
+
+        podman for instance lets its runtime make a container before it writes down that there is one; SIGTERM
+        waits until it did.
+        """
+        if self.status is None and not self._stopping:
+            self._stopping = True
+            self._ask()
+            self._await()
+        if self.status is None:
+            tidy()
+            self._await()
+
+    def _await(self) -> None:
+        until = time.monotonic() + CLIENT_S
+        while self._reap() and self.status is None and time.monotonic() < until:
+            time.sleep(0.002)
 
     def end(self) -> None:
         """SIGKILL to all that there is, until nothing is there any more."""
@@ -283,6 +306,8 @@ def main() -> None:
     _say("started")
     keeper = Keeper(agent, task["own_group"])
     keeper.watch()
+    if task["after"]:
+        keeper.dismiss(lambda: _tidy(task))
     left = keeper.left()
     keeper.end()
     taken = resource.getrusage(resource.RUSAGE_CHILDREN)

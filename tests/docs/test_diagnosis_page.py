@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_the_queries_and_the_commands_run(
     [function] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(function)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another page's
     lines = "\n".join(re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)).splitlines()
     answers = (
         '"verdict"',

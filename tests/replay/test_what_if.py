@@ -411,6 +411,7 @@ def test_the_pages_commands_run(
     (tmp_path / "fresh.toml").write_text("max_staleness = 10\n")
     shutil.copytree(log.path, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another page's
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).split("\n")
     for line in filter(None, lines):
         code, out, err = cli(*shlex.split(line)[1:])
