@@ -12,8 +12,8 @@ from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, greatest_diff
 from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.store.events.routed_experts import unpack
 
-LENGTH = 720
-"""Tokens of a request: two seconds and more, so that what is to change in its middle does so everywhere."""
+LENGTH = 1000
+"""Tokens of a request: three seconds, so that what is to change in its middle does so on a busy machine too."""
 LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 
@@ -113,7 +113,7 @@ def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, re
     made, heard = client(dense).meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert (len(ids), made.timings["resumed"]) == (LENGTH, 1)
+    assert (len(ids), made.timings.get("resumed"), len(made.version_spans)) == (LENGTH, 1, 2)
     _cut(made, before, told[0])
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
