@@ -25,7 +25,7 @@ ROOMS = {
     ],
     "ingest": [
         *("engines", "staleness", "requests", "tokens", "replies", "turns", "trajectories", "admission"),
-        *("workers", "recording", "endpoints", "http", "upstream", "serve", "datasets", "rollouts"),
+        *("workers", "recording", "endpoints", "http", "peers", "upstream", "serve", "datasets", "rollouts"),
     ],
     "train": [
         "algorithms",

@@ -41,8 +41,8 @@ class Desk:
             names = {k: v for k, v in body.items() if k in _IDS}
             fields = await beside(len(raw), self.door.options.redactor.fields, body)
             found = validated(model, fields | names)
-            if self.door.siblings is not None and isinstance(found, OpenTrajectory) and found.id is not None:
-                self.door.siblings.check_name(found.id, raw)
+            if self.door.others is not None and isinstance(found, OpenTrajectory) and found.id is not None:
+                self.door.others.check_name(request, found.id, raw)
             return found
 
     async def recorded(self, name: str) -> Trajectory:

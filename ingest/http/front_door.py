@@ -13,7 +13,7 @@ from rollbook.ingest.admission.gate import Gate
 from rollbook.ingest.http.access import Caller
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.siblings import Siblings
+from rollbook.ingest.http.siblings import Others
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.requests.large_work import aside, beside
@@ -47,8 +47,8 @@ class FrontDoor:
     options: ProxyOptions
     gate: Gate | None = None
     """Holds new trajectories while an online training could not use them in time."""
-    siblings: Siblings | None = None
-    """The other workers of the proxy, if it has several."""
+    others: Others | None = None
+    """Who else may own what a request is about, if there are any."""
 
     def address(self, request: Request) -> Address:
         """Where a request was sent, and by whom.
@@ -83,7 +83,7 @@ class FrontDoor:
         plain: bool = True,
         kept: bool = True,
     ) -> None:
-        """See that a request is this worker's, now that its body is read: see `Siblings`.
+        """See that a request is this process's, now that its body is read: see `Siblings`.
 
         Args:
             name: the trajectory that it names, if it does.
@@ -92,12 +92,12 @@ class FrontDoor:
         Raises:
             ElsewhereError: it is another one's.
         """
-        if self.siblings is None:
+        if self.others is None:
             return
         if name is not None:
-            self.siblings.check_name(name, raw, plain=plain)
+            self.others.check_name(request, name, raw, plain=plain)
         else:
-            await self.siblings.check_unnamed(request, [*reply_ids], raw, plain=plain, kept=kept)
+            await self.others.check_unnamed(request, [*reply_ids], raw, plain=plain, kept=kept)
 
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -13,11 +14,38 @@ from rollbook.ingest.http.head import moves_cursor, named_by_head
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.shared_connections import SETTLED, ElsewhereError, give_away
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
+from rollbook.ingest.workers.asks import Asks
 from rollbook.ingest.workers.bus import Bus
 from rollbook.ingest.workers.place import FIRST, Place, owner_of
 from rollbook.store.events import Json
 
 KNOWS = "knows"
+
+
+class Others(Protocol):
+    """Whoever else may own what a request is about: other workers of the proxy, or other proxies of the run."""
+
+    def check_name(self, request: Request, name: str, raw: bytes, *, plain: bool = True) -> None:
+        """See that a trajectory is this one's: see `Siblings`."""
+
+    async def check_unnamed(
+        self, request: Request, reply_ids: Sequence[str], raw: bytes, *, plain: bool = True, kept: bool = True
+    ) -> None:
+        """See that a request without a name is this one's: see `Siblings`."""
+
+
+async def knower_of(
+    reply_ids: Sequence[str], own: Callable[[str], bool], bus: Asks
+) -> tuple[bool, int | None]:
+    """(whether this one knows the first of some replies that anybody knows; the number of who else does)"""
+    for reply_id in (named for named in reply_ids if isinstance(named, str)):
+        if own(reply_id):
+            return True, None
+        answers = await bus.ask_all(KNOWS, {"reply": reply_id})
+        for number, answer in answers.items():
+            if answer is not None and answer[0]["knows"]:
+                return False, number
+    return False, None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +81,7 @@ class Siblings:
     def _other(self, number: int) -> int | None:
         return None if number == self.place.number else number
 
-    def check_name(self, name: str, raw: bytes, *, plain: bool = True) -> None:
+    def check_name(self, request: Request, name: str, raw: bytes, *, plain: bool = True) -> None:
         """See that a trajectory is this worker's.
 
         Args:
@@ -80,15 +108,11 @@ class Siblings:
         """
         if request.scope.get(SETTLED):
             return
-        for reply_id in (named for named in reply_ids if isinstance(named, str)):
-            if self.knows(reply_id):
-                return
-            answers = await self.bus.ask_all(KNOWS, {"reply": reply_id})
-            for number, answer in answers.items():
-                if answer is not None and answer[0]["knows"]:
-                    raise ElsewhereError(number, raw, plain=plain)
-        if kept and not self.place.is_first:
-            raise ElsewhereError(FIRST, raw, plain=plain)
+        known, number = await knower_of(reply_ids, self.knows, self.bus)
+        if number is None and not known and kept and not self.place.is_first:
+            number = FIRST
+        if number is not None:
+            raise ElsewhereError(number, raw, plain=plain)
 
     async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
         return {"knows": self.knows(asked["reply"])}, b""

@@ -24,6 +24,7 @@ class GoingOn:
     Attributes:
         place: says which trajectories those are.
         budget: about how many bytes the contents of open ones may take.
+        running: the recorder has been going on for a while, and knows what is in its own lane.
         adopted: lane whose process is gone -> how many of its open trajectories are adopted.
     """
 
@@ -32,12 +33,22 @@ class GoingOn:
     run: str
     place: Place
     budget: int
+    running: bool = False
     adopted: dict[str, int] = field(default_factory=dict)
 
     def restored(self, runs: RunReader) -> Trajectories:
-        """Of finished trajectories the name, of open ones all of it.
+        """Of finished trajectories the name, of open ones all of it: see `taken_over`."""
+        known = self.taken_over(runs)
+        known.ended.sealed, ended = runs.ended()
+        for opened, lane in ended:
+            if self.place.owns(opened.name):
+                known.ended.add(opened, lane)
+        return known
 
-        Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
+    def taken_over(self, runs: RunReader) -> Trajectories:
+        """The open trajectories, all of each.
+
+        Those of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
         one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
         """
         tried = {self.writer.lane}
@@ -54,23 +65,20 @@ class GoingOn:
                 runs.refresh()
                 known, last = self._open(runs)
             self._adopt(known, last)
-        known.ended.sealed, ended = runs.ended()
-        for opened, lane in ended:
-            if self.place.owns(opened.name):
-                known.ended.add(opened, lane)
         return known
 
     def _open(self, runs: RunReader) -> tuple[Trajectories, dict[str, str]]:
         """(what is open, the last event of each)"""
         known, last = Trajectories(self.budget), dict[str, str]()
         for trajectory in runs.open():
-            if not self.place.owns(trajectory.opened.name):
+            opened, own = trajectory.opened, trajectory.lane == self.writer.lane
+            # With what it wrote while it stood in for another one it goes on too.
+            if self.running if own else not self.place.owns(opened.name):
                 continue
-            ours = trajectory.lane == self.writer.lane or trajectory.lane in self.adopted
-            live = LiveTrajectory(trajectory.opened, trajectory.lane, contents=None)
-            last[trajectory.opened.trajectory_id] = trajectory.last_event_id
+            live = LiveTrajectory(opened, trajectory.lane, contents=None)
+            last[opened.trajectory_id] = trajectory.last_event_id
             known.add(live)
-            if ours:
+            if own or trajectory.lane in self.adopted:
                 known.restore(live, restored(trajectory))
         return known, last
 

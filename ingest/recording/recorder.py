@@ -109,7 +109,26 @@ class Recorder(RunWriter):
 
     def _may_hold(self, name: str) -> bool:
         """Whether the log may hold a trajectory of that name, which is not in memory."""
-        return not self.place.owns(name) or self.trajectories.ended.may_hold(name)
+        return not self.place.remembers(name) or self.trajectories.ended.may_hold(name)
+
+    async def take_place(self, place: Place) -> RunReader:
+        """Have another place from now on, and adopt what processes that are gone left open in it.
+
+        Returns:
+            What there is in the run.
+        """
+        begun = GoingOn(self.store, self.writer, self.run, place, self.trajectories.budget, running=True)
+
+        def read() -> tuple[RunReader, Trajectories]:
+            runs = RunReader(self.store, self.run)
+            return runs, begun.taken_over(runs)
+
+        runs, found = await asyncio.to_thread(read)
+        for live in found.open():
+            if live.lane == self.lane or self._named(live.opened.name) is None:
+                self.trajectories.add(live)
+        self.place = place
+        return runs
 
     async def recall(self, name: str) -> LiveTrajectory | None:
         """`look_up`, with the trajectory's contents if it can be extended: as the log has it.
@@ -175,13 +194,14 @@ class Recorder(RunWriter):
             by: the name of the key that opens it.
 
         Raises:
-            RequestError: 409, the run has one of that name.
+            RequestError: 409, the run has one of that name; 503, names like that are another's now.
         """
         trajectory_id = new_id() if wanted.id else self.place.new_name()
         name = wanted.id or trajectory_id
         if self._named(name) is not None:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
+        self._check_place(name)
         said = (wanted.group, wanted.task, wanted.split, wanted.labels)
         judged = None if wanted.judges is None else {"trajectory_id": wanted.judges, "how": "judged"}
         opened = TrajectoryOpened(trajectory_id, name, *said, by, judged)
@@ -191,12 +211,26 @@ class Recorder(RunWriter):
         """Note records of a trajectory, with its opening if it is only drafted: then all are stored, or none.
 
         A trajectory whose opening is not durable is unknown again: its name is free, and its calls fail.
+
+        Raises:
+            RequestError: 503, names like that are another's now.
         """
         if self._named(live.opened.name) is not None:
             return self.note(*records)
+        self._check_place(live.opened.name)
         self.trajectories.add(live)
         live.opening = self.note(live.opened, *records)
         return live.opening
+
+    def _check_place(self, name: str) -> None:
+        """See that a new trajectory may have this name here: meanwhile it may have become another's.
+
+        Raises:
+            RequestError: 503.
+        """
+        if not self.place.owns(name):
+            text = f"trajectory {name!r} is another proxy's to open now: try again"
+            raise RequestError(503, "proxy_away", text)
 
     def _named(self, name: str) -> LiveTrajectory | None:
         """The trajectory of that name, if its opening is in the log or on its way there."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Engine
@@ -47,6 +48,7 @@ class ServeOptions:
         images: the engine's model takes them.
         routed_experts: have the engine return, and record, which experts each token went to.
         workers: processes that take requests, each with a lane of its own.
+        proxies: addresses of all proxies of the run, where there are several; `number`: which one this is.
         hold_s: how long a request waits while weights are being replaced.
         forwarded_from: addresses and networks of proxies in front, whose headers name the client.
         pass_paths: for an upstream with a key: more methods and paths that pass.
@@ -61,6 +63,8 @@ class ServeOptions:
     run: str = "default"
     lane: str = "serve"
     workers: int = 1
+    proxies: tuple[str, ...] = ()
+    number: int = 0
     policy: str = "actor"
     device: str = "cpu"
     threads: int | None = None
@@ -81,6 +85,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.workers > 1:
             _check_workers(self)
+        if self.proxies or self.number:
+            _check_proxies(self)
         for address in self.forwarded_from:
             try:
                 ipaddress.ip_network(address)
@@ -117,6 +123,24 @@ def _check_workers(options: ServeOptions) -> None:
         raise ConfigError(text + "use --workers 1")
 
 
+def _check_proxies(options: ServeOptions) -> None:
+    """See that this can be one of several proxies.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    count = len(options.proxies)
+    if count < 2 or len(set(options.proxies)) < count:
+        raise ConfigError(f"proxies {list(options.proxies)}: name two or more, each once")
+    if options.number >= count:
+        raise ConfigError(f"--proxy {options.number}: there are {count} proxies, 0 to {count - 1}")
+    if options.engine == "embedded":
+        text = "proxies: the embedded engine holds its weights in one process: serve the model with SGLang"
+        raise ConfigError(f"{text} and --engine sglang, or record with one proxy")
+    if options.workers > 1:
+        raise ConfigError(f"--workers {options.workers}: one of several proxies is one process; name more")
+
+
 @dataclass(frozen=True, slots=True)
 class Secrets:
     """What opens engines and the proxy, as options or the environment gave it.
@@ -144,6 +168,7 @@ def options_of(
     return ServeOptions(
         **{name: getattr(settings, name) for name in _SAME},
         engine_urls=settings.engine_url,
+        number=settings.proxy,
         engine_key=engine_key_of(secrets.engine_key, environment),
         engine_admin_key=engine_key_of(secrets.engine_admin_key, environment, admin=True),
         tree=TreePolicy(settings.reasoning, settings.history, settings.unfinished),
@@ -153,7 +178,20 @@ def options_of(
 
 
 _SAME = (
-    *("store", "model", "engine", "script", "host", "port", "run", "lane", "workers", "policy", "device"),
+    *(
+        "store",
+        "model",
+        "engine",
+        "script",
+        "host",
+        "port",
+        "run",
+        "lane",
+        "workers",
+        "proxies",
+        "policy",
+        "device",
+    ),
     *(
         "threads",
         "seal",
@@ -171,9 +209,10 @@ _SAME = (
 def _proxy_options(
     settings: ServeSettings, secrets: Secrets, environment: MutableMapping[str, str], machine: str
 ) -> ProxyOptions:
+    names = [str(urlsplit(url).hostname) for url in settings.proxies[settings.proxy :][:1]]
     return ProxyOptions(
         keys=keys_of(secrets.api_keys, settings.keys, environment),
-        own=own(settings.host, machine, settings.allow_host, settings.allow_origin),
+        own=own(settings.host, machine, [*settings.allow_host, *names], settings.allow_origin),
         trajectory_headers=tuple(dict.fromkeys(name.lower() for name in settings.trajectory_header)),
         on_store_failure=settings.on_store_failure,
         max_body_bytes=int(settings.max_body_mb * 2**20),

@@ -13,6 +13,7 @@ from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.startup_check import check_engines
 from rollbook.ingest.http.siblings import Siblings
+from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
@@ -40,8 +41,8 @@ class Prepared(Protocol):
             RollbookError: an engine cannot be used.
         """
 
-    def app(self, recorder: Recorder, siblings: Siblings | None = None) -> FastAPI:
-        """The application, of a worker that has siblings or of one alone."""
+    def app(self, recorder: Recorder, others: Siblings | Peers | None = None) -> FastAPI:
+        """The application; with others, if it is not the only process that records the run."""
 
 
 def prepared(options: ServeOptions) -> Prepared:
@@ -72,10 +73,10 @@ class ForUpstream:
         recorder.append(RunOpened("serve", self.options.as_json())).result()
         return {"upstream": self.upstream.url}
 
-    def app(self, recorder: Recorder, siblings: Siblings | None = None) -> FastAPI:
+    def app(self, recorder: Recorder, others: Siblings | Peers | None = None) -> FastAPI:
         """The record-only proxy."""
         shared = self.options.proxy.share(self.options.workers)
-        return build_upstream_app(recorder, self.upstream, shared, self.options.policy, siblings)
+        return build_upstream_app(recorder, self.upstream, shared, self.options.policy, others)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,12 +100,12 @@ class ForTokens:
         recorder.append(RunOpened("serve", config, str(self.model), *digests)).result()
         return {"reply_format": self.family.name, "refused": self.bridges.refused, "notes": notes}
 
-    def app(self, recorder: Recorder, siblings: Siblings | None = None) -> FastAPI:
+    def app(self, recorder: Recorder, others: Siblings | Peers | None = None) -> FastAPI:
         """The proxy."""
         engine, identity = self._engine(recorder)
         turn_runner = TurnRunner(recorder, engine, self.bridges, self.family, self.options.hold_s)
         shared = self.options.proxy.share(self.options.workers)
-        return build_app(turn_runner, shared, self.model.resolve().name, identity, siblings)
+        return build_app(turn_runner, shared, self.model.resolve().name, identity, others)
 
     def _engine(self, recorder: Recorder) -> tuple[Engine, Identity]:
         """The engine, and who identifies its weights; of one recorder the same."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +30,12 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
+from rollbook.ingest.peers.doors import add_peers, add_sending_on
+from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
+from rollbook.ingest.serve.firsts_duties import SIBLINGS_GATHER_S, KeepsGate
 from rollbook.ingest.serve.follow import GATHER_S, Follower
 from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.store.events import (
@@ -46,8 +49,6 @@ from rollbook.store.events import (
 from rollbook.store.log.tail import Filter
 
 SYNCS = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})
-SIBLINGS_GATHER_S = 0.2
-"""Pause after each read of what other workers write: admission counts what begins before it reads of it."""
 
 
 def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
@@ -66,17 +67,17 @@ def build_app(
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
-    siblings: Siblings | None = None,
+    others: Siblings | Peers | None = None,
 ) -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder.
 
     Args:
-        siblings: the other workers, if it is one of several.
+        others: its other workers, or the other proxies of the run, if there are any.
     """
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
-    gate = _gate(turn_runner, siblings)
-    door = FrontDoor(recorder, options, gate if options.admission else None, siblings)
+    gate = _gate(turn_runner, others)
+    door = FrontDoor(recorder, options, gate if options.admission else None, others)
     metrics, room = Metrics(), BodyRoom(options)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
@@ -85,10 +86,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        followers = _follow(recorder, engine, gate, siblings, follow_error)
+        followers = _follow(recorder, engine, gate, others, follow_error)
         beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
         tasks = [asyncio.create_task(one) for one in beside]
-        with _meeting(siblings, turn_runner, options, gate, followers[1]):
+        if others is not None:
+            others.cleaned, others.knows = options.redactor.text, _knows(recorder)
+        async with _meeting(others, turn_runner, gate, followers[1], follow_error):
             yield
         for task in tasks:
             task.cancel()
@@ -101,43 +104,51 @@ def build_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
+    siblings = others if isinstance(others, Siblings) else None
+    if isinstance(others, Peers):
+        add_sending_on(app, others, room)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)
     LookupRoutes(turn_runner, door, room, model_name).add(app)
-    details = partial(_details, turn_runner, follow_error, options.keys)
+    details = partial(_details, turn_runner, follow_error, options.keys, others)
     _add_health(app, turn_runner, details, metrics, gate, siblings)
     _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
+    if isinstance(others, Peers):
+        add_peers(app, others)
     return app
 
 
-def _gate(turn_runner: TurnRunner, siblings: Siblings | None) -> AdmissionGate | FarGate:
-    """What admits trajectories: the first of several workers does for all."""
+def _gate(turn_runner: TurnRunner, others: Siblings | Peers | None) -> AdmissionGate | FarGate:
+    """What admits trajectories: one of several workers or proxies does for all."""
     recorder, engine, hold_s = turn_runner.recorder, turn_runner.engine, turn_runner.hold_s
-    if siblings is None or siblings.place.is_first:
+    if others is None or (isinstance(others, Siblings) and others.place.is_first):
         return AdmissionGate(recorder.known_run.outstanding, engine.policy_version, hold_s)
-    return FarGate(siblings.bus, recorder.trajectories.get, hold_s)
+    return FarGate(others.bus, recorder.trajectories.get, hold_s)
 
 
-@contextmanager
-def _meeting(
-    siblings: Siblings | None,
+@asynccontextmanager
+async def _meeting(
+    others: Siblings | Peers | None,
     turn_runner: TurnRunner,
-    options: ProxyOptions,
     gate: AdmissionGate | FarGate,
     follower: Follower,
-) -> Iterator[None]:
-    """Speak with the other workers, if there are any, while the context lasts."""
-    if siblings is None:
+    follow_error: list[str],
+) -> AsyncIterator[None]:
+    """Speak with the other workers or proxies, if there are any, while the context lasts."""
+    if others is None:
         yield
-        return
-    siblings.cleaned, siblings.knows = options.redactor.text, _knows(turn_runner.recorder)
-    if isinstance(gate, AdmissionGate):
-        Gatekeeper(gate, siblings.bus, follower.caught_up)
-    with siblings.bus.running():
-        yield
+    elif isinstance(others, Siblings):
+        if isinstance(gate, AdmissionGate):
+            Gatekeeper(gate, others.bus, follower.caught_up)
+        with others.bus.running():
+            yield
+    else:
+        others.duties.append(KeepsGate(others.bus, turn_runner, partial(_keep, follow_error)))
+        async with others.running():
+            yield
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
@@ -174,7 +185,7 @@ def _follow(
     recorder: Recorder,
     engine: Engine,
     gate: AdmissionGate | FarGate,
-    siblings: Siblings | None,
+    others: Siblings | Peers | None,
     follow_error: list[str],
 ) -> tuple[Follower, Follower]:
     """Follow what the trainer and other proxies write, from where the recorder has read.
@@ -198,8 +209,7 @@ def _follow(
         if isinstance(gate, AdmissionGate):
             gate.take(events)  # after the syncs: which version is served decides how many may begin
 
-    def on_error(error: str | None) -> None:
-        follow_error[:] = [] if error is None else [error]
+    on_error = partial(_keep, follow_error)
 
     def follower(kinds: frozenset[str], lanes: Iterable[str], gather_s: float) -> Follower:
         wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset(lanes))
@@ -207,14 +217,19 @@ def _follow(
         made.start()
         return made
 
-    if siblings is None:
+    if others is None:
         one = follower(KINDS | SYNCS, [recorder.lane], GATHER_S)
         return one, one
-    # Siblings write much, and no syncs.
-    syncs = follower(SYNCS, siblings.lanes, GATHER_S)
+    # The others write much, and no syncs.
+    syncs = follower(SYNCS, others.lanes, GATHER_S)
     if not isinstance(gate, AdmissionGate):
         return syncs, syncs
     return syncs, follower(KINDS, [recorder.lane], SIBLINGS_GATHER_S)
+
+
+def _keep(follow_error: list[str], error: str | None) -> None:
+    """Keep why the log cannot be followed, while that is so."""
+    follow_error[:] = [] if error is None else [error]
 
 
 def _knows(recorder: Recorder) -> Callable[[str], bool]:
@@ -227,7 +242,9 @@ def _knows(recorder: Recorder) -> Callable[[str], bool]:
     return knows
 
 
-def _details(turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> Json:
+def _details(
+    turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys, others: Siblings | Peers | None
+) -> Json:
     """What is known of this process's health."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
     writer = recorder.writer
@@ -239,6 +256,7 @@ def _details(turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -
         "engine": engine.name,
         "policy_version": engine.policy_version(),
         "engines": engine.states() if isinstance(engine, Fleet) else [],
+        **({"proxies": others.seats.states()} if isinstance(others, Peers) else {}),
         **keys.trouble(),
     }
 

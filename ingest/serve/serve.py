@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,11 @@ from rollbook.ingest.http.memory import give_back
 from rollbook.ingest.http.shared_connections import shared_http, take_connections
 from rollbook.ingest.http.siblings import Siblings
 from rollbook.ingest.http.web_pages import is_loopback
+from rollbook.ingest.peers.peers import Peers
+from rollbook.ingest.peers.seats import Seats, seat_claimed
+from rollbook.ingest.peers.wire import Wire, token_of
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.serve.firsts_duties import Seals
 from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import Prepared, prepared
 from rollbook.ingest.serve.sealer_child import sealer_beside
@@ -31,7 +36,7 @@ from rollbook.ingest.serve.workers import Workers, in_child
 from rollbook.ingest.workers.bus import Bus, Inboxes
 from rollbook.ingest.workers.place import ALONE, FIRST, Place
 from rollbook.store import Store
-from rollbook.store.errors import ConfigError
+from rollbook.store.errors import ConfigError, LaneLockedError
 from rollbook.store.events import Json
 
 
@@ -65,6 +70,8 @@ class Started:
 
 Announce = Callable[[Started], None]
 BACKLOG = 4096
+ADOPTED_S = 20.0
+"""So long another proxy may take to adopt what this one's lane left open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,9 @@ def serve(options: ServeOptions, announce: Announce) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be in the workers
     proxy = prepared(options)
     listener = listening_on(options.host, options.port)
+    if options.proxies:
+        _serve_as_one_of(proxy, listener, announce)
+        return
     with claimed(options) as log:
         if options.workers > 1:
             _serve_together(proxy, listener, log, announce)
@@ -112,9 +122,47 @@ def claimed(options: ServeOptions) -> Iterator[Store]:
         yield log
 
 
-def _recorder(log: Store, options: ServeOptions, place: Place = ALONE, budget: int | None = None) -> Recorder:
+def _recorder(
+    log: Store,
+    options: ServeOptions,
+    place: Place = ALONE,
+    budget: int | None = None,
+    patience_s: float = 0.0,
+) -> Recorder:
+    """The recorder of one process.
+
+    Args:
+        patience_s: how long to wait for its lane, of which another proxy may just be adopting what is open.
+    """
     memory = options.proxy.share(place.workers).memory_bytes if budget is None else budget
-    return Recorder(log, place.lane(options.lane), options.run, memory, place=place)
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return Recorder(log, place.lane(options.lane), options.run, memory, place=place)
+        except LaneLockedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+# One of several proxies -----------------------------------------------------------------------------
+
+
+def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announce) -> None:
+    """Serve as one of several proxies of the run: see `ingest.peers`."""
+    options = proxy.options
+    log = store.open(options.store, create=True)
+    place = Place(options.number, len(options.proxies))
+    wire = Wire(options.proxies, options.number, token_of(log.path, options.run))
+    with seat_claimed(log, options.run, wire) as claims:
+        recorder = _recorder(log, options, place, options.proxy.memory_bytes, patience_s=ADOPTED_S)
+        said = proxy.looked_at(recorder)
+        announce(_started(options, listener, log.path, recorded_by(recorder), said))
+        peers = Peers(Seats(wire, recorder, place.lanes(options.lane), claims), options.proxy.naming)
+        peers.keeps_headers = bool(proxy.headers)
+        if options.seal:
+            peers.duties.append(Seals(log.path))
+        _run(options, log.path, proxy.app(recorder, peers), listener, proxy.headers, seals=False)
 
 
 # Several workers ----------------------------------------------------------------------------------
@@ -166,11 +214,13 @@ def _run(
     headers: Mapping[str, bool],
     siblings: Siblings | None = None,
     ready: Callable[[], None] = lambda: None,
+    seals: bool = True,
 ) -> None:
     """Run the application until a signal ends it.
 
     Args:
         ready: called once connections are taken.
+        seals: there may be a sealer beside it.
     """
     each = 2 if options.engine in ("upstream", "sglang") else 1
     wanted = options.proxy.share(options.workers).max_connections
@@ -198,7 +248,7 @@ def _run(
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    seals = options.seal and (siblings is None or siblings.place.is_first)
+    seals = seals and options.seal and (siblings is None or siblings.place.is_first)
     try:
         with sealer_beside(path) if seals else contextlib.nullcontext():
             server.run(sockets=[listener])

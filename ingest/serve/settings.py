@@ -24,6 +24,7 @@ from rollbook.store.whole_config import part_of
 Seconds = Annotated[float, Field(ge=0)]
 Megabytes = Annotated[float, Field(gt=0)]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
+ProxyUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$")]
 Address = Annotated[
     EngineAddress,
     PlainValidator(EngineAddress.of, json_schema_input_type=str),
@@ -67,6 +68,10 @@ class ServeSettings(BaseModel):
     """Lane to write; one process each."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes behind the port, each with some of the trajectories; not for embedded."""
+    proxies: tuple[ProxyUrl, ...] = ()
+    """Several proxies of one run, one on each host: the addresses of all, the same list for each."""
+    proxy: Annotated[int, Field(ge=0)] = 0
+    """Which of `proxies` this one is, from 0."""
     policy: str = "actor"
     """Name of the line of weights served."""
     device: str = "cpu"

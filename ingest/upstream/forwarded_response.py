@@ -13,6 +13,7 @@ from rollbook.ingest.endpoints.sse import events_of, json_of
 from rollbook.ingest.endpoints.upstream_reply import MOST_CHOICES, UpstreamReply
 from rollbook.ingest.http.content_encoding import codings, decoded
 from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
+from rollbook.ingest.http.forwarding import end_to_end
 from rollbook.ingest.recording.redact import Redactor, changes_conversation
 from rollbook.ingest.requests.json_bounds import check_weight
 from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
@@ -22,7 +23,6 @@ from rollbook.ingest.upstream.recorder import UpstreamRecorder
 from rollbook.ingest.upstream.reply import gathered, read_reply
 from rollbook.ingest.upstream.reply_copy import ReplyCopy
 from rollbook.ingest.upstream.stream import EndFinder
-from rollbook.ingest.upstream.target import end_to_end
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 
-import aiohttp
 from fastapi import FastAPI
 
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.events_api import add_event_routes
+from rollbook.ingest.http.forwarding import plain_session
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.key_watch import KeyWatch
@@ -24,6 +24,8 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
+from rollbook.ingest.peers.doors import add_peers, add_sending_on
+from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.upstream.paths import paths_of
@@ -33,9 +35,6 @@ from rollbook.ingest.upstream.routes import UpstreamRoutes
 from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.store.events import Json
 
-CONNECT_S = 10.0
-KEEP_ALIVE_S = 4.0
-"""Idle connections are closed before common servers close them: a request must not be sent twice."""
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
 SERVER_OPTIONS = {"server_header": False, "date_header": False}
 """For uvicorn: replies keep the upstream's own headers."""
@@ -46,22 +45,22 @@ def build_upstream_app(
     upstream: Upstream,
     options: ProxyOptions | None = None,
     policy: str = "actor",
-    siblings: Siblings | None = None,
+    others: Siblings | Peers | None = None,
 ) -> FastAPI:
     """The record-only proxy as an ASGI application.
 
     Args:
-        siblings: the other workers, if it is one of several.
+        others: its other workers, or the other proxies of the run, if there are any.
     """
     options = (options or ProxyOptions()).recorded_by(recorder)
-    metrics, door, room = Metrics(), FrontDoor(recorder, options, None, siblings), BodyRoom(options)
+    metrics, door, room = Metrics(), FrontDoor(recorder, options, None, others), BodyRoom(options)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
     recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
-    if siblings is not None:
-        siblings.cleaned, siblings.knows = options.redactor.text, recording.knows
+    if others is not None:
+        others.cleaned, others.knows = options.redactor.text, recording.knows
     paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, recording, paths)
 
@@ -69,9 +68,8 @@ def build_upstream_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
-        with siblings.bus.running() if siblings is not None else nullcontext():
-            async with _session() as routes.session:
-                yield
+        async with _meeting(others), plain_session() as routes.session:
+            yield
         sweeping.cancel()
         following.cancel()
         streams.close()
@@ -79,27 +77,35 @@ def build_upstream_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
+    siblings = others if isinstance(others, Siblings) else None
+    if isinstance(others, Peers):
+        add_sending_on(app, others, room)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    add_whole(app, Whole(siblings, metrics, recorder, partial(_details, recorder, routes)), recorder.redactor)
+    details = partial(_details, recorder, routes, others)
+    add_whole(app, Whole(siblings, metrics, recorder, details), recorder.redactor)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_guards(app, guard, options.own, metrics.failed)
+    if isinstance(others, Peers):
+        add_peers(app, others)
     return app
 
 
-def _session() -> aiohttp.ClientSession:
-    """A client session that adds nothing: no headers, no shared cookies, no decoding."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
-        auto_decompress=False,
-    )
+@asynccontextmanager
+async def _meeting(others: Siblings | Peers | None) -> AsyncIterator[None]:
+    """Speak with the other workers or proxies, if there are any, while the context lasts."""
+    if isinstance(others, Peers):
+        async with others.running():
+            yield
+    elif others is not None:
+        with others.bus.running():
+            yield
+    else:
+        yield
 
 
-def _details(recorder: Recorder, routes: UpstreamRoutes) -> Json:
+def _details(recorder: Recorder, routes: UpstreamRoutes, others: Siblings | Peers | None) -> Json:
     """What is known of this process's health."""
     return {
         "status": recorder.writer.failure or recorder.writer.waiting or OK,
@@ -108,5 +114,6 @@ def _details(recorder: Recorder, routes: UpstreamRoutes) -> Json:
         "engine": "upstream",
         "policy_version": None,
         "unrecorded": routes.recording.unrecorded,
+        **({"proxies": others.seats.states()} if isinstance(others, Peers) else {}),
         **routes.door.options.keys.trouble(),
     }

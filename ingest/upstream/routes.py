@@ -73,12 +73,12 @@ class UpstreamRoutes:
         if self.paths is not None:
             self.paths.check(request.method, address.path)
             named = response_named(request.method, meant(address.path))
-            if self.door.siblings is None:
+            if self.door.others is None:
                 self._check_response(address, request, named)
         self.slots.check()
         # A request takes a slot once its body is there: a slow sender must not keep others out.
         async with self.room.body(request) as raw:
-            if named is not None and self.door.siblings is not None:
+            if named is not None and self.door.others is not None:
                 await self._stay(address, request, named, raw)
             with self.slots.taken_by_one():
                 return await self._answered(request, address, raw)

@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
 from rollbook.ingest.endpoints.registry import api_below
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.http.forwarding import MADE_ANEW, Headers, end_to_end
 from rollbook.ingest.trajectories.identity import KEY_PREFIX
 from rollbook.store.events import Json
 
-HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-"""Hop-by-hop headers (RFC 9110), which are not forwarded; nor are those that `connection` names."""
-
-_MADE_ANEW = frozenset({b"host", b"content-length", b"expect"})
-"""Headers that are made anew for the forwarded request."""
-
 _KEYS = ("authorization", "x-api-key")
-
-Headers = Sequence[tuple[bytes, bytes]]
-
-
-def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Headers, by lower-case name, without hop-by-hop headers."""
-    lower = [(name.lower(), value) for name, value in headers]
-    named = {
-        word.strip() for name, value in lower if name == b"connection" for word in value.lower().split(b",")
-    }
-    return [(name, value) for name, value in lower if name not in HOP_BY_HOP and name not in named]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +55,7 @@ class Upstream:
         """
         passed: CIMultiDict[str] = CIMultiDict()
         for name, value in end_to_end(sent):
-            if name not in _MADE_ANEW and not name.startswith(b"x-rollbook-"):
+            if name not in MADE_ANEW and not name.startswith(b"x-rollbook-"):
                 passed.add(name.decode("latin-1"), _text(value))
         mine = own_keys or any(_names_trajectory(passed.get(key_header, "")) for key_header in _KEYS)
         if self.key is not None or mine:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.workers.bus import Bus
+from rollbook.ingest.workers.asks import Asks
 from rollbook.ingest.workers.place import FIRST
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -32,7 +32,7 @@ class Gatekeeper:
     """
 
     gate: AdmissionGate
-    bus: Bus
+    bus: Asks
     caught_up: Callable[[], Awaitable[None]]
     _entering: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict)
     """By worker and token: who waits, or was let in and has not left."""
@@ -41,6 +41,8 @@ class Gatekeeper:
     _leaving: dict[tuple[int, int], asyncio.Event] = field(default_factory=dict)
     """Of those who wait: set once nobody waits for them any more."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         for kind, handler in (
@@ -51,6 +53,14 @@ class Gatekeeper:
         ):
             self.bus.on(kind, handler)
         self.bus.on_begun(self._died)
+
+    def close(self) -> None:
+        """Answer no more: another one keeps the gate from now on, and is asked again by those who wait."""
+        self._closed = True
+        for kind in (ENTER, KEPT, BEGAN, LEFT):
+            self.bus.on(kind, None)
+        for task in (*self._entering.values(), *self._tasks):
+            task.cancel()
 
     async def _enter(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
         key = (worker, asked["token"])
@@ -102,6 +112,8 @@ class Gatekeeper:
 
     def _died(self, worker: int) -> None:
         """Another process is that worker now: what its predecessor began is in the log, or never will be."""
+        if self._closed:
+            return
         for key, left in self._leaving.items():
             if key[0] == worker:
                 left.set()
@@ -126,7 +138,7 @@ class FarGate:
         hold_s: how long a trajectory waits there.
     """
 
-    bus: Bus
+    bus: Asks
     find: Callable[[str], LiveTrajectory | None]
     hold_s: float
     waiting: int = 0

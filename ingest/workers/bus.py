@@ -15,12 +15,13 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from rollbook.ingest.workers.asks import Handler
 from rollbook.ingest.workers.place import Place
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -65,10 +66,6 @@ class Inboxes:
         return cls([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
-Handler = Callable[[int, int, Json], Awaitable[tuple[Json, bytes]]]
-"""Answers (the asking worker, what tells its question from all others, the question) with JSON and bytes."""
-
-
 @dataclass(slots=True, eq=False)
 class _Asked:
     """What was asked and not answered yet."""
@@ -96,9 +93,12 @@ class Bus:
     _numbers: Any = field(default_factory=lambda: itertools.count(os.getpid() << 32))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def on(self, kind: str, handler: Handler) -> None:
-        """Have a handler answer questions of this kind."""
-        self._handlers[kind] = handler
+    def on(self, kind: str, handler: Handler | None) -> None:
+        """Have a handler answer questions of this kind; None: nobody does."""
+        if handler is None:
+            self._handlers.pop(kind, None)
+        else:
+            self._handlers[kind] = handler
 
     def on_begun(self, callback: Callable[[int], None]) -> None:
         """Call back with the number of a sibling that began, in the place of one that died perhaps."""

@@ -23,22 +23,33 @@ def owner_of(name: str, workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker of several.
+    """One worker of several, or one proxy of several.
 
     Attributes:
         number: its own, from 0.
+        stands_in_for: the numbers of others that are gone, whose names are this one's until they are back.
     """
 
     number: int = FIRST
     workers: int = 1
+    stands_in_for: frozenset[int] = frozenset()
+
+    @property
+    def holds(self) -> frozenset[int]:
+        """The numbers whose names are this one's."""
+        return self.stands_in_for | {self.number}
 
     def owns(self, name: str) -> bool:
-        """Whether a trajectory of this name is this worker's."""
+        """Whether a trajectory of this name is this one's."""
+        return owner_of(name, self.workers) in self.holds
+
+    def remembers(self, name: str) -> bool:
+        """Whether a trajectory of this name has been this one's ever since it began."""
         return owner_of(name, self.workers) == self.number
 
     def new_name(self) -> str:
-        """A fresh id that, taken as a trajectory's name, makes it this worker's."""
-        while not self.owns(name := new_id()):
+        """A fresh id that, taken as a trajectory's name, makes it this one's."""
+        while not self.remembers(name := new_id()):
             pass
         return name
 
@@ -52,8 +63,8 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one must do for all."""
-        return self.number == FIRST
+        """Whether this one does what one must do for all."""
+        return FIRST in self.holds
 
 
 ALONE = Place()

@@ -10,7 +10,8 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rollbook.ingest.upstream.target import Upstream, end_to_end
+from rollbook.ingest.http.forwarding import end_to_end
+from rollbook.ingest.upstream.target import Upstream
 from rollbook.store.errors import EngineError
 from rollbook.store.redaction import shown
 

@@ -286,11 +286,14 @@ class Store:
         return Consumer(self.path, name, self.writer, lane)
 
     @contextlib.contextmanager
-    def claim(self, what: str, remedy: str, patience_s: float = 0.0) -> Iterator[None]:
+    def claim(
+        self, what: str, remedy: str, patience_s: float = 0.0, *, shared: bool = False
+    ) -> Iterator[None]:
         """Be the only process that does `what` with this store, such as training a policy of a run.
 
         Args:
             patience_s: how long to wait for another process to be done with it.
+            shared: be one of those that share it; none has it alone then.
 
         Raises:
             LaneLockedError: another process does.
@@ -298,7 +301,9 @@ class Store:
         folder = self.path / "claims"
         make_folder(folder)
         file = folder / f"{quote(what, safe=' ')}.lock"
-        fd = take_lock(file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s)
+        fd = take_lock(
+            file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s, shared=shared
+        )
         try:
             yield
         finally:

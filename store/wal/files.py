@@ -171,13 +171,22 @@ class SpareDescriptor:
         self.give()
 
 
-def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, patience_s: float = 0.0) -> int:
+def take_lock(
+    file: Path,
+    what: str,
+    remedy: str,
+    *,
+    briefly: bool = False,
+    patience_s: float = 0.0,
+    shared: bool = False,
+) -> int:
     """Take a lock for this process; the descriptor holds it until it is closed.
 
     Args:
         what: what is locked; `remedy` says what to do about it. Both are for the error's message.
         briefly: the lock will be released within seconds, so that other processes wait for it.
         patience_s: how long to wait for a process that did not say so.
+        shared: others may share it, and nobody else may have it alone.
 
     Raises:
         LaneLockedError: another process holds it.
@@ -186,7 +195,7 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
     fd = open_file(file, os.O_RDWR | os.O_CREAT)
     try:
         _refuse_no_lock(file, fd)
-        _wait_for(fd, what, remedy, briefly, patience_s)
+        _wait_for(fd, what, remedy, briefly, patience_s, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
     except BaseException:
@@ -204,9 +213,9 @@ def _refuse_no_lock(file: Path, fd: int) -> None:
         )
 
 
-def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float) -> None:
+def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float, kind: int) -> None:
     begun = time.monotonic()
-    while not _flock(fd):
+    while not _flock(fd, kind):
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         # Wait a moment for every holder, since a new holder may not have written its process id yet.
         patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
@@ -215,9 +224,9 @@ def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float)
         time.sleep(0.01)
 
 
-def _flock(fd: int) -> bool:
+def _flock(fd: int, kind: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -515,8 +515,10 @@ def played(
 class Served:
     """A `rollbook serve` of its own."""
 
-    def __init__(self, folder: Path, arguments: list[str], descriptors: int | None = None) -> None:
-        self.path, self.arguments, self.port = folder, arguments, free_port()
+    def __init__(
+        self, folder: Path, arguments: list[str], descriptors: int | None = None, port: int | None = None
+    ) -> None:
+        self.path, self.arguments, self.port = folder, arguments, port or free_port()
         self.descriptors = descriptors
         self.log = folder.with_suffix(".log")
         self.start()
@@ -567,9 +569,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     """Starts servers; stops those that still run, since each and its sealer cost time as long as they do."""
     made: list[Served] = []
 
-    def make(*arguments: str, descriptors: int | None = None, folder: Path | None = None) -> Served:
+    def make(
+        *arguments: str,
+        descriptors: int | None = None,
+        folder: Path | None = None,
+        port: int | None = None,
+    ) -> Served:
         folder = folder or tmp_path_factory.mktemp("served") / "store"
-        made.append(Served(folder, list(arguments), descriptors))
+        made.append(Served(folder, list(arguments), descriptors, port))
         return made[-1]
 
     yield make

@@ -13,7 +13,7 @@ from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.store.events.routed_experts import unpack
 
 LENGTH = 1000
-"""Tokens of a request: three seconds, so that what is to change in its middle does so on a busy machine too."""
+"""Tokens of a request: three seconds, so that what is to change in its middle does so everywhere."""
 LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 

@@ -1,0 +1,112 @@
+"""How proxies of one run speak with each other: small POSTs, with a token that the store's folder gives."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rollbook.ingest.http.forwarding import CONNECT_S, plain_session
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+from rollbook.store.ids import new_id
+from rollbook.store.secret import store_secret
+
+PREFIX = "/peers/"
+TOKEN_HEADER = "x-rollbook-peer"
+ANSWER_S = 2.0
+"""A proxy that takes longer to say how it is does not answer."""
+MESSAGE_BYTES = 1 << 20
+
+
+class UnreachableError(Exception):
+    """A proxy does not answer."""
+
+
+class MovedError(Exception):
+    """What a proxy was asked as the holder of a number is another's to answer."""
+
+
+def token_of(store: Path, run: str) -> str:
+    """What the proxies of a run know each other by: who has the store's folder knows it."""
+    return hmac.new(store_secret(store, "peers"), run.encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """One proxy's way to the others.
+
+    Attributes:
+        addresses: of all, by number, without a path.
+        number: its own.
+    """
+
+    addresses: Sequence[str]
+    number: int
+    token: str = field(repr=False)
+    process: str = field(default_factory=new_id)
+    """Tells this process from those that had its number before."""
+    _session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The connections to the others; made on the loop that uses them."""
+        if self._session is None:
+            self._session = plain_session()
+        return self._session
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the others."""
+        return [number for number in range(len(self.addresses)) if number != self.number]
+
+    def knows(self, token: str) -> bool:
+        """Whether a token is that of this run's proxies."""
+        return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
+
+    async def post(self, to: int, kind: str, words: Json, patience_s: float | None = ANSWER_S) -> Json:
+        """What another proxy answers.
+
+        Raises:
+            UnreachableError: it does not, in time or as one of this run's proxies.
+            MovedError: it is not for it to answer.
+            RequestError: what it raised.
+        """
+        body = orjson.dumps({"from": self.number, "process": self.process, **words})
+        timeout = aiohttp.ClientTimeout(total=patience_s, sock_connect=min(patience_s or 60.0, CONNECT_S))
+        headers = {TOKEN_HEADER: self.token, "content-type": "application/json"}
+        url = f"{self.addresses[to]}{PREFIX}{kind}"
+        try:
+            async with self.session.post(url, data=body, headers=headers, timeout=timeout) as reply:
+                said: Json = orjson.loads(await reply.read()) if reply.status == 200 else {}
+        except (aiohttp.ClientError, OSError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise UnreachableError(f"{url}: {error or type(error).__name__}") from error
+        if reply.status != 200:
+            raise UnreachableError(f"{url} answers {reply.status}: is it a proxy of this store and run?")
+        if "error" in said:
+            raise RequestError(*said["error"])
+        if said.get("moved"):
+            raise MovedError
+        return said
+
+
+def answer_of(found: Any) -> bytes:
+    """The body of an answer: words, or what was raised instead of them."""
+    match found:
+        case MovedError():
+            return orjson.dumps({"moved": True})
+        case RequestError():
+            return orjson.dumps({"error": [found.status, found.code, found.message]})
+    return orjson.dumps(found)
