@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mixtures
@@ -12,7 +15,7 @@ import pytest
 
 from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store import Store
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import (
     CheckpointWritten,
     PolicyActivated,
@@ -26,6 +29,8 @@ from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.config.checkpoint import CheckpointConfig
+from rollbook.train.sync import presence
+from rollbook.train.sync.session import Syncer
 
 NOWHERE = "http://127.0.0.1:9"
 Start = Callable[..., tuple[ScriptedSGLang, str]]
@@ -178,6 +183,33 @@ def test_an_engine_that_does_not_come(
     with pytest.raises(EngineError, match=wanted):
         fabric.train(recorded(), settings)
     assert ["no engine can be reached: waiting" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_a_signal_while_an_engine_is_waited_for(
+    fabric: Any, recorded: Callable[..., Store], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait ends at once; the version has its checkpoint, and the next start gives it to the engine."""
+    _, url = start()
+    log, sync, clock = recorded(), Syncer.sync, SimpleNamespace(monotonic=time.monotonic)
+
+    def away(self: Syncer, release: Any, *more: Any) -> None:
+        if release.version == 3:
+            raise EngineLostError("it was killed")
+        sync(self, release, *more)
+
+    clock.sleep = lambda _: signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(Syncer, "sync", away)
+        patch.setattr(presence, "time", clock)
+        patch.setattr(presence, "_look", lambda engines: ([], ["it was killed"]))
+        with pytest.raises(KeyboardInterrupt):
+            fabric.train(log, _sft(fabric, 5, engines=[url], transport="tensor", wait_s=600.0))
+    signal.signal(signal.SIGINT, before)
+    assert [r.policy_version for r in _records(log, CheckpointWritten)] == [0, 2, 3]
+    assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2]
+    fabric.train(log, _sft(fabric, 5, engines=[url], transport="tensor", wait_s=600.0))
+    assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., Store]) -> None:

@@ -266,6 +266,7 @@ def _steps(
     unfilled = False
     if trainer.done >= config.steps:
         watcher.note("nothing to do: every step of this configuration is committed")
+    trainer.heed(lambda: stopping.number is not None)
     with stopping:
         with contextlib.suppress(Stopped):
             judge.look(stopping)

@@ -32,6 +32,7 @@ from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.loop.checkpointer import Checkpointer
 from rollbook.train.loop.keeping import Keeping
+from rollbook.train.loop.stopping import Stopped
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -128,6 +129,8 @@ class Publisher:
         """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
         """Called with records once they are durable."""
+        self.stopped: Callable[[], bool] = lambda: False
+        """Whether a signal has come: then engines that are away are not waited for."""
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -227,10 +230,11 @@ class Publisher:
         Raises:
             EngineLostError: none of them can be reached for `wait_s`.
             EngineError: one of them does not.
+            Stopped: a signal came while they were waited for.
         """
         self._connected()
         assert self._config.sync is not None
-        await_one(self._engines, self._config.sync.wait_s)
+        self._await_one(self._config.sync.wait_s)
         self._connected().rest(self._config.policy, version)
 
     def lost(self) -> list[str]:
@@ -312,7 +316,20 @@ class Publisher:
                 if only or left <= 0:
                     raise
                 # A restarted engine needs a whole sync, or is not reachable yet.
-                await_one(self._engines, left)
+                self._await_one(left)
+
+    def _await_one(self, seconds: float) -> None:
+        """Wait until an engine can be reached: see `sync.presence`.
+
+        Raises:
+            Stopped: a signal came first. The next start gives the engines their version.
+        """
+        try:
+            await_one(self._engines, seconds, self.stopped)
+        except EngineLostError as error:
+            if self.stopped():
+                raise Stopped from error
+            raise
 
     def _syncs_from_disk(self) -> bool:
         self._connected()

@@ -393,6 +393,10 @@ class Trainer:
                 self._turns.offload()
             self._looked = time.monotonic()
 
+    def heed(self, stopped: Callable[[], bool]) -> None:
+        """Do not wait for engines that are away once this is so: `Stopped` is raised instead."""
+        self._publisher.stopped = stopped
+
     def close(self) -> None:
         """Close connections, and end the process of the reference."""
         self.references.close()

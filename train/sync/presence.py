@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollbook.store.errors import EngineLostError
 from rollbook.train.sync.control import EngineControl, EngineInfo
@@ -20,8 +20,13 @@ def looking_at(engines: Sequence[EngineControl]) -> list[EngineControl]:
     return [EngineControl(e.url, LOOK_S, e.key, e.login, e.admin_key) for e in engines]
 
 
-def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineInfo]:
+def await_one(
+    engines: Sequence[EngineControl], seconds: float, given_up: Callable[[], bool] = lambda: False
+) -> list[EngineInfo]:
     """Wait until at least one engine can be reached; returns the descriptions of all that can.
+
+    Args:
+        given_up: whether nobody wants to wait any more.
 
     Raises:
         EngineLostError: none could be reached in time; the message gives each engine's reason.
@@ -37,7 +42,7 @@ def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineIn
             found, reasons = _look(looks)
             if found:
                 return found
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or given_up():
                 raise EngineLostError(
                     f"no engine could be reached within {seconds:g} s: {'; '.join(reasons)}"
                 )

@@ -75,9 +75,7 @@ def words(text_model: Any, script: Any) -> list[str]:
 
 
 @pytest.fixture
-def cluster(
-    serve: Any, words: list[str], tmp_path: Path
-) -> Callable[..., Cluster]:
+def cluster(serve: Any, words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
     """Starts proxies."""
 
     def make(count: int = 3, *more: str) -> Cluster:
@@ -110,7 +108,9 @@ def test_whoever_is_asked(cluster: Callable[..., Cluster]) -> None:
         stream = three.agent(0, name).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "streamed"}], stream=True
         )
-        assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == "1: streamed"
+        assert (
+            "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == "1: streamed"
+        )
         ended = httpx.post(f"{three.urls[1]}/v1/trajectories/{name}/finish", json={"reward": 1.0})
         assert ended.json() == {"id": name, "status": "finished", "turns": 4}
         for url in three.urls:
