@@ -1,101 +1,22 @@
-"""Several proxies of one run, as on several hosts that share the store's folder: one log, whoever is asked."""
+"""Several proxies of one run, as on several hosts that share its folder: one log, whoever is asked."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from proxies import Cluster, say
 
 from rollbook import store
 from rollbook.ingest.workers.place import owner_of
 from rollbook.store.events import QUARANTINE, TrajectoryAdopted, TrajectoryOpened
-from rollbook.store.fold.trajectory import fold
 from rollbook.testing.ports import free_port
 
 NAMES = [f"task-{number}" for number in range(9)]
-PATIENCE_S = 30.0
-
-
-class Cluster:
-    """Proxies of one run."""
-
-    def __init__(self, serve: Any, folder: Path, words: list[str], count: int = 3) -> None:
-        self.path, self._serve, self._words = folder / "store", serve, words
-        self.ports = [free_port() for _ in range(count)]
-        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
-        self.served: list[Any] = [None] * count
-
-    def start(self, number: int) -> Any:
-        """Start one of them, or start it again."""
-        if self.served[number] is None:
-            words = [word for url in self.urls for word in ("--proxies", url)]
-            words += ["--proxy", str(number)]
-            port = self.ports[number]
-            self.served[number] = self._serve(*self._words, *words, folder=self.path, port=port)
-        else:
-            self.served[number].start()
-        return self.served[number]
-
-    def agent(self, number: int, name: str) -> openai.OpenAI:
-        """An agent in a trajectory, which asks that proxy."""
-        return openai.OpenAI(base_url=f"{self.urls[number]}/t/{name}/v1", api_key="none", max_retries=0)
-
-    def holds(self, number: int) -> list[list[int]]:
-        """Which seats each proxy holds, as that one sees it."""
-        said = httpx.get(f"{self.urls[number]}/healthz").json()["proxies"]
-        return [one["holds"] for one in said]
-
-    def until_holds(self, number: int, *wanted: list[int]) -> None:
-        """Wait until one sees it so."""
-        until = time.monotonic() + PATIENCE_S
-        while (found := self.holds(number)) != list(wanted):
-            assert time.monotonic() < until, found
-            time.sleep(0.1)
-
-    def lanes(self) -> dict[str, set[str]]:
-        """Trajectory -> the lanes that hold events of it."""
-        log, found = store.open(self.path), dict[str, set[str]]()
-        name = {t.opened.trajectory_id: t.opened.name for t in fold(log.events()).values()}
-        for event in log.events():
-            if (trajectory_id := getattr(event.record, "trajectory_id", None)) in name:
-                found.setdefault(name[trajectory_id], set()).add(event.lane)
-        return found
-
-
-@pytest.fixture(scope="module")
-def words(text_model: Any, script: Any) -> list[str]:
-    """What a scripted server takes."""
-    return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
-
-
-@pytest.fixture
-def cluster(serve: Any, words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
-    """Starts proxies."""
-
-    def make(count: int = 3, *more: str) -> Cluster:
-        made = Cluster(serve, tmp_path, [*words, *more], count)
-        for number in range(count):
-            made.start(number)
-        for number in range(count):
-            made.until_holds(number, *([seat] for seat in range(count)))
-        return made
-
-    return make
-
-
-def say(client: openai.OpenAI, *texts: str, **more: Any) -> str:
-    """The reply to messages of a user and an assistant in turn."""
-    roles = ("user", "assistant")
-    messages: list[Any] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return str(
-        client.chat.completions.create(model="m", messages=messages, **more).choices[0].message.content
-    )
 
 
 def test_whoever_is_asked(cluster: Callable[..., Cluster]) -> None:
@@ -157,7 +78,7 @@ def test_what_names_nothing(cluster: Callable[..., Cluster]) -> None:
 
 
 def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
-    """Others go on with what it had open; it comes back, and has its names again. Nothing is lost or double."""
+    """Others go on with what it had open; it comes back, and has its names again. Nothing is lost."""
     three = cluster()
     before = {name: ["hi", say(three.agent(0, name), "hi")] for name in NAMES}
     gone = owner_of(NAMES[0], 3)
@@ -191,6 +112,83 @@ def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
     rows = store.connect(three.path).execute(
         "select trajectory, count(*), count(parent_turn_id) from turns group by 1"
     )
-    wanted = {name: (5, 1) for name in NAMES} | {name: (4, 0) for name in fresh}
-    wanted |= {name: (3, 0) for name in late}
+    wanted = dict.fromkeys(NAMES, (5, 1)) | dict.fromkeys(fresh, (4, 0)) | dict.fromkeys(late, (3, 0))
     assert {row[0]: row[1:] for row in rows.fetchall()} == wanted
+
+
+def test_it_stands_in_for_two_and_dies(cluster: Callable[..., Cluster]) -> None:
+    """What it had open for others goes to whoever holds the names by then, as does its own."""
+    three = cluster()
+    three.served[0].kill()
+    three.served[1].kill()
+    for name in NAMES:
+        assert say(three.agent(2, name), "hi") == "1: hi"
+    assert three.holds(2) == [[], [], [0, 1, 2]]
+    three.start(0)
+    three.until_holds(0, [0], [], [1, 2])
+    for name in NAMES:  # what the other has open stays with it
+        assert say(three.agent(0, name), "hi", "1: hi", "two") == "3: two"
+    assert {lane for lanes in three.lanes().values() for lane in lanes} == {"serve-2"}
+    three.served[2].kill()
+    for name in NAMES:
+        assert say(three.agent(0, name), "hi", "1: hi", "two", "3: two", "three") == "5: three"
+        assert httpx.post(f"{three.urls[0]}/v1/trajectories/{name}/finish").status_code == 200
+    assert three.holds(0) == [[0, 1, 2], [], []]
+    adopted = [e.record for e in store.open(three.path).events_of({TrajectoryAdopted.KIND})]
+    assert sorted(one.from_lane for one in adopted) == ["serve-2"] * len(NAMES)
+    rows = store.connect(three.path).execute(
+        "select trajectory, count(*), count(parent_turn_id) from turns group by 1"
+    )
+    assert {row[0]: row[1:] for row in rows.fetchall()} == dict.fromkeys(NAMES, (3, 2))
+
+
+def test_the_one_that_answers_is_killed(cluster: Callable[..., Cluster]) -> None:
+    """Who waits for a reply that another proxy makes is told to try again, and then has it."""
+    two = cluster(2)
+    name = next(name for name in NAMES if owner_of(name, 2) == 1)
+    killing = threading.Timer(0.7, two.served[1].kill)
+    killing.start()
+    with pytest.raises(openai.InternalServerError, match="proxy 1 of this run does not answer now"):
+        say(two.agent(0, name), "sleep 3")
+    killing.join()
+    assert say(two.agent(0, name), "sleep 0") == "1: sleep 0"
+    lost = store.connect(two.path).execute("select completed is null, count(*) from turns group by 1")
+    assert sorted(lost.fetchall()) == [(False, 1), (True, 1)]
+
+
+def test_what_does_not_fit(cluster: Callable[..., Cluster], serve: Any, words: list[str]) -> None:
+    """Another list of proxies, a number that is taken, a proxy that would be alone: each says what to do."""
+    two = cluster(2)
+    both = [word for url in two.urls for word in ("--proxies", url)]
+    third = ["--proxies", f"http://127.0.0.1:{free_port()}"]
+    alone = "recording run default in .* is being done by process .* name another run with --run"
+    for more, why in (
+        ([*both, *third, "--proxy", "2"], "all proxies of a run need the same list"),
+        ([], alone),
+        ([*both, "--proxy", "2"], "--proxy 2: there are 2 proxies, 0 to 1"),
+        ([*both[:2]], "name two or more, each once"),
+        ([*both, "--workers", "2"], "one of several proxies is one process"),
+        ([*both, "--engine", "embedded"], "the embedded engine holds its weights in one process"),
+        (["--proxies", "node-1:8000", *both], "proxies.0: String should match pattern"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            serve(*words, *more, folder=two.path)
+
+
+def test_strangers(cluster: Callable[..., Cluster]) -> None:
+    """Without the token nobody speaks as a proxy of the run, nor is a request taken for one sent on."""
+    two = cluster(2)
+    for token in ("", "wrong"):
+        asked = {"from": 1, "process": "x", "proxies": two.urls, "seat": 1, "holds": [0, 1]}
+        for kind in ("holds", "give-back", "enter"):
+            said = httpx.post(f"{two.urls[0]}/peers/{kind}", json=asked, headers={"x-rollbook-peer": token})
+            assert said.status_code in (404, 405)
+        name = next(name for name in NAMES if owner_of(name, 2) == 1)
+        headers = {"x-rollbook-peer": token, "x-rollbook-sent-as": "writer"}
+        opened = httpx.post(f"{two.urls[0]}/v1/trajectories", json={"id": name + token}, headers=headers)
+        assert opened.status_code == 201
+    assert two.holds(0) == [[0], [1]]
+    found = two.lanes()
+    assert {f"serve-{owner_of(name, 2)}" for name in found} == {
+        lane for one in found.values() for lane in one
+    }

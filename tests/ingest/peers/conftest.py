@@ -1,0 +1,37 @@
+"""Clusters of proxies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxies import Cluster
+
+
+@pytest.fixture(scope="module")
+def words(text_model: Any, script: Any) -> list[str]:
+    """What a scripted server takes."""
+    return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
+
+
+@pytest.fixture
+def cluster(serve: Any, words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
+    """Starts so many proxies, which have seen each other."""
+
+    def make(
+        count: int = 3,
+        *more: str,
+        given: list[str] | None = None,
+        seen_by: dict[str, str] | None = None,
+    ) -> Cluster:
+        made = Cluster(serve, tmp_path, [*(words if given is None else given), *more], count)
+        made.headers = seen_by or {}
+        for number in range(count):
+            made.start(number)
+        for number in range(count):
+            made.until_holds(number, *([seat] for seat in range(count)))
+        return made
+
+    return make
