@@ -20,7 +20,7 @@ class Cluster:
     """Proxies of one run."""
 
     def __init__(self, serve: Any, folder: Path, words: list[str], count: int = 3) -> None:
-        self.path, self._serve, self._words = folder / "store", serve, words
+        self.path, self.serve, self._words = folder / "store", serve, words
         self.ports = [free_port() for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.served: list[Any] = [None] * count
@@ -33,7 +33,7 @@ class Cluster:
             words = [word for url in self.urls for word in ("--proxies", url)]
             words += ["--proxy", str(number)]
             port = self.ports[number]
-            self.served[number] = self._serve(*self._words, *words, folder=self.path, port=port)
+            self.served[number] = self.serve(*self._words, *words, folder=self.path, port=port)
         else:
             self.served[number].start()
         return self.served[number]

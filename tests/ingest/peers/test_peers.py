@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import threading
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -192,3 +196,26 @@ def test_strangers(cluster: Callable[..., Cluster]) -> None:
     assert {f"serve-{owner_of(name, 2)}" for name in found} == {
         lane for one in found.values() for lane in one
     }
+
+
+def test_the_page(root: Path, cluster: Callable[..., Cluster], words: list[str], tmp_path: Path) -> None:
+    """docs/recording.md: its file and its commands, at this host's ports."""
+    page = (root / "docs" / "recording.md").read_text().partition("## Several proxies")[2]
+    two = cluster(0)
+    two.ports = [free_port(), free_port()]
+    two.urls = [f"http://127.0.0.1:{port}" for port in two.ports]
+    file = tmp_path / "serve.toml"
+    text = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0]
+    for url, named in zip(two.urls, tomllib.loads(text)["proxies"], strict=True):
+        text = text.replace(named, url)
+    file.write_text(text.replace("0.0.0.0", "127.0.0.1"))
+    lines = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    for line, port in zip(lines, two.ports, strict=True):
+        said = shlex.split(line, comments=True)
+        assert said[:3] == ["rollbook", "serve", "serve.toml"]
+        two.served.append(two.serve(str(file), *said[3:], *words, folder=two.path, port=port))
+    two.until_holds(0, [0], [1])
+    for name in NAMES:
+        assert [say(two.agent(number, name), "hi") for number in (0, 1)] == ["1: hi", "1: hi"]
+    lanes = {lane for one in two.lanes().values() for lane in one}
+    assert lanes == {"serve-0", "serve-1"}
