@@ -200,11 +200,13 @@ class Seats:
         """A proxy has said something. What one said that is gone now counts no more."""
         known = self._processes.get(number)
         self._processes[number] = process
+        self._holders.setdefault(number, number)
         if known not in (None, process):
             self._begun(number)
 
     def _heard(self, number: int, holds: Sequence[int]) -> None:
         self._held[number] = frozenset(holds)
+        self._returning.pop(number, None)
         for seat in holds:
             self._holds(seat, number)
 
@@ -228,7 +230,12 @@ class Seats:
             if not gained and not self._orphans():
                 return
             place = replace(self.place, stands_in_for=self.place.stands_in_for | frozenset(gained))
-            runs = await self.recorder.take_place(place)
+            try:
+                runs = await self.recorder.take_place(place)
+            except BaseException:
+                for seat in gained:
+                    self._own.pop(seat).close()  # whoever can is to have it
+                raise
             for seat in gained:
                 logger.warning("proxy %s is gone: this one stands in for it", seat)
                 for gain in self.on_gained:
@@ -239,7 +246,7 @@ class Seats:
     def _is_free(self, seat: int) -> bool:
         """Whether a seat may be tried: nobody is known to hold it, and its proxy had time to begin."""
         now = time.monotonic()
-        had_time = seat in self._processes or now > self._began + ABSENT_S
+        had_time = seat in self._holders or now > self._began + ABSENT_S
         return self.holder(seat) is None and had_time and now > self._returning.get(seat, 0.0)
 
     def _claimed(self, seat: int) -> bool:
