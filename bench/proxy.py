@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from rollbook.bench.proxy_outcome import (
     figures,
     spreads,
 )
-from rollbook.bench.proxy_workers import ONE, SHARED, SIDES, TWO, WorkersLap, workers_lap
+from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, SIDES, TWO, WorkersLap, workers_lap
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
 from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
@@ -106,13 +106,23 @@ class Stage:
         command = module("rollbook.testing.scripted_serve", *words)
         return Process(name, command, self.folder, self.cores)
 
-    def proxy(self, engine: str, name: str, workers: int = 1) -> tuple[Process, str]:
-        """The proxy over a store of that name, ready; and its address."""
-        port = free_port()
+    def proxy(
+        self, engine: str, name: str, workers: int = 1, of: Sequence[str] = (), number: int = 0
+    ) -> tuple[Process, str]:
+        """The proxy over a store of that name, ready; and its address.
+
+        Args:
+            of: the addresses of all proxies, if it is one of several, and `number` which one.
+        """
+        port = int(of[number].rpartition(":")[2]) if of else free_port()
         words = ["serve", "--engine", "sglang", "--engine-url", engine, "--model", self.folder / "model"]
         words += ["--store", self.folder / name, "--port", port, "--run", "bench", "--images"]
         words += ["--workers", workers]
-        process = Process(name, module("rollbook.cli.app", *words), self.folder, self.cores, talks=False)
+        if of:
+            words += [word for url in of for word in ("--proxies", url)] + ["--proxy", number]
+        process = Process(
+            f"{name}-{number}", module("rollbook.cli.app", *words), self.folder, self.cores, talks=False
+        )
         url = f"http://127.0.0.1:{port}"
         process.await_http(f"{url}/healthz")
         return process, url
@@ -167,12 +177,25 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         other = stack.enter_context(stage.engine("engine-2"))  # an engine's weights have one proxy's name
         two, two_url = stage.proxy(other.url(), "of-two", 2)
         stack.enter_context(two)
-        proxies = {ONE: (proxy, url, engine), TWO: (two, two_url, other)}
+        third = stack.enter_context(stage.engine("engine-3"))
+        third_url = third.url()
+        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        peers = [stage.proxy(third_url, "of-peers", of=urls, number=number)[0] for number in range(2)]
+        for peer in peers:
+            stack.enter_context(peer)
+        proxies = {
+            ONE: ([proxy], url, engine),
+            TWO: ([two], two_url, other),
+            PROXIES: (peers, urls[0], third),
+        }
         laps, turns = _workers(plan, load, proxies, on_round)
         replies = folder / "replies.json"
-        found = check(folder / "store", replies, bench.turns + turns[ONE])
-        also = check(folder / "of-two", replies, turns[TWO])
-        recorded = Recorded(found.turns + also.turns, found.wrong + also.wrong)
+        found = [
+            check(folder / "store", replies, bench.turns + turns[ONE]),
+            check(folder / "of-two", replies, turns[TWO]),
+            check(folder / "of-peers", replies, turns[PROXIES]),
+        ]
+        recorded = Recorded(sum(one.turns for one in found), sum(one.wrong for one in found))
         peak = {name: p.peak_rss() for side in sides.values() for name, p in side.processes.items()}
     big = _big(stage, plan) if plan.big else None
     on_round()
@@ -183,20 +206,20 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
 def _workers(
     plan: Plan,
     load: Process,
-    proxies: Mapping[str, tuple[Process, str, Process]],
+    proxies: Mapping[str, tuple[Sequence[Process], str, Process]],
     on_round: Callable[[], None],
 ) -> tuple[dict[str, list[WorkersLap]], Counter[str]]:
-    """(the laps of one and of two workers, the turns that each proxy took)"""
+    """(the laps of one and of two workers, and of two proxies; the turns that each took)"""
     laps: dict[str, list[WorkersLap]] = {side: [] for side in SIDES}
     size = {"concurrency": plan.concurrency, "trajectories": plan.workers_trajectories, "turns": plan.turns}
     told, deadline = Counter[str](), time.monotonic() + plan.limit.seconds
     for number in range(-1, plan.limit.rounds):
         for side in order(list(SIDES), max(number, 0)):
             which = side.removesuffix(SHARED)
-            process, url, engine = proxies[which]
+            processes, url, engine = proxies[which]
             command = size | {"do": "turns", "url": url, "path": CHAT, "kind": PROXY, "finish": True}
             command |= {"name": f"workers-{number}-{SIDES.index(side)}", "seed": SEED * (number + 2)}
-            lap, turns = workers_lap(load, engine, process, command | {"shared": SHARED in side})
+            lap, turns = workers_lap(load, engine, processes, command | {"shared": SHARED in side})
             told[which] += turns
             if number >= 0:  # the first round warms up
                 laps[side].append(lap)

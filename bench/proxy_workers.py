@@ -1,9 +1,9 @@
-"""`proxy.workers*`: a proxy of two workers against one of one worker, the same conversations in turns.
+"""`proxy.workers*`, `proxy.sent_on*`: two workers, or two proxies of a run, against one; the same turns.
 
 Agents and engine share the cores with them, so how many turns a second come out says as much about the
 machine. What two workers could do is said by their CPU: how much a turn takes, and how it is split between
 them. In the laps of `SHARED` every turn takes a connection from one pool, so that half of them come to the
-other worker first.
+other worker first. Of two proxies one is asked for all, so that half of the turns are sent on to the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rollbook.bench.processes import Process
 
 ONE, TWO = "one worker", "two workers"
 SHARED = ", shared connections"
-SIDES = (ONE, TWO, ONE + SHARED, TWO + SHARED)
+PROXIES = "two proxies, of which one is asked"
+SIDES = (ONE, TWO, ONE + SHARED, TWO + SHARED, PROXIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class WorkersLap:
     """One side's conversations of one round.
 
     Attributes:
-        cpu_ms: CPU milliseconds a turn of the proxy, all workers; `busiest_ms`: of the busiest one.
+        cpu_ms: CPU milliseconds a turn, of all workers or proxies; `busiest_ms`: of the busiest one.
         beside_ms: of agents and engine.
     """
 
@@ -42,21 +43,25 @@ class WorkersLap:
 
 
 def workers_lap(
-    load: Process, engine: Process, proxy: Process, command: Mapping[str, Any]
+    load: Process, engine: Process, proxies: Sequence[Process], command: Mapping[str, Any]
 ) -> tuple[WorkersLap, int]:
     """(a lap, how many turns it took)
 
     Raises:
         BenchError: an agent got another reply than the engine gave.
     """
-    before, engine_before = proxy.cpu_by_process(), engine.cpu_s()
+    before, engine_before = _cpu(proxies), engine.cpu_s()
     found = load.ask(**command)
     if found["wrong"]:
         raise load.failed(f"got {found['wrong']} wrong replies: {found['reasons']}")
-    turns, after = found["turns"], proxy.cpu_by_process()
+    turns, after = found["turns"], _cpu(proxies)
     each = [1e3 * (seconds - before.get(pid, 0.0)) / turns for pid, seconds in after.items()]
     beside = 1e3 * (engine.cpu_s() - engine_before + found["cpu_s"]) / turns
     return WorkersLap(turns / found["wall_s"], sum(each), max(each), beside), turns
+
+
+def _cpu(proxies: Sequence[Process]) -> dict[int, float]:
+    return {pid: seconds for proxy in proxies for pid, seconds in proxy.cpu_by_process().items()}
 
 
 def workers_figures(laps: Mapping[str, Sequence[WorkersLap]], cores: int) -> list[Figure]:
@@ -79,6 +84,11 @@ def workers_figures(laps: Mapping[str, Sequence[WorkersLap]], cores: int) -> lis
                 [(b.cpu_ms, a.cpu_ms) for a, b in _pairs(laps, words)],
             )
             for name, words in (("", ""), ("_shared", SHARED))
+        ),
+        _figure(
+            *("proxy.sent_on_cpu", "ms"),
+            f"one proxy that is asked for its own: {median(lap.cpu_ms for lap in one):.2f} ms of CPU a turn",
+            [(b.cpu_ms, a.cpu_ms) for a, b in zip(one, laps[PROXIES], strict=True)],
         ),
     ]
 

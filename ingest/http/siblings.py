@@ -23,7 +23,7 @@ KNOWS = "knows"
 
 
 class Others(Protocol):
-    """Whoever else may own what a request is about: other workers of the proxy, or other proxies of the run."""
+    """Whoever else may own what a request is about: workers of the same proxy, or proxies of the run."""
 
     def check_name(self, request: Request, name: str, raw: bytes, *, plain: bool = True) -> None:
         """See that a trajectory is this one's: see `Siblings`."""

@@ -104,7 +104,7 @@ class RayLauncher:
         self._unreached: dict[str, str] = {}
         self._looked = -LOOK_S
         self._looking = asyncio.Lock()
-        self._within_s = self._waited_s = within_s
+        self._within_s, self._had_nodes = within_s, False
         connected()
 
     async def start(self, launch: Launch) -> Running:
@@ -126,7 +126,7 @@ class RayLauncher:
         """As `Launcher`, on every node; the first waits for one that has what is asked for.
 
         Raises:
-            RolloutError: none comes in time.
+            RolloutError: none comes in time. Later ones find nothing where there is no node any more.
         """
         found: list[Leak] = []
         await self._awaited()
@@ -139,13 +139,17 @@ class RayLauncher:
 
     async def _awaited(self) -> None:
         """See which nodes there are, the first time until there are some."""
-        by, self._within_s = time.monotonic() + self._within_s, 0.0
+        by = time.monotonic() + self._within_s
         while True:
             try:
-                return await self._look()
+                await self._look()
+                self._had_nodes = True
+                return
             except RolloutError as error:
+                if self._had_nodes:
+                    return  # what ran on nodes that are gone is gone with them
                 if time.monotonic() > by:
-                    raise RolloutError(f"{error} (waited for {self._waited_s:g} s)") from error
+                    raise RolloutError(f"{error} (waited for {self._within_s:g} s)") from error
                 await asyncio.sleep(PAUSE_S)
 
     async def _chosen(self) -> _Place:

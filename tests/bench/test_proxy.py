@@ -25,7 +25,7 @@ from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
 from rollbook.bench.processes import BenchError, Process
 from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
-from rollbook.bench.proxy_workers import ONE, SHARED, TWO, WorkersLap
+from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, TWO, WorkersLap
 from rollbook.bench.recorded import check
 from rollbook.bench.rounds import Limit
 from rollbook.bench.turns import make_turns
@@ -347,6 +347,7 @@ def test_the_values_of_the_figures() -> None:
             TWO: [WorkersLap(170.0, 4.4, 2.5, 0.5), WorkersLap(320.0, 5.0, 2.5, 0.5)],
             ONE + SHARED: [WorkersLap(100.0, 4.0, 4.0, 0.5)],
             TWO + SHARED: [WorkersLap(150.0, 4.6, 2.5, 0.5)],
+            PROXIES: [WorkersLap(90.0, 6.0, 3.5, 0.5), WorkersLap(150.0, 6.5, 3.5, 0.5)],
         },
         cores=2,
     )
@@ -366,6 +367,7 @@ def test_the_values_of_the_figures() -> None:
         "proxy.workers_bound": (400.0, pytest.approx(1.8)),
         "proxy.workers_cpu": (4.7, pytest.approx(1.05)),
         "proxy.workers_shared_cpu": (4.6, pytest.approx(1.15)),
+        "proxy.sent_on_cpu": (6.25, pytest.approx(1.4)),
         "proxy.cpu_ms_per_turn": (2.0, None),
         "proxy.recorded_wrong": (1, None),
     }
@@ -417,7 +419,7 @@ def test_a_small_run_measures_a_real_proxy(tmp_path: Path) -> None:
     measured = proxy.measure(tmp_path, plan, lambda: told.append(None))
     assert len(told) == plan.steps == 3
     assert set(measured.laps) == {"proxy", "stream", "echo"}
-    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 4 * 12, 0)
+    assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 5 * 12, 0)
     assert measured.big is not None
     assert (measured.big.count, measured.big.failed) == (4, 0)
     assert measured.big.disk > 4 * 100_000

@@ -15,6 +15,7 @@ import pytest
 from ray_nodes import ray_nodes
 
 from rollbook import store as rb
+from rollbook.ingest.rollouts import ray_launcher
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.proxy import Proxy
@@ -130,6 +131,29 @@ def test_agents_are_on_the_nodes_that_were_asked_for(cluster: Any, server: Any, 
     assert {one["level"] for one in told} == {"session"}
     assert {one["node_id"] for one in told} == {node.node_id for node in cluster.added}
     assert {launcher for (launcher,) in rows(server, made, "launcher")} == {"ray"}
+
+
+def test_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a run: a sweep finds nothing, and does not end the run; the first one would."""
+    there = [True, False]
+
+    def nodes_with(_: Any) -> list[Any]:
+        if there.pop(0):
+            return []
+        raise RolloutError("no node of the Ray cluster has 1 agents")
+
+    monkeypatch.setattr(ray_launcher, "connected", lambda: None)
+    monkeypatch.setattr(ray_launcher, "nodes_with", nodes_with)
+
+    async def sweep(launcher: ray_launcher.RayLauncher, times: int) -> list[Any]:
+        return [await launcher.sweep(frozenset()) for _ in range(times)]
+
+    made = ray_launcher.RayLauncher(Path, {"agents": 1}, "http://127.0.0.1:1", 0.0)
+    assert asyncio.run(sweep(made, 2)) == [[], []]
+    there.append(False)
+    late = ray_launcher.RayLauncher(Path, {"agents": 1}, "http://127.0.0.1:1", 0.0)
+    with pytest.raises(RolloutError, match="waited for 0 s"):
+        asyncio.run(sweep(late, 1))
 
 
 def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
