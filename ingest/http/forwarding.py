@@ -40,11 +40,19 @@ def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP and name not in named]
 
 
-def plain_session() -> aiohttp.ClientSession:
+def header_value(value: bytes) -> str:
+    """A header's value as text that is encoded to the same bytes, as UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def plain_session(connect_s: float = CONNECT_S) -> aiohttp.ClientSession:
     """A client session that adds nothing: no headers, no shared cookies, no decoding."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
         auto_decompress=False,

@@ -38,14 +38,21 @@ async def knower_of(
     reply_ids: Sequence[str], own: Callable[[str], bool], bus: Asks
 ) -> tuple[bool, int | None]:
     """(whether this one knows the first of some replies that anybody knows; the number of who else does)"""
-    for reply_id in (named for named in reply_ids if isinstance(named, str)):
-        if own(reply_id):
-            return True, None
-        answers = await bus.ask_all(KNOWS, {"reply": reply_id})
-        for number, answer in answers.items():
-            if answer is not None and answer[0]["knows"]:
-                return False, number
-    return False, None
+    wanted = [named for named in reply_ids if isinstance(named, str)]
+    first = first_known(wanted, own)
+    if not wanted or first == 0:
+        return bool(wanted), None
+    answers = await bus.ask_all(KNOWS, {"replies": wanted[:first]})
+    found = {number: answer[0]["knows"] for number, answer in answers.items() if answer is not None}
+    places = {number: place for number, place in found.items() if place is not None}
+    if places:
+        return False, min(places, key=lambda number: places[number])
+    return first is not None, None
+
+
+def first_known(reply_ids: Sequence[str], knows: Callable[[str], bool]) -> int | None:
+    """The place of the first of some replies that is known."""
+    return next((place for place, reply_id in enumerate(reply_ids) if knows(reply_id)), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +122,7 @@ class Siblings:
             raise ElsewhereError(number, raw, plain=plain)
 
     async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
-        return {"knows": self.knows(asked["reply"])}, b""
+        return {"knows": first_known(asked["replies"], self.knows)}, b""
 
 
 def answer_errors(app: FastAPI, metrics: Metrics) -> None:

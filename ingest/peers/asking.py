@@ -15,6 +15,9 @@ from rollbook.ingest.workers.asks import Handler
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
+ASK_S = 30.0
+"""So long one answer may take before it is asked for again, by the same word."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,9 +43,10 @@ class PeerBus:
         else:
             self._handlers[kind] = handler
 
-    def on_begun(self, callback: Callable[[int], None]) -> None:
-        """Call back with the number of a seat that has a new holder."""
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call back with the number of another proxy that began, or is stood in for."""
         self.seats.on_begun.append(callback)
+        return lambda: self.seats.on_begun.remove(callback)
 
     async def ask(
         self, to: int, kind: str, words: Json | None = None, patience_s: float | None = 5.0
@@ -63,7 +67,9 @@ class PeerBus:
                         return await self._answered(holder, to, kind, words or {})
                 if holder is not None:
                     asked = {"seat": to, "words": words or {}}
-                    said = await self.seats.wire.post(holder, kind, asked, left)
+                    # One that is there no more may be waited for without end: it is asked again.
+                    within = ASK_S if left is None else min(left, ASK_S)
+                    said = await self.seats.wire.post(holder, kind, asked, within)
                     return said["words"], b""
             except (UnreachableError, MovedError, TimeoutError):
                 pass
@@ -75,6 +81,8 @@ class PeerBus:
         """What each other proxy answers that can be reached, by number; None: it did not."""
 
         async def one(number: int) -> tuple[Json, bytes] | None:
+            if not self.seats.answers(number):
+                return None
             with contextlib.suppress(UnreachableError, MovedError, RequestError):
                 said = await self.seats.wire.post(number, kind, {"seat": number, "words": words or {}})
                 return said["words"], b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -12,53 +14,94 @@ from starlette.responses import Response
 
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.error_replies import error_reply
-from rollbook.ingest.peers.asking import ProxyAwayError
-from rollbook.ingest.peers.peers import SENT_AS, SENT_AS_HEADER, PassOnError, Peers
+from rollbook.ingest.peers.peers import SENT_AS, SENT_AS_HEADER, PassOnError, Peers, Whose
 from rollbook.ingest.peers.wire import MESSAGE_BYTES, PREFIX, TOKEN_HEADER
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import LimitError, RequestError
+
+_OF_ROUTING = frozenset({"path_params", "endpoint", "route", "router"})
 
 
-def add_sending_on(app: FastAPI, peers: Peers, room: BodyRoom) -> None:
-    """Have requests sent on that belong to another proxy. Add the guards after that: they come before it."""
+def add_sending_on(app: FastAPI, peers: Peers, room: BodyRoom, failed: Callable[[Exception], None]) -> None:
+    """Have requests sent on that belong to another proxy. Add the guards after that: they come before it.
+
+    Args:
+        failed: called with the error of each that is not answered.
+    """
 
     async def send_on(request: Request, error: Exception) -> Response:
         assert isinstance(error, PassOnError)
         try:
             reply = await peers.sent_on(request, error.whose, error.raw, plain=error.plain)
         except RequestError as away:
+            failed(away)
             return error_reply(request.url.path, away)
-        # It belongs here by now: its client is to send it again, as the body was taken out of it.
-        return reply or error_reply(request.url.path, ProxyAwayError(peers.seats.place.number))
+        return reply or _Here(app, error.raw, plain=error.plain)
 
     app.add_exception_handler(PassOnError, send_on)
-    app.add_middleware(SendingOn, peers=peers, room=room)
+    app.add_middleware(SendingOn, peers=peers, room=room, failed=failed)
 
 
 class SendingOn:
     """ASGI middleware: a request whose head says that it is another proxy's goes there."""
 
-    def __init__(self, app: Any, peers: Peers, room: BodyRoom) -> None:
-        self._app, self._peers, self._room = app, peers, room
+    def __init__(self, app: Any, peers: Peers, room: BodyRoom, failed: Callable[[Exception], None]) -> None:
+        self._app, self._peers, self._room, self._failed = app, peers, room, failed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer with what the other one answers, or have the application answer."""
         whose = None
-        if scope["type"] == "http" and scope.get(SENT_AS) not in ("writer", "knower"):
+        if scope["type"] == "http" and scope.get(SENT_AS) != "knower":
             raw_path = scope["raw_path"].decode("latin-1")
             whose = self._peers.of_head(scope["method"], raw_path, scope["headers"])
         if whose is None or whose() is None:
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
         try:
-            async with self._room.body(request) as raw:
-                reply = await self._peers.sent_on(request, whose, raw, plain=False)
-                if reply is not None:
-                    await reply(scope, receive, send)
-                    return
-            await self._app(scope, _again(raw, receive), send)
+            reply, raw = await self._sent_on(Request(scope, receive), whose)
         except (RequestError, ClientDisconnect) as error:
+            self._failed(error)
             await error_reply(scope["path"], error)(scope, receive, send)
+            return
+        if reply is None:
+            await self._app(scope, _again(raw, receive), send)
+        else:
+            await reply(scope, receive, send)
+
+    async def _sent_on(self, request: Request, whose: Whose) -> tuple[Response | None, bytes]:
+        """(the reply, or None where the request belongs here by now; its body)
+
+        The body has its room until the other proxy has it, which then has room for it.
+        """
+        sent = asyncio.Event()
+        async with self._room.body(request) as raw:
+            work = self._peers.sent_on(request, whose, raw, plain=False, on_sent=sent.set)
+            replying, arrived = asyncio.ensure_future(work), asyncio.ensure_future(sent.wait())
+            try:
+                await asyncio.wait({replying, arrived}, return_when=asyncio.FIRST_COMPLETED)
+            except BaseException:
+                replying.cancel()
+                raise
+            finally:
+                arrived.cancel()
+        return await replying, raw
+
+
+class _Here(Response):
+    """Has the application answer a request whose body was read: it has become this proxy's meanwhile."""
+
+    def __init__(self, app: Any, raw: bytes, *, plain: bool) -> None:
+        self._app, self._raw, self._plain = app, raw, plain
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As if it had just come."""
+        left_out = {b"content-length", b"transfer-encoding"} | (
+            {b"content-encoding"} if self._plain else set()
+        )
+        headers = [(name, value) for name, value in scope["headers"] if name not in left_out]
+        headers.append((b"content-length", str(len(self._raw)).encode()))
+        again = {key: value for key, value in scope.items() if key not in _OF_ROUTING}
+        await self._app(again | {"headers": headers}, _again(self._raw, receive), send)
 
 
 def _again(raw: bytes, receive: Any) -> Any:
@@ -109,3 +152,16 @@ class OfPeers:
 def add_peers(app: FastAPI, peers: Peers) -> None:
     """Have an application answer the other proxies. Add this last."""
     app.add_middleware(OfPeers, peers=peers)
+
+
+def counted(
+    failed: Callable[[BaseException], None], refused: Callable[[str], None]
+) -> Callable[[Exception], None]:
+    """What counts the error of a request that is not sent on, as it is counted elsewhere."""
+
+    def count(error: Exception) -> None:
+        if isinstance(error, LimitError):
+            refused(error.code)
+        failed(error)
+
+    return count

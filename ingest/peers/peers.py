@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import aiohttp
 from multidict import CIMultiDict
@@ -20,14 +22,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from yarl import URL
 
+from rollbook.ingest.http.access import RULES, rule_of
 from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
-from rollbook.ingest.http.forwarding import MADE_ANEW, end_to_end
+from rollbook.ingest.http.forwarding import MADE_ANEW, end_to_end, header_value
 from rollbook.ingest.http.head import moves_cursor, named_by_head
-from rollbook.ingest.http.siblings import KNOWS, knower_of
+from rollbook.ingest.http.shared_connections import ElsewhereError
+from rollbook.ingest.http.siblings import KNOWS, first_known, knower_of
 from rollbook.ingest.peers.asking import PeerBus, ProxyAwayError
 from rollbook.ingest.peers.duties import Duty, first_does
 from rollbook.ingest.peers.seats import LOOK_S, Seats
-from rollbook.ingest.peers.wire import TOKEN_HEADER
+from rollbook.ingest.peers.wire import TOKEN_HEADER, UnreachableError
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.workers.place import FIRST, owner_of
 from rollbook.store.events import Json
@@ -35,11 +39,21 @@ from rollbook.store.events import Json
 SENT_AS_HEADER, MOVED_HEADER = "x-rollbook-sent-as", "x-rollbook-moved"
 SENT_AS = "rollbook.sent_as"
 """The key under which a request's scope says as what another proxy sent it here."""
+MOVED = 421
+"""The status of an answer that says with `MOVED_HEADER` that a request is another proxy's."""
+PART_BYTES = 256 << 10
+"""Of a body, so much is sent at once."""
 PATIENCE_S = 20.0
 """So long a request waits for a proxy that is gone to be stood in for."""
 _NOT_SENT_ON = MADE_ANEW | {TOKEN_HEADER.encode(), SENT_AS_HEADER.encode(), b"origin", b"referer"}
 """Where a page is from was checked by the proxy that it asked."""
 _OF_THE_SERVER = frozenset({b"date", b"server"})
+
+_ABOUT_TRAJECTORIES = frozenset(
+    {"/t/{said:path}", "/v1/{path:path}"}
+    | {rule.path for rule in RULES if rule.path.startswith("/v1/trajectories/")}
+)
+"""Paths whose requests may name a trajectory by their heads."""
 
 As = Literal["holder", "writer", "knower"]
 
@@ -52,26 +66,25 @@ class To:
         number: of a seat, or of a proxy.
         role: as what that one is sent it: the holder of the seat; the one that writes the trajectory; or the
             one that knows a reply, or keeps what names nothing, and is not to ask again.
+        name: of the trajectory, where one writes it.
     """
 
     number: int
     role: As
+    name: str = ""
 
 
 Whose = Callable[[], To | None]
 """Says where a request belongs as far as is known now; None: here."""
 
 
-class PassOnError(Exception):
-    """A request turns out to be another proxy's, now that its body is read.
-
-    Attributes:
-        raw: the body; plain: whether that is without its content encoding.
-    """
+class PassOnError(ElsewhereError):
+    """A request turns out to be another proxy's, now that its body is read."""
 
     def __init__(self, whose: Whose, raw: bytes, *, plain: bool = True) -> None:
-        super().__init__("another proxy's")
-        self.whose, self.raw, self.plain = whose, raw, plain
+        to = whose()
+        super().__init__(-1 if to is None else to.number, raw, plain=plain)
+        self.whose = whose
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +92,6 @@ class Peers:
     """What a proxy knows of the others.
 
     Attributes:
-        lanes: those of all.
         naming: the headers that name a trajectory.
         duties: what is done by whoever holds the first seat.
         cleaned, knows: see `http.siblings.Others`; the application sets them.
@@ -101,7 +113,7 @@ class Peers:
     @property
     def lanes(self) -> Sequence[str]:
         """The lanes of all."""
-        return self.seats.lanes
+        return self.seats.wire.lanes
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -113,20 +125,21 @@ class Peers:
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-        await self.seats.close()
+        await self.seats.wire.close()
 
     # Whose it is ----------------------------------------------------------------------------------
 
     def whose(self, name: str) -> To | None:
-        """Where a trajectory of that name belongs."""
+        """Where a trajectory of that name belongs. Who writes it is for the holder of its seat to say."""
         live = self.seats.recorder.trajectories.get(name)
-        if live is not None and not live.finished:
-            if live.lane == self.seats.recorder.lane:
-                return None
+        is_open = live is not None and not live.finished
+        if live is not None and is_open and live.lane == self.seats.recorder.lane:
+            return None
+        to = self._at_seat(owner_of(name, len(self.seats.wire.addresses)))
+        if to is None and live is not None and is_open:
             writer = self.seats.writer_of(live.lane)
-            if writer is not None:
-                return To(writer, "writer")
-        return self._at_seat(owner_of(name, len(self.seats.wire.addresses)))
+            return None if writer is None else To(writer, "writer", name)
+        return to
 
     def _at_seat(self, seat: int) -> To | None:
         return None if seat in self.seats.place.holds else To(seat, "holder")
@@ -135,6 +148,8 @@ class Peers:
         """Says where a request belongs, if its head does."""
         if moves_cursor(method, raw_path):
             return lambda: self._at_seat(FIRST)
+        if rule_of(method, unquote(raw_path)).path not in _ABOUT_TRAJECTORIES:
+            return None
         name, is_hint = named_by_head(method, raw_path, headers, self.naming)
         if name is None:
             return None
@@ -147,14 +162,8 @@ class Peers:
         Raises:
             PassOnError: it is another one's.
         """
-        if self._belongs(request, self.whose(name)):
-            return
-        raise PassOnError(lambda: self.whose(name), raw, plain=plain)
-
-    @staticmethod
-    def _belongs(request: Request, to: To | None) -> bool:
-        """Whether a request is to be answered here."""
-        return to is None or request.scope.get(SENT_AS) in ("writer", "knower")
+        if self.whose(name) is not None and request.scope.get(SENT_AS) != "knower":
+            raise PassOnError(lambda: self.whose(name), raw, plain=plain)
 
     async def check_unnamed(
         self, request: Request, reply_ids: Sequence[str], raw: bytes, *, plain: bool = True, kept: bool = True
@@ -174,22 +183,34 @@ class Peers:
             raise PassOnError(lambda: self._at_seat(FIRST), raw, plain=plain)
 
     async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
-        return {"knows": self.knows(asked["reply"])}, b""
+        return {"knows": first_known(asked["replies"], self.knows)}, b""
 
     # Sending it on --------------------------------------------------------------------------------
 
-    async def sent_on(self, request: Request, whose: Whose, raw: bytes, *, plain: bool) -> Response | None:
+    async def sent_on(
+        self,
+        request: Request,
+        whose: Whose,
+        raw: bytes,
+        *,
+        plain: bool,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> Response | None:
         """The reply of the proxy that a request belongs to; None: it belongs here by now.
+
+        Args:
+            on_sent: called once that one has all of the body.
 
         Raises:
             ProxyAwayError: that one does not answer, and nobody stands in for it.
         """
-        to = whose()
-        if to is not None and to.role == "holder" and request.scope.get(SENT_AS) == "holder":
-            return Response(status_code=421, headers={MOVED_HEADER: str(to.number)})
-        watch, until = ClientWatch(request.receive), time.monotonic() + PATIENCE_S
+        to, sent_as = whose(), request.scope.get(SENT_AS)
+        if to is not None and sent_as in (to.role, "writer"):
+            return Response(status_code=MOVED, headers={MOVED_HEADER: str(to.number)})
+        watch = ClientWatch(request.receive)
+        call = _Call(self, request, whose, raw, plain, on_sent)
         try:
-            reply = await watch.race(self._reply(request, whose, raw, plain=plain, until=until))
+            reply = await watch.race(call.reply())
         except ClientGone:
             watch.close()
             return Response(status_code=499)
@@ -199,56 +220,118 @@ class Peers:
         if reply is None:
             watch.close()
             return None
-        return _SentOn(reply, watch, frozenset() if self.keeps_headers else _OF_THE_SERVER)
+        left_out = frozenset() if self.keeps_headers else _OF_THE_SERVER
+        return _SentOn(reply, watch, left_out, lambda: self.seats.gone(call.number))
 
-    async def _reply(
-        self, request: Request, whose: Whose, raw: bytes, *, plain: bool, until: float
-    ) -> aiohttp.ClientResponse | None:
-        while (to := whose()) is not None:
-            number = self.seats.holder(to.number) if to.role == "holder" else to.number
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request that is sent on.
+
+    Attributes:
+        number: the proxy that it was sent to last.
+    """
+
+    peers: Peers
+    request: Request
+    whose: Whose
+    raw: bytes
+    plain: bool
+    on_sent: Callable[[], None]
+    number: int = -1
+
+    async def reply(self) -> aiohttp.ClientResponse | None:
+        """The reply, once it begins; None: it belongs here by now.
+
+        Raises:
+            ProxyAwayError: see `Peers.sent_on`.
+        """
+        seats, until = self.peers.seats, time.monotonic() + PATIENCE_S
+        while (to := self.whose()) is not None:
+            number, reply = seats.holder(to.number) if to.role == "holder" else to.number, None
             if number is not None:
-                try:
-                    reply = await self._send(request, number, to, raw, plain=plain)
-                except aiohttp.ClientConnectorError:
-                    pass  # it never got there
-                except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    raise ProxyAwayError(number) from error
-                else:
-                    if MOVED_HEADER not in reply.headers:
-                        return reply
-                    reply.close()
+                reply = await self._asked(number, to)
+            if reply is not None and not _is_moved(reply):
+                return reply
             if time.monotonic() > until:
                 raise ProxyAwayError(to.number)
-            await self.seats.looked(number, LOOK_S)
+            if to.role == "writer":
+                await seats.recorder.look_again(to.name)
+            if self.whose() == to:
+                await seats.looked(number if reply is None else None, LOOK_S)
         return None
 
-    async def _send(
-        self, request: Request, number: int, to: To, raw: bytes, *, plain: bool
-    ) -> aiohttp.ClientResponse:
-        scope, wire = request.scope, self.seats.wire
-        left_out = _NOT_SENT_ON | ({b"content-encoding"} if plain else set())
+    async def _asked(self, number: int, to: To) -> aiohttp.ClientResponse | None:
+        """The reply of a proxy; None: it has not got the request.
+
+        Raises:
+            ProxyAwayError: it has got it, perhaps, and is gone.
+        """
+        self.number = number
+        with self.peers.seats.gone(number) as gone:
+            sending = asyncio.ensure_future(self._send(number, to))
+            try:
+                both: set[asyncio.Future[Any]] = {sending, gone}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():
+                    raise ProxyAwayError(number)
+                reply = sending.result()
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnreachableError):
+                return None
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise ProxyAwayError(number) from error
+            finally:
+                sending.cancel()
+        return reply
+
+    async def _send(self, number: int, to: To) -> aiohttp.ClientResponse:
+        scope, wire = self.request.scope, self.peers.seats.wire
+        left_out = _NOT_SENT_ON | ({b"content-encoding"} if self.plain else set())
         headers: CIMultiDict[str] = CIMultiDict()
         for name, value in end_to_end(scope["headers"]):
             if name not in left_out and not name.startswith(b"sec-fetch-"):
-                headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+                headers.add(name.decode("latin-1"), header_value(value))
         headers[TOKEN_HEADER], headers[SENT_AS_HEADER] = wire.token, to.role
+        body = None
+        if self.raw:
+            headers["content-length"], body = str(len(self.raw)), self._parts()
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         url = URL(wire.addresses[number] + target.decode("ascii"), encoded=True)
         return await wire.session.request(
-            scope["method"], url, data=raw or None, headers=headers, allow_redirects=False
+            scope["method"], url, data=body, headers=headers, allow_redirects=False
         )
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self.raw), PART_BYTES):
+            yield self.raw[start : start + PART_BYTES]
+        self.on_sent()
+
+
+def _is_moved(reply: aiohttp.ClientResponse) -> bool:
+    """Whether a reply says that the request is another proxy's; it is done with then."""
+    moved = reply.status == MOVED and MOVED_HEADER in reply.headers
+    if moved:
+        reply.close()
+    return moved
 
 
 class _SentOn(Response):
     """Sends another proxy's reply as it comes; a client that leaves ends the request there too."""
 
-    def __init__(self, reply: aiohttp.ClientResponse, watch: ClientWatch, left_out: frozenset[bytes]) -> None:
-        self._reply, self._watch, self._left_out = reply, watch, left_out
+    def __init__(
+        self,
+        reply: aiohttp.ClientResponse,
+        watch: ClientWatch,
+        left_out: frozenset[bytes],
+        gone: Callable[[], AbstractContextManager[asyncio.Future[None]]],
+    ) -> None:
+        self._reply, self._watch, self._left_out, self._gone = reply, watch, left_out, gone
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            with contextlib.suppress(ClientGone, aiohttp.ClientError, OSError):
+            with contextlib.suppress(ClientGone, aiohttp.ClientError, OSError), self._gone() as gone:
+                gone.add_done_callback(lambda _: self._reply.close())
                 await self._watch.race(self._sent(send))  # one that breaks off breaks off here, too
         finally:
             self._watch.close()

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rollbook.ingest.http.forwarding import CONNECT_S, plain_session
+from rollbook.ingest.http.forwarding import plain_session
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 from rollbook.store.ids import new_id
@@ -20,6 +20,7 @@ from rollbook.store.secret import store_secret
 
 PREFIX = "/peers/"
 TOKEN_HEADER = "x-rollbook-peer"
+CONNECT_S = 3.0
 ANSWER_S = 2.0
 """A proxy that takes longer to say how it is does not answer."""
 MESSAGE_BYTES = 1 << 20
@@ -44,28 +45,61 @@ class Wire:
 
     Attributes:
         addresses: of all, by number, without a path.
+        lanes: of all, by number.
         number: its own.
     """
 
     addresses: Sequence[str]
+    lanes: Sequence[str]
     number: int
     token: str = field(repr=False)
     process: str = field(default_factory=new_id)
     """Tells this process from those that had its number before."""
     _session: aiohttp.ClientSession | None = None
+    _closed: bool = False
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The connections to the others; made on the loop that uses them."""
+        """The connections to the others; made on the loop that uses them.
+
+        Raises:
+            UnreachableError: this proxy has ended.
+        """
+        if self._closed:
+            raise UnreachableError("this proxy has ended")
         if self._session is None:
-            self._session = plain_session()
+            self._session = plain_session(CONNECT_S)
         return self._session
 
-    async def close(self) -> None:
-        """Let go of the connections."""
+    async def disconnect(self) -> None:
+        """Let go of the connections; more may be made."""
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def close(self) -> None:
+        """Let go of the connections for good."""
+        self._closed = True
+        await self.disconnect()
+
+    @property
+    def same(self) -> Json:
+        """What all proxies of a run have in common."""
+        return {"proxies": list(self.addresses), "lanes": list(self.lanes)}
+
+    def check_same(self, asked: Json) -> None:
+        """See that another proxy has the same list.
+
+        Raises:
+            RequestError: 409, it has not.
+        """
+        for name, own in self.same.items():
+            if asked.get(name) != own:
+                text = (
+                    f"the proxy at {self.addresses[self.number]} has {name} = {own}, and that of number "
+                    f"{asked['from']} has {asked.get(name)}: all proxies of a run need the same list"
+                )
+                raise RequestError(409, "other_proxies", text)
 
     @property
     def others(self) -> list[int]:
@@ -76,7 +110,7 @@ class Wire:
         """Whether a token is that of this run's proxies."""
         return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
-    async def post(self, to: int, kind: str, words: Json, patience_s: float | None = ANSWER_S) -> Json:
+    async def post(self, to: int, kind: str, words: Json, patience_s: float = ANSWER_S) -> Json:
         """What another proxy answers.
 
         Raises:
@@ -85,7 +119,7 @@ class Wire:
             RequestError: what it raised.
         """
         body = orjson.dumps({"from": self.number, "process": self.process, **words})
-        timeout = aiohttp.ClientTimeout(total=patience_s, sock_connect=min(patience_s or 60.0, CONNECT_S))
+        timeout = aiohttp.ClientTimeout(total=patience_s, sock_connect=min(patience_s, CONNECT_S))
         headers = {TOKEN_HEADER: self.token, "content-type": "application/json"}
         url = f"{self.addresses[to]}{PREFIX}{kind}"
         try:

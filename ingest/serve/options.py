@@ -209,7 +209,7 @@ _SAME = (
 def _proxy_options(
     settings: ServeSettings, secrets: Secrets, environment: MutableMapping[str, str], machine: str
 ) -> ProxyOptions:
-    names = [str(urlsplit(url).hostname) for url in settings.proxies[settings.proxy :][:1]]
+    names = [urlsplit(url).netloc for url in settings.proxies[settings.proxy :][:1]]
     return ProxyOptions(
         keys=keys_of(secrets.api_keys, settings.keys, environment),
         own=own(settings.host, machine, [*settings.allow_host, *names], settings.allow_origin),

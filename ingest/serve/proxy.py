@@ -30,7 +30,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.doors import add_peers, add_sending_on
+from rollbook.ingest.peers.doors import add_peers, add_sending_on, counted
 from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
@@ -87,14 +87,9 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
         followers = _follow(recorder, engine, gate, others, follow_error)
-        beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
-        tasks = [asyncio.create_task(one) for one in beside]
-        if others is not None:
-            others.cleaned, others.knows = options.redactor.text, _knows(recorder)
-        async with _meeting(others, turn_runner, gate, followers[1], follow_error):
+        meeting = _meeting(others, turn_runner, gate, followers[1], follow_error)
+        async with _beside(recorder, options), meeting:
             yield
-        for task in tasks:
-            task.cancel()
         for follower in followers:
             await follower.stop()
         await engine.close()
@@ -104,21 +99,40 @@ def build_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
-    siblings = others if isinstance(others, Siblings) else None
+    if others is not None:
+        others.cleaned, others.knows = options.redactor.text, _knows(recorder)
     if isinstance(others, Peers):
-        add_sending_on(app, others, room)
+        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)
     LookupRoutes(turn_runner, door, room, model_name).add(app)
     details = partial(_details, turn_runner, follow_error, options.keys, others)
-    _add_health(app, turn_runner, details, metrics, gate, siblings)
+    _add_health(app, turn_runner, details, metrics, gate, others)
     _add_control(app, recorder, engine, options)
+    _add_guards(app, guard, options, metrics, others)
+    return app
+
+
+def _add_guards(
+    app: FastAPI, guard: Guard, options: ProxyOptions, metrics: Metrics, others: Siblings | Peers | None
+) -> None:
+    """What comes before every route, from the inside out."""
     add_guards(app, guard, options.own, metrics.failed)
     if isinstance(others, Peers):
         add_peers(app, others)
-    return app
+
+
+@asynccontextmanager
+async def _beside(recorder: Recorder, options: ProxyOptions) -> AsyncIterator[None]:
+    """End what is abandoned, and read keys again as they change, while the context lasts."""
+    tasks = [
+        asyncio.create_task(one) for one in (sweep(recorder, options.abandoned_s), options.keys.follow())
+    ]
+    yield
+    for task in tasks:
+        task.cancel()
 
 
 def _gate(turn_runner: TurnRunner, others: Siblings | Peers | None) -> AdmissionGate | FarGate:
@@ -267,8 +281,10 @@ def _add_health(
     details: Callable[[], Json],
     metrics: Metrics,
     gate: AdmissionGate | FarGate,
-    siblings: Siblings | None,
+    others: Siblings | Peers | None,
 ) -> None:
+    siblings = others if isinstance(others, Siblings) else None
+
     def version() -> int | None:
         metrics.held.set(gate.waiting)
         return turn_runner.engine.policy_version()

@@ -153,16 +153,17 @@ def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announc
     options = proxy.options
     log = store.open(options.store, create=True)
     place = Place(options.number, len(options.proxies))
-    wire = Wire(options.proxies, options.number, token_of(log.path, options.run))
+    lanes = place.lanes(options.lane)
+    wire = Wire(options.proxies, lanes, options.number, token_of(log.path, options.run))
     with seat_claimed(log, options.run, wire) as claims:
         recorder = _recorder(log, options, place, options.proxy.memory_bytes, patience_s=ADOPTED_S)
         said = proxy.looked_at(recorder)
         announce(_started(options, listener, log.path, recorded_by(recorder), said))
-        peers = Peers(Seats(wire, recorder, place.lanes(options.lane), claims), options.proxy.naming)
+        peers = Peers(Seats(wire, recorder, claims), options.proxy.naming)
         peers.keeps_headers = bool(proxy.headers)
         if options.seal:
             peers.duties.append(Seals(log.path))
-        _run(options, log.path, proxy.app(recorder, peers), listener, proxy.headers, seals=False)
+        _run(options, log.path, proxy.app(recorder, peers), listener, proxy.headers, peers=peers)
 
 
 # Several workers ----------------------------------------------------------------------------------
@@ -214,13 +215,13 @@ def _run(
     headers: Mapping[str, bool],
     siblings: Siblings | None = None,
     ready: Callable[[], None] = lambda: None,
-    seals: bool = True,
+    peers: Peers | None = None,
 ) -> None:
     """Run the application until a signal ends it.
 
     Args:
         ready: called once connections are taken.
-        seals: there may be a sealer beside it.
+        peers: the other proxies of the run, if there are any.
     """
     each = 2 if options.engine in ("upstream", "sglang") else 1
     wanted = options.proxy.share(options.workers).max_connections
@@ -240,6 +241,8 @@ def _run(
     )
     server = _Server(config, siblings, ready)
     app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
+    if peers is not None:
+        peers.seats.stopping = lambda: server.should_exit
     # What is loaded by now is never freed. Without freezing it the first full collection would visit all
     # of it, and delay every reply by 90 to 350 ms.
     gc.collect()
@@ -248,7 +251,7 @@ def _run(
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    seals = seals and options.seal and (siblings is None or siblings.place.is_first)
+    seals = options.seal and peers is None and (siblings is None or siblings.place.is_first)
     try:
         with sealer_beside(path) if seals else contextlib.nullcontext():
             server.run(sockets=[listener])

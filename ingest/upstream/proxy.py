@@ -24,7 +24,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.doors import add_peers, add_sending_on
+from rollbook.ingest.peers.doors import add_peers, add_sending_on, counted
 from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.sweep import sweep
@@ -79,7 +79,7 @@ def build_upstream_app(
     answer_errors(app, metrics)
     siblings = others if isinstance(others, Siblings) else None
     if isinstance(others, Peers):
-        add_sending_on(app, others, room)
+        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     details = partial(_details, recorder, routes, others)

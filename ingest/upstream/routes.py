@@ -87,7 +87,7 @@ class UpstreamRoutes:
         """See that a request about a response is this worker's, of several, and that its client may see it.
 
         Raises:
-            ElsewhereError: another one knows the response.
+            ElsewhereError: another worker or proxy knows the response.
             RequestError: 404, it is another's.
         """
         identity = self.door.identity(address, request, {})

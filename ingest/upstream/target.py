@@ -8,7 +8,7 @@ from multidict import CIMultiDict
 
 from rollbook.ingest.endpoints.registry import api_below
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.http.forwarding import MADE_ANEW, Headers, end_to_end
+from rollbook.ingest.http.forwarding import MADE_ANEW, Headers, end_to_end, header_value
 from rollbook.ingest.trajectories.identity import KEY_PREFIX
 from rollbook.store.events import Json
 
@@ -56,7 +56,7 @@ class Upstream:
         passed: CIMultiDict[str] = CIMultiDict()
         for name, value in end_to_end(sent):
             if name not in MADE_ANEW and not name.startswith(b"x-rollbook-"):
-                passed.add(name.decode("latin-1"), _text(value))
+                passed.add(name.decode("latin-1"), header_value(value))
         mine = own_keys or any(_names_trajectory(passed.get(key_header, "")) for key_header in _KEYS)
         if self.key is not None or mine:
             bare = "x-api-key" in passed or (
@@ -78,14 +78,6 @@ def _key_header(path: str) -> str:
     """The header in which an upstream expects its key, for agents that send none."""
     api = api_below(path)
     return "authorization" if api is None else api.upstream.key_header
-
-
-def _text(value: bytes) -> str:
-    """A header's value as text that is encoded to the same bytes, as UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 def _names_trajectory(value: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.trajectories.live import LiveTrajectory
@@ -42,7 +43,9 @@ class Gatekeeper:
     """Of those who wait: set once nobody waits for them any more."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    _closed: bool = False
+    _late: set[tuple[int, int]] = field(default_factory=set)
+    """Of those whose room a gate before this one gave: they may be in the log that this one began with."""
+    _ends: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         for kind, handler in (
@@ -52,11 +55,11 @@ class Gatekeeper:
             (LEFT, self._left),
         ):
             self.bus.on(kind, handler)
-        self.bus.on_begun(self._died)
+        self._ends = self.bus.on_begun(self._died)
 
     def close(self) -> None:
         """Answer no more: another one keeps the gate from now on, and is asked again by those who wait."""
-        self._closed = True
+        self._ends()
         for kind in (ENTER, KEPT, BEGAN, LEFT):
             self.bus.on(kind, None)
         for task in (*self._entering.values(), *self._tasks):
@@ -88,11 +91,17 @@ class Gatekeeper:
         key = (worker, asked["token"])
         if key not in self._names:
             self._names[key] = asked["name"]
+            self._late.add(key)
             self.gate.keep(asked["name"], asked["group"])
         return {}, b""
 
     async def _began(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
-        self._let_go((worker, asked["token"]), self.gate.began)
+        key = (worker, asked["token"])
+        if key in self._late:  # its opening may have been read before its room was kept
+            await self.caught_up()
+            self._let_go(key, self.gate.leave)
+        else:
+            self._let_go(key, self.gate.began)
         return {}, b""
 
     async def _left(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
@@ -106,14 +115,13 @@ class Gatekeeper:
 
     def _let_go(self, key: tuple[int, int], release: Callable[[str], None]) -> None:
         self._entering.pop(key, None)
+        self._late.discard(key)
         name = self._names.pop(key, None)
         if name is not None:
             release(name)
 
     def _died(self, worker: int) -> None:
         """Another process is that worker now: what its predecessor began is in the log, or never will be."""
-        if self._closed:
-            return
         for key, left in self._leaving.items():
             if key[0] == worker:
                 left.set()
@@ -147,6 +155,7 @@ class FarGate:
     """Name -> token and group of each request for which room is kept."""
     _tokens: Any = field(default_factory=lambda: itertools.count(os.getpid() << 32))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _telling: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
         self.bus.on_begun(self._keep_again)
@@ -207,8 +216,10 @@ class FarGate:
         task.add_done_callback(self._tasks.discard)
 
     async def _told(self, what: str, words: Json) -> None:
+        lock = self._telling.setdefault(words["token"], asyncio.Lock())  # what is said later comes later
         with contextlib.suppress(RequestError):
-            await self.bus.ask(FIRST, what, words, None)
+            async with lock:
+                await self.bus.ask(FIRST, what, words, None)
 
     def _keep_again(self, worker: int) -> None:
         """The first worker begins anew: it does not know for whom room is kept."""

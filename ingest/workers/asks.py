@@ -17,8 +17,12 @@ class Asks(Protocol):
     def on(self, kind: str, handler: Handler | None) -> None:
         """Have a handler answer questions of this kind; None: nobody does."""
 
-    def on_begun(self, callback: Callable[[int], None]) -> None:
-        """Call back with the number of another one that began, in the place of one that died perhaps."""
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call back with the number of another one that began, in the place of one that died perhaps.
+
+        Returns:
+            What ends that.
+        """
 
     async def ask(
         self, to: int, kind: str, words: Json | None = None, patience_s: float | None = 5.0

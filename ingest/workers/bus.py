@@ -100,9 +100,10 @@ class Bus:
         else:
             self._handlers[kind] = handler
 
-    def on_begun(self, callback: Callable[[int], None]) -> None:
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call back with the number of a sibling that began, in the place of one that died perhaps."""
         self._begun.append(callback)
+        return lambda: self._begun.remove(callback)
 
     @property
     def siblings(self) -> list[int]:

@@ -28,16 +28,18 @@ class Place:
     Attributes:
         number: its own, from 0.
         stands_in_for: the numbers of others that are gone, whose names are this one's until they are back.
+        leaves: it is ending, and no name is its own any more.
     """
 
     number: int = FIRST
     workers: int = 1
     stands_in_for: frozenset[int] = frozenset()
+    leaves: bool = False
 
     @property
     def holds(self) -> frozenset[int]:
         """The numbers whose names are this one's."""
-        return self.stands_in_for | {self.number}
+        return frozenset() if self.leaves else self.stands_in_for | {self.number}
 
     def owns(self, name: str) -> bool:
         """Whether a trajectory of this name is this one's."""

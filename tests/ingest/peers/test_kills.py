@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
 import httpx
+import openai
 import pytest
-from proxies import Cluster
+from proxies import Cluster, say
 
 from rollbook import store
+from rollbook.ingest.workers.place import owner_of
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.ledger import fold_ledger
@@ -80,6 +83,25 @@ class Agents:
                 assert reply.status_code >= 500 or "busy" in answer, f"{path}: {answer}"
             time.sleep(dice.uniform(0.05, 0.3))
         raise AssertionError(f"{path}: {answer}")
+
+
+def test_one_hangs(cluster: Callable[..., Cluster]) -> None:
+    """It keeps its trajectories: who asks for one is told to try again, in bounded time, and others go on."""
+    two = cluster(2)
+    names = [next(name for name in (f"t{n}" for n in range(9)) if owner_of(name, 2) == one) for one in (0, 1)]
+    assert say(two.agent(0, names[1]), "hi") == "1: hi"
+    os.kill(two.served[1].process.pid, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(openai.InternalServerError, match="proxy 1 of this run does not answer now"):
+            say(two.agent(0, names[1]), "hi", "1: hi", "two")
+        assert time.monotonic() - begun < 45
+        assert say(two.agent(0, names[0]), "hi") == "1: hi"
+        assert two.holds(0) == [[0], []]
+    finally:
+        os.kill(two.served[1].process.pid, signal.SIGCONT)
+    two.until_holds(0, [0], [1])
+    assert say(two.agent(0, names[1]), "hi", "1: hi", "two") == "3: two"
 
 
 @pytest.mark.timeout(3600)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shlex
+import signal
 import threading
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +164,119 @@ def test_the_one_that_answers_is_killed(cluster: Callable[..., Cluster]) -> None
     assert sorted(lost.fetchall()) == [(False, 1), (True, 1)]
 
 
+def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
+    """A proxy that was asked to end: its names are another's at once, and what it has begun it answers."""
+    three = cluster()
+    mine = [name for name in NAMES if owner_of(name, 3) == 0]
+    asked = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 4")))
+    answers: list[str] = []
+    asked.start()
+    time.sleep(0.5)
+    three.served[0].process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    for name in mine[1:]:
+        assert say(three.agent(2, name), "hi") == "1: hi"
+    assert say(openai.OpenAI(base_url=f"{three.urls[1]}/v1", api_key="none", max_retries=0), "hi") == "1: hi"
+    assert time.monotonic() - begun < 3.4, "they waited for its end"
+    asked.join()
+    assert answers == ["1: sleep 4"]
+    assert three.served[0].process.wait(20) == 128 + signal.SIGTERM
+    assert say(three.agent(1, mine[0]), "sleep 4", "1: sleep 4", "more") == "3: more"
+    rows = store.connect(three.path).execute("select trajectory, count(*) from turns group by 1")
+    found = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
+    assert found == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)
+
+
+def test_who_writes_it_is_for_its_seat_to_say(cluster: Callable[..., Cluster]) -> None:
+    """Who stood in for a proxy once knows no more than others of what it has; what ended elsewhere ended."""
+    three = cluster()
+    mine = [name for name in NAMES if owner_of(name, 3) == 1]
+    for stand_in, gone in ((2, 0), (0, 2)):
+        three.served[gone].kill()  # so that it is the other one that stands in
+        three.served[1].kill()
+        for name in mine:
+            assert say(three.agent(stand_in, name), f"by {stand_in}") == f"1: by {stand_in}"
+        for number in (gone, 1):
+            three.start(number)
+        three.until_holds(stand_in, [0], [1], [2])
+    for name in mine[:-1]:
+        ended = httpx.post(f"{three.urls[2]}/v1/trajectories/{name}/finish", json={"reward": 1.0})
+        assert ended.status_code == 200, ended.text
+    three.served[2].kill()
+    for number in (1, 0):
+        assert say(three.agent(number, mine[-1]), "still open") == "1: still open"
+        for name in mine[:-1]:
+            body = {"reward": float(number), "source": "late"}
+            said = httpx.post(f"{three.urls[number]}/v1/trajectories/{name}/rewards", json=body, timeout=40)
+            assert said.status_code == 201, said.text
+    three.start(2)
+    three.until_holds(0, [0], [1], [2])
+    assert say(three.agent(0, mine[-1]), "open") == "1: open"
+
+
+def test_what_one_proxy_left_open(cluster: Callable[..., Cluster], serve: Any, words: list[str]) -> None:
+    """Of a run that one proxy recorded by itself: several go on, also if its lane is being looked at."""
+    alone = serve(*words, folder=(two := cluster(0)).path)
+    for name in NAMES:
+        client = openai.OpenAI(base_url=f"{alone.url}/t/{name}/v1", api_key="none", max_retries=0)
+        assert say(client, "hi") == "1: hi"
+    alone.kill()
+    two.ports = [free_port(), free_port()]
+    two.urls, two.served = [f"http://127.0.0.1:{port}" for port in two.ports], [None, None]
+    with store.open(two.path).writer("serve"):
+        for number in range(2):
+            two.start(number)
+    until = time.monotonic() + 20
+    for name in NAMES:
+        while True:
+            try:
+                assert say(two.agent(0, name), "hi", "1: hi", "two") == "3: two"
+                break
+            except openai.ConflictError:
+                assert time.monotonic() < until
+                time.sleep(0.2)
+    adopted = [e.record for e in store.open(two.path).events_of({TrajectoryAdopted.KIND})]
+    assert [one.from_lane for one in adopted] == ["serve"] * len(NAMES)
+
+
+def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
+    """Names in any letters, bodies in gzip and in chunks; nothing counts as a failure; other paths stay."""
+    two = cluster(2)
+    ask = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    for number, name in enumerate(f"caf\xe9-{n}" for n in range(4)):
+        for url in two.urls:
+            headers = [(b"x-rollbook-trajectory", name.encode("latin-1")), (b"content-encoding", b"gzip")]
+            body = gzip.compress(json.dumps(ask | {"n": number % 2 + 1}).encode())
+            said = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+            assert said.status_code == 200, said.text
+            session = {"metadata": {"session_id": f"session-{number}"}}
+            chunks = iter([json.dumps(ask | session).encode()])
+            said = httpx.post(f"{url}/v1/chat/completions", content=chunks, headers={"x-n": "1"})
+            assert said.status_code == 200, said.text
+    lanes = two.lanes()
+    names = [f"caf\xe9-{n}" for n in range(4)] + [f"session-{n}" for n in range(4)]
+    assert {name: lanes[name] for name in names} == {n: {f"serve-{owner_of(n, 2)}"} for n in names}
+    for url in two.urls:
+        assert "rollbook_failures_total{" not in httpx.get(f"{url}/metrics").text
+    other = next(name for name in NAMES if owner_of(name, 2) == 1)
+    said = httpx.get(f"{two.urls[0]}/healthz", headers={"authorization": f"Bearer trajectory:{other}"})
+    assert said.json()["lane"] == "serve-0"
+
+
+def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
+    """What names nothing waits for whoever stands in for it, also there."""
+    three = cluster()
+    three.served[0].kill()
+    clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in three.urls[1:]]
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda c=c: found.append(say(c, "hi"))) for c in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["1: hi", "1: hi"]
+
+
 def test_what_does_not_fit(cluster: Callable[..., Cluster], serve: Any, words: list[str]) -> None:
     """Another list of proxies, a number that is taken, a proxy that would be alone: each says what to do."""
     two = cluster(2)
@@ -174,6 +291,8 @@ def test_what_does_not_fit(cluster: Callable[..., Cluster], serve: Any, words: l
         ([*both, "--workers", "2"], "one of several proxies is one process"),
         ([*both, "--engine", "embedded"], "the embedded engine holds its weights in one process"),
         (["--proxies", "node-1:8000", *both], "proxies.0: String should match pattern"),
+        ([*both, "--proxy", "1", "--lane", "other"], "all proxies of a run need the same list"),
+        (["--proxies", two.urls[1], "--proxies", two.urls[0]], "all proxies of a run need the same list"),
     ):
         with pytest.raises(RuntimeError, match=why):
             serve(*words, *more, folder=two.path)
