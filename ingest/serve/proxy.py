@@ -69,11 +69,8 @@ def build_app(
     identity: Identity | None = None,
     others: Siblings | Peers | None = None,
 ) -> FastAPI:
-    """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder.
-
-    Args:
-        others: its other workers, or the other proxies of the run, if there are any.
-    """
+    """The proxy as an ASGI application, beside other workers or other proxies of the run perhaps; it starts
+    and stops the engine, and closes the recorder."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
     gate = _gate(turn_runner, others)
