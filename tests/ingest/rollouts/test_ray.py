@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from rollbook.store.errors import ConfigError, RolloutError
 from rollbook.testing.ledger import fold_ledger
 
 pytestmark = pytest.mark.ranks
+KILLS = int(os.environ.get("ROLLBOOK_KILLS", "2"))
+SEED = int(os.environ.get("ROLLBOOK_SEED", random.SystemRandom().getrandbits(24)))
 AGENT = """
 import json, os, time, urllib.request
 
@@ -80,7 +84,10 @@ def tasks(count: int, sleep: float) -> list[Task]:
 
 
 def run(
-    config: RolloutConfig, what: list[Task], beside: Callable[[], Any] | None = None
+    config: RolloutConfig,
+    what: list[Task],
+    beside: Callable[[], Any] | None = None,
+    within_s: float = 120,
 ) -> tuple[Progress, list[str]]:
     """Run rollouts, with something beside; how far they came, and what was said."""
     said: list[str] = []
@@ -91,7 +98,7 @@ def run(
             agents = agents_of(config, proxy, launcher)
             rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
             acting = None if beside is None else asyncio.create_task(asyncio.to_thread(beside))
-            found = await asyncio.wait_for(rollouts.run(), 120)
+            found = await asyncio.wait_for(rollouts.run(), within_s)
             if acting is not None:
                 await acting
             return found
@@ -247,6 +254,33 @@ def _await(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < by
         time.sleep(0.02)
+
+
+@pytest.mark.timeout(3600)
+def test_nodes_that_die_at_random(cluster: Any, server: Any, config: Any) -> None:
+    """One after the other, and others in their place: each task is done once, and the ledger stays exact.
+
+    ROLLBOOK_KILLS=50 kills that many.
+    """
+    retries = {"attempts": 20, "pause_s": 0.1, "stop_share": 1.0}
+    made, dice, count = config(concurrency=4, retries=retries), random.Random(SEED), 4 + 6 * KILLS
+    with ThreadPoolExecutor(1) as beside:  # only the main thread may add nodes
+        running_all = beside.submit(run, made, tasks(count, 2.0), None, 60 + 30 * KILLS)
+        for _ in range(KILLS):
+            time.sleep(dice.uniform(0.0, 3.0))
+            cluster.remove_node(cluster.added.pop(dice.randrange(2)), allow_graceful=False)
+            small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+            cluster.added.append(cluster.add_node(**small, resources={"agents": 1}))
+        found, _ = running_all.result()
+    assert (found.done, found.given_up) == (count, 0), f"seed {SEED}"
+    told = rows(server, made, "l.task, l.attempt, l.status, t.status")
+    done = [row[0] for row in told if row[2] == "done"]
+    assert sorted(done) == sorted(f"t{number}" for number in range(count)), f"seed {SEED}"
+    assert len({row[:2] for row in told}) == len(told), f"seed {SEED}"
+    lost = [row for row in told if row[2] != "done"]
+    assert {row[2:] for row in lost} <= {("infra_error", "void")}, f"seed {SEED}"
+    assert running(Path(made.folder)) == [], f"seed {SEED}"
+    assert not any(fold_ledger(rb.open(server.path).events()).unaccounted().values()), f"seed {SEED}"
 
 
 def test_a_node_that_dies(cluster: Any, server: Any, config: Any) -> None:
