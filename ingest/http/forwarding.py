@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
@@ -48,10 +49,17 @@ def header_value(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def plain_session(connect_s: float = CONNECT_S) -> aiohttp.ClientSession:
-    """A client session that adds nothing: no headers, no shared cookies, no decoding."""
+def plain_session(
+    connect_s: float = CONNECT_S, keep_alive_s: float | None = KEEP_ALIVE_S
+) -> aiohttp.ClientSession:
+    """A client session that adds nothing: no headers, no shared cookies, no decoding.
+
+    Args:
+        keep_alive_s: of idle connections; None: each request has one of its own.
+    """
+    kept: Any = {"force_close": True} if keep_alive_s is None else {"keepalive_timeout": keep_alive_s}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, **kept),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),

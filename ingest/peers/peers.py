@@ -32,6 +32,7 @@ from rollbook.ingest.peers.asking import PeerBus, ProxyAwayError
 from rollbook.ingest.peers.duties import Duty, first_does
 from rollbook.ingest.peers.seats import LOOK_S, Seats
 from rollbook.ingest.peers.wire import TOKEN_HEADER, UnreachableError
+from rollbook.ingest.recording.taking_over import look_again
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.workers.place import FIRST, owner_of
 from rollbook.store.events import Json
@@ -256,7 +257,7 @@ class _Call:
             if time.monotonic() > until:
                 raise ProxyAwayError(to.number)
             if to.role == "writer":
-                await seats.recorder.look_again(to.name)
+                await look_again(seats.recorder, to.name)
             if self.whose() == to:
                 await seats.looked(number if reply is None else None, LOOK_S)
         return None

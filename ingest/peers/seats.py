@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from rollbook.ingest.peers.wire import UnreachableError, Wire
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.restore import RunReader
+from rollbook.ingest.recording.taking_over import take_place
 from rollbook.ingest.workers.place import FIRST, Place
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, LaneLockedError, RequestError
@@ -284,7 +285,7 @@ class Seats:
                 return
             place = replace(self.place, stands_in_for=self.place.stands_in_for | frozenset(gained))
             try:
-                runs = await self.recorder.take_place(place)
+                runs = await take_place(self.recorder, place)
                 for seat in gained:
                     logger.warning("proxy %s is gone: this one stands in for it", seat)
                     for gain in self.on_gained:

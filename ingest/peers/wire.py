@@ -68,7 +68,8 @@ class Wire:
         if self._closed:
             raise UnreachableError("this proxy has ended")
         if self._session is None:
-            self._session = plain_session(CONNECT_S)
+            # On a connection that is kept, a request to a proxy that ends has come, or has not.
+            self._session = plain_session(CONNECT_S, None)
         return self._session
 
     async def disconnect(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -111,44 +110,6 @@ class Recorder(RunWriter):
     def _may_hold(self, name: str) -> bool:
         """Whether the log may hold a trajectory of that name, which is not in memory."""
         return not self.place.remembers(name) or self.trajectories.ended.may_hold(name)
-
-    async def take_place(self, place: Place) -> RunReader:
-        """Have another place from now on, and adopt what processes that are gone left open in it.
-
-        Returns:
-            What there is in the run.
-        """
-        # Without a bound, as it is taken by the registry that has one: that also keeps who has which turn.
-        begun = GoingOn(self.store, self.writer, self.run, place, sys.maxsize, running=True)
-
-        def read() -> tuple[RunReader, Trajectories]:
-            runs = RunReader(self.store, self.run)
-            return runs, begun.taken_over(runs)
-
-        runs, found = await asyncio.to_thread(read)
-        for live in list(self.trajectories.open()):
-            other = live.lane != self.lane and place.owns(live.opened.name)
-            if other and found.by_id(live.opened.trajectory_id) is None:
-                self.trajectories.end(live)  # by another one, and it may be gone since
-        for live in found.open():
-            known = self.trajectories.by_id(live.opened.trajectory_id)
-            if known is None or known.lane != self.lane:
-                self.trajectories.add(live)
-        self.place = place
-        return runs
-
-    async def look_again(self, name: str) -> None:
-        """See in the log what has become of an open trajectory in the lane of another one."""
-        live = self.trajectories.get(name)
-        if live is None or live.finished or live.lane == self.lane:
-            return
-        trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
-        if not self.is_open(live) or live.lane == self.lane:
-            return  # it was adopted meanwhile
-        if trajectory is None or trajectory.finished is not None:
-            self.trajectories.end(live)
-        else:
-            live.lane = trajectory.lane
 
     async def recall(self, name: str) -> LiveTrajectory | None:
         """`look_up`, with the trajectory's contents if it can be extended: as the log has it.

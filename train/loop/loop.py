@@ -76,7 +76,7 @@ def train(
         feed = Feed(config, log, source, cut, family, watcher.warn)
         feed.look(history, done)
         held_out = _held_out(feed, history, watcher)
-        trainer = Trainer(config, log, writer, history, family, ranks or Ranks(), watcher.warn)
+        trainer = Trainer(config, log, writer, history, family, ranks or Ranks(), watcher.warn, stopping.came)
         judge = _judge(feed, trainer, history, held_out, watcher)
         try:
             _begin(watcher, trainer, feed, done, before)
@@ -266,7 +266,6 @@ def _steps(
     unfilled = False
     if trainer.done >= config.steps:
         watcher.note("nothing to do: every step of this configuration is committed")
-    trainer.heed(lambda: stopping.number is not None)
     with stopping:
         with contextlib.suppress(Stopped):
             judge.look(stopping)

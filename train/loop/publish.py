@@ -109,9 +109,20 @@ def _own_weights(config: TrainConfig, dtype: str) -> Tensors:
 
 
 class Publisher:
-    """Writes the versions of one policy of a run to the store, and syncs engines to them."""
+    """Writes the versions of one policy of a run to the store, and syncs engines to them.
 
-    def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
+    Args:
+        stopped: whether a signal has come: then engines that are away are not waited for.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        log: Store,
+        writer: LaneWriter,
+        history: History,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._config, self._log, self._writer, self._history = config, log, writer, history
         self._scrub = Scrubber(store_secret(log.path, SECRETS))
         self._engines: list[EngineControl] = []
@@ -129,8 +140,7 @@ class Publisher:
         """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
         """Called with records once they are durable."""
-        self.stopped: Callable[[], bool] = lambda: False
-        """Whether a signal has come: then engines that are away are not waited for."""
+        self._stopped = stopped
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -325,9 +335,9 @@ class Publisher:
             Stopped: a signal came first. The next start gives the engines their version.
         """
         try:
-            await_one(self._engines, seconds, self.stopped)
+            await_one(self._engines, seconds, self._stopped)
         except EngineLostError as error:
-            if self.stopped():
+            if self._stopped():
                 raise Stopped from error
             raise
 

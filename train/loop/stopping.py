@@ -43,6 +43,10 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def came(self) -> bool:
+        """Whether a signal has come."""
+        return self.number is not None
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context for waiting, which a signal interrupts, also one that came before.

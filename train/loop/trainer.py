@@ -71,11 +71,12 @@ class Trainer:
         family: str,
         ranks: Ranks,
         warn: Callable[[str], None] = lambda text: None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config, self._log = config, log
         self._ranks = ranks
         self._history, self._phase = history, history.phase_to_train(family)
-        self._publisher = Publisher(config, log, writer, history)
+        self._publisher = Publisher(config, log, writer, history, stopped)
         if not history.checkpoints:
             self._publisher.adopt_model()
         self._turns = DeviceTurns(self._publisher, shares=config.mode == "colocate")
@@ -392,10 +393,6 @@ class Trainer:
                 self._publisher.keep_served(self.policy, self.version, self._like, self._phase, lost)
                 self._turns.offload()
             self._looked = time.monotonic()
-
-    def heed(self, stopped: Callable[[], bool]) -> None:
-        """Do not wait for engines that are away once this is so: `Stopped` is raised instead."""
-        self._publisher.stopped = stopped
 
     def close(self) -> None:
         """Close connections, and end the process of the reference."""

@@ -191,7 +191,7 @@ def test_until_the_training_ends(server: Any, config: RolloutConfig) -> None:
     assert many >= 2
     assert groups >= 2 * many - 1
     assert most == 1
-    assert found.done >= 4 * (many - 1)
+    assert sum(found.by_status.values()) > 4 * (many - 1), "an epoch begins once all of the last have begun"
 
 
 def test_somebody_stops_it(server: Any, config: RolloutConfig) -> None:
