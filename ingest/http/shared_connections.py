@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import httptools
@@ -302,7 +302,18 @@ def as_sent(scope: Any, raw: bytes, *, plain: bool) -> bytes:
     """
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%s %s HTTP/%s" % (scope["method"].encode(), target, scope["http_version"].encode())]
+    lines += [b"%s: %s" % field for field in fields_with(scope["headers"], raw, plain=plain)]
+    return b"\r\n".join([*lines, b"", b""]) + raw
+
+
+def fields_with(
+    headers: Sequence[tuple[bytes, bytes]], raw: bytes, *, plain: bool
+) -> list[tuple[bytes, bytes]]:
+    """The headers of a request whose body is sent at once. Pure.
+
+    Args:
+        plain: the body is without its content encoding.
+    """
     left_out = _OF_THE_BODY | ({b"content-encoding"} if plain else set())
-    lines += [b"%s: %s" % field for field in scope["headers"] if field[0] not in left_out]
-    lines += [b"content-length: %d" % len(raw), b"", b""]
-    return b"\r\n".join(lines) + raw
+    kept = [field for field in headers if field[0] not in left_out]
+    return [*kept, (b"content-length", b"%d" % len(raw))]

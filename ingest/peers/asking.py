@@ -36,14 +36,12 @@ class PeerBus:
     seats: Seats
     _handlers: dict[str, Handler] = field(default_factory=dict)
 
-    def on(self, kind: str, handler: Handler | None) -> None:
-        """Have a handler answer questions of this kind; None: nobody does."""
-        if handler is None:
-            self._handlers.pop(kind, None)
-        else:
-            self._handlers[kind] = handler
+    def on(self, kind: str, handler: Handler) -> Callable[[], object]:
+        """Have a handler answer questions of this kind."""
+        self._handlers[kind] = handler
+        return lambda: self._handlers.pop(kind, None)
 
-    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], object]:
         """Call back with the number of another proxy that began, or is stood in for."""
         self.seats.on_begun.append(callback)
         return lambda: self.seats.on_begun.remove(callback)

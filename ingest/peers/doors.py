@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.error_replies import error_reply
+from rollbook.ingest.http.shared_connections import fields_with
 from rollbook.ingest.peers.peers import SENT_AS, SENT_AS_HEADER, PassOnError, Peers, Whose
 from rollbook.ingest.peers.wire import MESSAGE_BYTES, PREFIX, TOKEN_HEADER
 from rollbook.store.errors import LimitError, RequestError
@@ -95,11 +96,7 @@ class _Here(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As if it had just come."""
-        left_out = {b"content-length", b"transfer-encoding"} | (
-            {b"content-encoding"} if self._plain else set()
-        )
-        headers = [(name, value) for name, value in scope["headers"] if name not in left_out]
-        headers.append((b"content-length", str(len(self._raw)).encode()))
+        headers = fields_with(scope["headers"], self._raw, plain=self._plain)
         again = {key: value for key, value in scope.items() if key not in _OF_ROUTING}
         await self._app(again | {"headers": headers}, _again(self._raw, receive), send)
 

@@ -73,7 +73,8 @@ class GoingOn:
         for trajectory in runs.open():
             opened, own = trajectory.opened, trajectory.lane == self.writer.lane
             # With what it wrote while it stood in for another one it goes on too.
-            if self.running if own else not self.place.owns(opened.name):
+            wanted = not self.running if own else self.place.owns(opened.name)
+            if not wanted:
                 continue
             live = LiveTrajectory(opened, trajectory.lane, contents=None)
             last[opened.trajectory_id] = trajectory.last_event_id

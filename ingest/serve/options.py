@@ -178,30 +178,9 @@ def options_of(
 
 
 _SAME = (
-    *(
-        "store",
-        "model",
-        "engine",
-        "script",
-        "host",
-        "port",
-        "run",
-        "lane",
-        "workers",
-        "proxies",
-        "policy",
-        "device",
-    ),
-    *(
-        "threads",
-        "seal",
-        "engine_ask",
-        "images",
-        "routed_experts",
-        "reply_format",
-        "hold_s",
-        "forwarded_from",
-    ),
+    *("store", "model", "engine", "script", "host", "port", "run", "lane", "workers", "proxies"),
+    *("policy", "device", "threads", "seal", "engine_ask", "images", "routed_experts", "reply_format"),
+    *("hold_s", "forwarded_from"),
 )
 """Settings that are options of the same name."""
 

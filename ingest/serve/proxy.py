@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +19,8 @@ from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import Guard, add_guards, caller_of
+from rollbook.ingest.http.guard import Guard, caller_of
+from rollbook.ingest.http.housekeeping import housekeeping
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.keys import Keys
 from rollbook.ingest.http.lookup_routes import LookupRoutes
@@ -30,11 +30,10 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.doors import add_peers, add_sending_on, counted
+from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting
 from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.serve.firsts_duties import SIBLINGS_GATHER_S, KeepsGate
 from rollbook.ingest.serve.follow import GATHER_S, Follower
 from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
@@ -67,7 +66,7 @@ def build_app(
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
-    others: Siblings | Peers | None = None,
+    others: Company | None = None,
 ) -> FastAPI:
     """The proxy as an ASGI application, beside other workers or other proxies of the run perhaps; it starts
     and stops the engine, and closes the recorder."""
@@ -84,8 +83,8 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
         followers = _follow(recorder, engine, gate, others, follow_error)
-        meeting = _meeting(others, turn_runner, gate, followers[1], follow_error)
-        async with _beside(recorder, options), meeting:
+        _keep_gate(others, turn_runner, gate, followers[1], follow_error)
+        async with housekeeping(recorder, options), meeting(others):
             yield
         for follower in followers:
             await follower.stop()
@@ -96,10 +95,7 @@ def build_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
-    if others is not None:
-        others.cleaned, others.knows = options.redactor.text, _knows(recorder)
-    if isinstance(others, Peers):
-        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
+    join(app, others, options, _knows(recorder), room, metrics)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
@@ -108,31 +104,11 @@ def build_app(
     details = partial(_details, turn_runner, follow_error, options.keys, others)
     _add_health(app, turn_runner, details, metrics, gate, others)
     _add_control(app, recorder, engine, options)
-    _add_guards(app, guard, options, metrics, others)
+    add_all_guards(app, others, options, guard, metrics)
     return app
 
 
-def _add_guards(
-    app: FastAPI, guard: Guard, options: ProxyOptions, metrics: Metrics, others: Siblings | Peers | None
-) -> None:
-    """What comes before every route, from the inside out."""
-    add_guards(app, guard, options.own, metrics.failed)
-    if isinstance(others, Peers):
-        add_peers(app, others)
-
-
-@asynccontextmanager
-async def _beside(recorder: Recorder, options: ProxyOptions) -> AsyncIterator[None]:
-    """End what is abandoned, and read keys again as they change, while the context lasts."""
-    tasks = [
-        asyncio.create_task(one) for one in (sweep(recorder, options.abandoned_s), options.keys.follow())
-    ]
-    yield
-    for task in tasks:
-        task.cancel()
-
-
-def _gate(turn_runner: TurnRunner, others: Siblings | Peers | None) -> AdmissionGate | FarGate:
+def _gate(turn_runner: TurnRunner, others: Company | None) -> AdmissionGate | FarGate:
     """What admits trajectories: one of several workers or proxies does for all."""
     recorder, engine, hold_s = turn_runner.recorder, turn_runner.engine, turn_runner.hold_s
     if others is None or (isinstance(others, Siblings) and others.place.is_first):
@@ -140,26 +116,18 @@ def _gate(turn_runner: TurnRunner, others: Siblings | Peers | None) -> Admission
     return FarGate(others.bus, recorder.trajectories.get, hold_s)
 
 
-@asynccontextmanager
-async def _meeting(
-    others: Siblings | Peers | None,
+def _keep_gate(
+    others: Company | None,
     turn_runner: TurnRunner,
     gate: AdmissionGate | FarGate,
     follower: Follower,
     follow_error: list[str],
-) -> AsyncIterator[None]:
-    """Speak with the other workers or proxies, if there are any, while the context lasts."""
-    if others is None:
-        yield
-    elif isinstance(others, Siblings):
-        if isinstance(gate, AdmissionGate):
-            Gatekeeper(gate, others.bus, follower.caught_up)
-        with others.bus.running():
-            yield
-    else:
+) -> None:
+    """Keep the gate for all workers or proxies, if that is this one's to do, or comes to be."""
+    if isinstance(others, Siblings) and isinstance(gate, AdmissionGate):
+        Gatekeeper(gate, others.bus, follower.caught_up)
+    if isinstance(others, Peers):
         others.duties.append(KeepsGate(others.bus, turn_runner, partial(_keep, follow_error)))
-        async with others.running():
-            yield
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
@@ -196,7 +164,7 @@ def _follow(
     recorder: Recorder,
     engine: Engine,
     gate: AdmissionGate | FarGate,
-    others: Siblings | Peers | None,
+    others: Company | None,
     follow_error: list[str],
 ) -> tuple[Follower, Follower]:
     """Follow what the trainer and other proxies write, from where the recorder has read.
@@ -254,7 +222,7 @@ def _knows(recorder: Recorder) -> Callable[[str], bool]:
 
 
 def _details(
-    turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys, others: Siblings | Peers | None
+    turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys, others: Company | None
 ) -> Json:
     """What is known of this process's health."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
@@ -267,7 +235,7 @@ def _details(
         "engine": engine.name,
         "policy_version": engine.policy_version(),
         "engines": engine.states() if isinstance(engine, Fleet) else [],
-        **({"proxies": others.seats.states()} if isinstance(others, Peers) else {}),
+        **health(others),
         **keys.trouble(),
     }
 
@@ -278,7 +246,7 @@ def _add_health(
     details: Callable[[], Json],
     metrics: Metrics,
     gate: AdmissionGate | FarGate,
-    others: Siblings | Peers | None,
+    others: Company | None,
 ) -> None:
     siblings = others if isinstance(others, Siblings) else None
 

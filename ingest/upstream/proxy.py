@@ -6,7 +6,6 @@ marked by a header of the reply. With the engine's own key only the agents' APIs
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,17 +16,16 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.forwarding import plain_session
 from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import Guard, add_guards
+from rollbook.ingest.http.guard import Guard
+from rollbook.ingest.http.housekeeping import housekeeping
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.doors import add_peers, add_sending_on, counted
-from rollbook.ingest.peers.peers import Peers
+from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.upstream.paths import paths_of
 from rollbook.ingest.upstream.recorder import UpstreamRecorder
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
@@ -45,7 +43,7 @@ def build_upstream_app(
     upstream: Upstream,
     options: ProxyOptions | None = None,
     policy: str = "actor",
-    others: Siblings | Peers | None = None,
+    others: Company | None = None,
 ) -> FastAPI:
     """The record-only proxy as an ASGI application.
 
@@ -59,53 +57,31 @@ def build_upstream_app(
     refuses = options.on_store_failure == "refuse"
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
     recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
-    if others is not None:
-        others.cleaned, others.knows = options.redactor.text, recording.knows
     paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, recording, paths)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
-        following = asyncio.create_task(options.keys.follow())
-        async with _meeting(others), plain_session() as routes.session:
+        async with housekeeping(recorder, options), meeting(others), plain_session() as routes.session:
             yield
-        sweeping.cancel()
-        following.cancel()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
-    siblings = others if isinstance(others, Siblings) else None
-    if isinstance(others, Peers):
-        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
+    join(app, others, options, recording.knows, room, metrics)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     details = partial(_details, recorder, routes, others)
+    siblings = others if isinstance(others, Siblings) else None
     add_whole(app, Whole(siblings, metrics, recorder, details), recorder.redactor)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
-    add_guards(app, guard, options.own, metrics.failed)
-    if isinstance(others, Peers):
-        add_peers(app, others)
+    add_all_guards(app, others, options, guard, metrics)
     return app
 
 
-@asynccontextmanager
-async def _meeting(others: Siblings | Peers | None) -> AsyncIterator[None]:
-    """Speak with the other workers or proxies, if there are any, while the context lasts."""
-    if isinstance(others, Peers):
-        async with others.running():
-            yield
-    elif others is not None:
-        with others.bus.running():
-            yield
-    else:
-        yield
-
-
-def _details(recorder: Recorder, routes: UpstreamRoutes, others: Siblings | Peers | None) -> Json:
+def _details(recorder: Recorder, routes: UpstreamRoutes, others: Company | None) -> Json:
     """What is known of this process's health."""
     return {
         "status": recorder.writer.failure or recorder.writer.waiting or OK,
@@ -114,6 +90,6 @@ def _details(recorder: Recorder, routes: UpstreamRoutes, others: Siblings | Peer
         "engine": "upstream",
         "policy_version": None,
         "unrecorded": routes.recording.unrecorded,
-        **({"proxies": others.seats.states()} if isinstance(others, Peers) else {}),
+        **health(others),
         **routes.door.options.keys.trouble(),
     }

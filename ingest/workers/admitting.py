@@ -45,7 +45,7 @@ class Gatekeeper:
 
     _late: set[tuple[int, int]] = field(default_factory=set)
     """Of those whose room a gate before this one gave: they may be in the log that this one began with."""
-    _ends: Callable[[], None] = lambda: None
+    _ends: list[Callable[[], object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for kind, handler in (
@@ -54,14 +54,13 @@ class Gatekeeper:
             (BEGAN, self._began),
             (LEFT, self._left),
         ):
-            self.bus.on(kind, handler)
-        self._ends = self.bus.on_begun(self._died)
+            self._ends.append(self.bus.on(kind, handler))
+        self._ends.append(self.bus.on_begun(self._died))
 
     def close(self) -> None:
         """Answer no more: another one keeps the gate from now on, and is asked again by those who wait."""
-        self._ends()
-        for kind in (ENTER, KEPT, BEGAN, LEFT):
-            self.bus.on(kind, None)
+        for end in self._ends:
+            end()
         for task in (*self._entering.values(), *self._tasks):
             task.cancel()
 

@@ -14,10 +14,14 @@ Handler = Callable[[int, int, Json], Awaitable[tuple[Json, bytes]]]
 class Asks(Protocol):
     """One's end of it."""
 
-    def on(self, kind: str, handler: Handler | None) -> None:
-        """Have a handler answer questions of this kind; None: nobody does."""
+    def on(self, kind: str, handler: Handler) -> Callable[[], object]:
+        """Have a handler answer questions of this kind.
 
-    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
+        Returns:
+            What ends that.
+        """
+
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], object]:
         """Call back with the number of another one that began, in the place of one that died perhaps.
 
         Returns:

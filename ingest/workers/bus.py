@@ -93,14 +93,12 @@ class Bus:
     _numbers: Any = field(default_factory=lambda: itertools.count(os.getpid() << 32))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def on(self, kind: str, handler: Handler | None) -> None:
-        """Have a handler answer questions of this kind; None: nobody does."""
-        if handler is None:
-            self._handlers.pop(kind, None)
-        else:
-            self._handlers[kind] = handler
+    def on(self, kind: str, handler: Handler) -> Callable[[], object]:
+        """Have a handler answer questions of this kind."""
+        self._handlers[kind] = handler
+        return lambda: self._handlers.pop(kind, None)
 
-    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], None]:
+    def on_begun(self, callback: Callable[[int], None]) -> Callable[[], object]:
         """Call back with the number of a sibling that began, in the place of one that died perhaps."""
         self._begun.append(callback)
         return lambda: self._begun.remove(callback)

@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+def add_node(cluster: Any, **node: Any) -> None:
+    """One more node, with what this says; in the main thread."""
+    cluster.added.append(cluster.add_node(**SMALL, **node))
+
 
 @contextmanager
 def ray_nodes(*nodes: dict[str, Any]) -> Iterator[Any]:
@@ -26,10 +33,11 @@ def ray_nodes(*nodes: dict[str, Any]) -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         handler = signal.getsignal(signal.SIGTERM)
-        small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-        made = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args=SMALL | {"include_dashboard": False})
+        made.added = []
         try:
-            made.added = [made.add_node(**small, **node) for node in nodes]
+            for node in nodes:
+                add_node(made, **node)
             patch.setenv("RAY_ADDRESS", made.address)
             ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
             yield made

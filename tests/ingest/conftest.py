@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 import pytest
 from exchange import Exchange
+from http_upstream import HttpUpstream
 from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from warm import WarmProcess
@@ -562,6 +563,15 @@ class Served:
             except subprocess.TimeoutExpired:
                 self.kill()
         return self.process.returncode
+
+
+@pytest.fixture
+def upstream() -> Iterator[HttpUpstream]:
+    """An upstream that answers with what it is given, else with a chat reply."""
+    made = HttpUpstream()
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

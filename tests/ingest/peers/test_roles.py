@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
 from http_upstream import HttpUpstream, chat_reply, whole
 from proxies import Cluster
 from training_told import begins
@@ -24,15 +23,6 @@ from rollbook.store.events import TrajectoryOpened
 NAMES = [f"task-{number}" for number in range(8)]
 RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture
-def upstream() -> Iterator[HttpUpstream]:
-    """Answers with what it is given."""
-    server = HttpUpstream()
-    server.start()
-    yield server
-    server.close()
 
 
 def test_record_only(cluster: Callable[..., Cluster], upstream: HttpUpstream) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
-from ray_nodes import ray_nodes
+from ray_nodes import add_node, ray_nodes
 
 from rollbook import store as rb
 from rollbook.ingest.rollouts import ray_launcher
@@ -269,8 +269,7 @@ def test_nodes_that_die_at_random(cluster: Any, server: Any, config: Any) -> Non
         for _ in range(KILLS):
             time.sleep(dice.uniform(0.0, 3.0))
             cluster.remove_node(cluster.added.pop(dice.randrange(2)), allow_graceful=False)
-            small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-            cluster.added.append(cluster.add_node(**small, resources={"agents": 1}))
+            add_node(cluster, resources={"agents": 1})
         found, _ = running_all.result()
     assert (found.done, found.given_up) == (count, 0), f"seed {SEED}"
     told = rows(server, made, "l.task, l.attempt, l.status, t.status")

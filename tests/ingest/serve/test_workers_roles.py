@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from http_upstream import HttpUpstream, chat_reply, whole
 from training_told import begins
 from upstream_replies import ENDPOINTS
@@ -24,15 +22,6 @@ from rollbook.store.events import TrajectoryOpened
 NAMES = [f"task-{number}" for number in range(8)]
 RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture
-def upstream() -> Iterator[HttpUpstream]:
-    """Answers with a chat reply where it is given none."""
-    server = HttpUpstream()
-    server.start()
-    yield server
-    server.close()
 
 
 def test_record_only(serve: Any, upstream: HttpUpstream) -> None:

@@ -106,15 +106,6 @@ class Passed:
 
 
 @pytest.fixture
-def upstream() -> Iterator[HttpUpstream]:
-    """An upstream."""
-    made = HttpUpstream()
-    made.start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def passing(tmp_path: Path, upstream: HttpUpstream) -> Iterator[Callable[..., Passed]]:
     """Makes proxies before the upstream; stops them."""
     made: list[Passed] = []
