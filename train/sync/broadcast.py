@@ -7,7 +7,7 @@ would wait for its own time-out, which SGLang sets to half an hour.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import socket
 import threading
 import time
@@ -24,8 +24,17 @@ from rollbook.store.ids import new_id
 from rollbook.train.sync.buckets import Bucket
 
 POLL_S = 0.002
+OUTLIVING_POLL_S = 0.05
 OUTLIVING = "broadcast-end"
 """Name of the threads that wait for abandoned collectives."""
+
+_ASKING = threading.Lock()
+"""Held by a thread that asks or destroys abandoned collectives, and by nobody else until the process ends.
+
+torch gives the GIL up in there. A thread that comes back for it while the interpreter ends is unwound
+through C++ that allows no unwinding, and the whole process aborts. So the end waits for this lock.
+"""
+atexit.register(_ASKING.acquire)
 
 
 class BroadcastGroup:
@@ -117,15 +126,17 @@ class BroadcastGroup:
             group.abort()
         dist.destroy_process_group(group)
         if pending:
-            threading.Thread(target=_outlive, args=(group, pending), name=OUTLIVING, daemon=True).start()
+            held = [group, pending]
+            threading.Thread(target=_outlive, args=(held,), name=OUTLIVING, daemon=True).start()
 
 
-def _outlive(group: Any, pending: list[Any]) -> None:
-    """Keep a group and the memory of its collectives alive in a thread until they end."""
-    for work, _ in pending:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
-    del group
+def _outlive(held: list[Any]) -> None:
+    """Keep a group and its collectives with their memory alive until they end, or the process does."""
+    while held:
+        with _ASKING:
+            if all(work.is_completed() for work, _ in held[1]):
+                held.clear()
+        time.sleep(OUTLIVING_POLL_S)
 
 
 def _make_group(backend: str, store: Any, size: int, name: str, timeout: timedelta) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rollbook.train.sync.transports import ByBroadcast
 pytestmark = pytest.mark.crashes
 
 UPDATE, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
+LEAVE = "/destroy_weights_update_group"
 TIMEOUT_S = 12.0
 
 
@@ -150,3 +152,29 @@ def test_a_trainer_ends_after_a_failed_broadcast(
     said, ended = out.splitlines()
     assert said.startswith(f"failed: version 1 of actor is served nowhere: engine {bad.url}: {UPDATE}")
     assert time.time() - float(ended) < TIMEOUT_S + 2
+
+
+ENDING = """
+import os
+class Ending:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ending\\n")
+        sleep(3)
+ending = Ending()
+"""
+
+
+def test_a_collective_that_ends_while_the_trainer_does(
+    pair: list[Any], start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The thread that waits for it must not touch torch any more: the process would abort."""
+    bad, good = pair
+    for route in (UPDATE, LEAVE):
+        bad.fault(route=route, kind="error")
+    trainer = start_python(TRAINER + ENDING, bad.url, good.url)
+    assert trainer.stdout is not None
+    while (line := trainer.stdout.readline()) != "ending\n":
+        assert line, trainer.communicate()
+    bad.stop()
+    _, err = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, err
