@@ -126,7 +126,7 @@ class BroadcastGroup:
             group.abort()
         dist.destroy_process_group(group)
         if pending:
-            held = [group, pending]
+            held = [group, pending]  # destroyed where it is emptied: nobody else keeps them
             threading.Thread(target=_outlive, args=(held,), name=OUTLIVING, daemon=True).start()
 
 
