@@ -289,6 +289,61 @@ def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
         pytest.fail("it does not end")
 
 
+LOADED_THEN_STOPPED = """
+import enum, os, signal, sys
+from rollbook.cli.errors import run
+set_value, values = enum.EnumType.__setattr__, []
+def set_and_stop(cls, name, value):
+    values.append(name)
+    if len(values) == 5:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    set_value(cls, name, value)
+def command():
+    enum.EnumType.__setattr__ = set_and_stop
+    try:
+        import duckdb
+        signal.pause()
+    finally:
+        print("went on", len(values) > 5)
+run(command)
+"""
+"""A command that is stopped while DuckDB's native code makes its enumerations, which calls Python."""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_native_code_is_loaded(name: str, root: Path) -> None:
+    """Loading goes on for a moment: an exception there aborts the process (SIGABRT), with a traceback."""
+    command = [sys.executable, "-c", LOADED_THEN_STOPPED, name]
+    env = os.environ | {"PYTHONPATH": str(root / "src")}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (128 + getattr(signal, name), "")
+    assert ended.stdout == "went on True\n"
+
+
+INTERRUPTED_IN_A_CALLBACK = """
+import os, signal, sys
+class Asked:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "rollbook.cli.app":
+            Asked()
+sys.meta_path.insert(0, Finder())
+sys.argv = ["rollbook", "--help"]
+from rollbook.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_it_is_loaded(root: Path) -> None:
+    """It ends the process, also where Python would ignore an exception and go on."""
+    command = [sys.executable, "-c", INTERRUPTED_IN_A_CALLBACK]
+    env = os.environ | {"PYTHONPATH": str(root / "src")}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, preexec_fn=_heard)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_nobody_reads_the_output(started: Any, sealed: Path) -> None:
     """A closed pipe ends it quietly with 141; an output that is full is said, with 2."""
     for words in (["tail", "--no-follow", "--json"],):

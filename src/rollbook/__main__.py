@@ -1,8 +1,9 @@
-"""`rollbook` and `python -m rollbook`: the command line, which may be interrupted while it is loaded."""
+"""`rollbook` and `python -m rollbook`: the command line; an interrupt ends it at once while it is loaded."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -13,13 +14,14 @@ WITHOUT_ARROW = ("keys",)
 
 def main() -> None:
     """Run the command line."""
-    try:
-        name = "".join(sys.argv[1:2])
-        if name and not name.startswith("-") and name not in WITHOUT_ARROW:
-            _leave_pandas_out()
-        from rollbook.cli.app import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
+    # An exception may be lost in an import, which ignores those of its callbacks.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    name = "".join(sys.argv[1:2])
+    if name and not name.startswith("-") and name not in WITHOUT_ARROW:
+        _leave_pandas_out()
+    from rollbook.cli.app import main as run
+
     run()
 
 

@@ -6,7 +6,6 @@ ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import errno
 import logging
@@ -18,6 +17,8 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader
+from types import FrameType
 from typing import Any
 
 NO, BAD, UNFORESEEN = 1, 2, 70
@@ -25,6 +26,8 @@ INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
 PATIENCE_S = 20.0
 """How long a command may take to stop after a signal. What it was writing is then cut off, as by a crash."""
+AGAIN_S = 0.05
+"""After how long a signal is handled again that came where no exception may be raised."""
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
@@ -106,17 +109,46 @@ def _prepared() -> Iterator[None]:
             signal.signal(number, before)
 
 
-def _stopped(number: int, _: object) -> None:
+def _stopped(number: int, frame: FrameType | None) -> None:
     """Handle a signal: end orderly, or after `PATIENCE_S` even if a library does not return."""
+    if not _signals:
+        patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
+        patience.daemon = True
+        patience.start()
     _signals.append(number)
-    patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
-    patience.daemon = True
-    patience.start()
     for interrupt in _interrupts:
         interrupt()
+    if _in_native_import(frame):
+        _raise_again(number)
+        return
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
+
+
+def _in_native_import(frame: FrameType | None) -> bool:
+    """Whether a library's native code is being loaded, where an exception may abort the process.
+
+    DuckDB's calls Python and ends so while it makes its enumerations.
+    """
+    loads = (ExtensionFileLoader.create_module.__code__, ExtensionFileLoader.exec_module.__code__)
+    while frame is not None:
+        if frame.f_code in loads:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raise_again(number: int) -> None:
+    """Handle the signal anew in a moment, when the main thread may be where an exception is caught."""
+
+    def send() -> None:
+        if callable(signal.getsignal(number)):  # else the command has ended
+            signal.pthread_kill(threading.main_thread().ident or 0, number)  # wakes it where it waits
+
+    again = threading.Timer(AGAIN_S, send)
+    again.daemon = True
+    again.start()
 
 
 class _LazyFormatter(logging.Formatter):
@@ -232,9 +264,7 @@ def _told_of_callback(args: Any) -> None:
     """Report an exception raised where no code can catch it; a signal raised there is raised again."""
     number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(args.exc_type)
     if number is not None:
-        again = threading.Timer(0.05, _thread.interrupt_main, (number,))
-        again.daemon = True
-        again.start()
+        _raise_again(number)
     elif args.exc_value is not None:
         error = args.exc_value
         _say(f"error: {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
