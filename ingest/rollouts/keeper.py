@@ -86,7 +86,11 @@ class Keeper:
                     os.read(self._woken, 512)
 
     def _hear(self) -> None:
-        if not os.read(0, 64):
+        try:
+            asked = os.read(0, 64)
+        except ConnectionResetError:  # the launcher ended before it had read what it was told
+            asked = b""
+        if not asked:
             self._over = True
         elif not self._stopping:
             self._stopping = True

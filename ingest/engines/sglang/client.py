@@ -277,7 +277,7 @@ class SglangEngine:
             ended = isinstance(error, aiohttp.ClientConnectionError)
             ended = ended and not isinstance(error, aiohttp.ClientConnectorError | TimeoutError)
             lost = _UnansweredError if ended and not answered else EngineLostError
-            raise lost(f"{self.url}/generate failed: {error!r}") from error
+            raise lost(f"{self.url}/generate failed: {str(error) or type(error).__name__}") from error
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its own reply then returns what was sampled."""

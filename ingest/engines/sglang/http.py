@@ -100,7 +100,8 @@ class SglangServer:
             ) as reply:
                 answer = await read_answer(reply)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            text = f"no SGLang server answers at {self.url} ({error!r}): start one, or correct --engine-url"
+            why = str(error) or type(error).__name__  # a time-out has no text; their repr is long
+            text = f"no SGLang server answers at {self.url} ({why}): start one, or correct --engine-url"
             raise EngineLostError(text) from error
         try:
             return reply.status, orjson.loads(answer)

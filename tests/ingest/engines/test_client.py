@@ -505,7 +505,8 @@ def test_a_server_that_is_not_there(runner: Any) -> None:
     async def activated(*_: Any) -> None:
         return
 
-    with pytest.raises(EngineError, match="--engine-url"):
+    why = r"at http://127\.0\.0\.1:9 \(Cannot connect to host [^=]*\): start one, or correct --engine-url"
+    with pytest.raises(EngineError, match=why):
         runner.run(SglangEngine("http://127.0.0.1:9", ToldWeights()).start(activated))
 
     async def other(scope: Any, receive: Any, send: Any) -> None:

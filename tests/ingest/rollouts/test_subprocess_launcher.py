@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from rollbook.ingest.rollouts import isolation
+from rollbook.ingest.rollouts.cgroups import Cgroup
 from rollbook.ingest.rollouts.launching import Exit, Isolation, Launch, Limits
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher, _keeper, _marshalled
 from rollbook.store.errors import LaunchError
 
 PYTHON = (isolation.interpreter(), "-I", "-S", "-c")
@@ -273,6 +274,20 @@ def test_nothing_outlives_a_launcher_that_is_killed(agents: Agents, start_python
     for pid in [] if gone else deaf:
         os.kill(pid, signal.SIGKILL)
     assert gone
+
+
+@_of("none", "session")
+def test_nothing_outlives_a_launcher_that_was_just_told_of_it(agents: Agents, level: Isolation) -> None:
+    """That ends with something unread: the keeper's next read fails, where it is else at the stream's end."""
+    launch = agents.launch("SLEEP", level)
+    ours, keeper = _keeper(launch, level, isolation.NO_FILES, [])
+    with keeper:
+        with ours:
+            ours.sendall(_marshalled(launch, level, Cgroup(launch.launch_id, launch.limits), []))
+            assert ours.recv(20, socket.MSG_PEEK) == b"started\n"
+            assert _in_time(lambda: len(agents.alive()) == 1)
+        assert keeper.wait(30) == 0
+    assert agents.alive() == []
 
 
 @_of("pidns", "bwrap")
