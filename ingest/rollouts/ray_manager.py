@@ -109,6 +109,8 @@ class RayRollouts:
             while True:
                 asked: Awaitable[Progress] = answered(self.actor.run.remote(), None)
                 running = asyncio.ensure_future(asked)
+                # Whichever question learns of a loss first, asyncio would complain of the other's error.
+                running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 try:
                     await self._watched(running)
                     return running.result()
