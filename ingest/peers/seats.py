@@ -103,6 +103,7 @@ class Seats:
         on_begun: called with the number of a proxy that is another process now, or is stood in for; and with
             that of the first seat, whenever another proxy holds it.
         stopping: whether this proxy is ending.
+        left: set once it holds nothing more, and the others know.
     """
 
     wire: Wire
@@ -112,6 +113,7 @@ class Seats:
     on_lost: list[Lost] = field(default_factory=list)
     on_begun: list[Callable[[int], None]] = field(default_factory=list)
     stopping: Callable[[], bool] = lambda: False
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     _held: dict[int, frozenset[int]] = field(default_factory=dict)
     """Proxy that answers -> the seats that it holds."""
     _processes: dict[int, str] = field(default_factory=dict)
@@ -355,6 +357,7 @@ class Seats:
         words = {"holds": [], **self.wire.same}
         told = (self.wire.post(number, HOLDS, words) for number in self.wire.others)
         await asyncio.gather(*told, return_exceptions=True)
+        self.left.set()
 
     # Answering ------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -72,6 +73,8 @@ Announce = Callable[[Started], None]
 BACKLOG = 4096
 ADOPTED_S = 20.0
 """So long another proxy may take to adopt what this one's lane left open."""
+LEAVE_S = 5.0
+"""So long a proxy that ends may take to give its seats away before it closes its port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def _run(
         **forwarding(options.forwarded_from),
         **headers,  # type: ignore[arg-type]
     )
-    server = _Server(config, siblings, ready)
+    server = _Server(config, siblings, ready, peers)
     app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
     if peers is not None:
         peers.seats.stopping = lambda: server.should_exit
@@ -262,9 +265,15 @@ def _run(
 class _Server(uvicorn.Server):
     """uvicorn's, which goes on with connections of other workers, and says when it is ready."""
 
-    def __init__(self, config: uvicorn.Config, siblings: Siblings | None, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        siblings: Siblings | None,
+        ready: Callable[[], None],
+        peers: Peers | None,
+    ) -> None:
         super().__init__(config)
-        self._siblings, self._ready = siblings, ready
+        self._siblings, self._ready, self._peers = siblings, ready, peers
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""
@@ -272,6 +281,16 @@ class _Server(uvicorn.Server):
             take_connections(self, self._siblings)
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, once other proxies know that this one ends.
+
+        Who sent a request on to one that had just closed its port could not tell whether it had been heard.
+        """
+        if self._peers is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._peers.seats.left.wait(), LEAVE_S)
+        await super().shutdown(sockets)
 
 
 def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
