@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import threading
 import time
 import tomllib
@@ -185,6 +186,19 @@ def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
     rows = store.connect(three.path).execute("select trajectory, count(*) from turns group by 1")
     found = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
     assert found == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)
+    three.served[1].process.send_signal(signal.SIGTERM)
+    while _takes_connections(three.urls[1]):
+        time.sleep(0.001)
+    assert three.holds(2)[1] == [], "it closed its port before the others knew"
+
+
+def _takes_connections(url: str) -> bool:
+    at = httpx.URL(url)
+    try:
+        socket.create_connection((at.host, at.port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_who_writes_it_is_for_its_seat_to_say(cluster: Callable[..., Cluster]) -> None:
