@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,18 @@ from rollbook.store.events import SPLITS, Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 STATUSES = ("completed", "truncated", "aborted", "failed", "void", "open")
-REQUEST_FIELDS = ("model", "tools", "tool_choice", "parallel_tool_calls", "response_format")
+REQUEST_FIELDS = (
+    *("model", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    "chat_template_kwargs",
+)
 """Keys of a line that belong to the request of each of its turns."""
 OF_AN_EXPORT = ("trajectory_id", "run", "turns", "tokens")
 """Keys that mean something of their own in a line that has a `trajectory_id`: one that was exported."""
 NAME_LENGTH = 256
+MARKS = ("weight", "train", "training", "loss")
+"""Keys by which a message says whether it is trained: a number, 0 or 1, or true and false."""
+AFTER = "messages_after"
+"""Label of the messages behind the last reply that counts: no turn has read them."""
 _WRAPPED = 6
 """Levels of nesting that an event may put around a chat."""
 
@@ -39,11 +47,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation whose last message is the assistant's.
+    """A conversation up to its last reply that counts.
 
     `origin` is the trajectory that an exported line is a path of. `marks` says of exported replies, by
     their place in `messages`, which turn they were and its reward. Replies among the first `context` messages
-    are no turns.
+    are no turns, nor are those in `untrained`: others read them, and they are not trained.
     """
 
     messages: list[Json]
@@ -53,6 +61,11 @@ class Chat:
     marks: dict[int, tuple[str, float | None]]
     digest: str
     context: int = 0
+    untrained: frozenset[int] = frozenset()
+
+    def replies(self) -> list[int]:
+        """The places of the replies that count."""
+        return _replies(self.messages, self.context, self.untrained)
 
 
 class _Refusal(Exception):
@@ -97,21 +110,27 @@ def _object(line: bytes) -> Json:
 
 def _chat(value: Json, split: str) -> Chat:
     origin = _text(value, "trajectory_id")
-    messages = _messages(value.get("messages"))
+    said = _messages(value.get("messages"))
+    marks = {} if origin is None else _marks(value.get("turns"), said)
+    context, untrained = _context(value.get("context"), said), _untrained(said, marks)
+    messages = said[: _end(said, context, untrained)]
     request = {name: value[name] for name in REQUEST_FIELDS if value.get(name) is not None}
     tools = request.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise _Refusal(f"tools is {shown(tools)}: write a list of objects, or leave it out")
-    head = _head(value, split, origin)
-    marks = {} if origin is None else _marks(value.get("turns"), messages)
-    context = _context(value.get("context"), messages)
+    kwargs = request.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise _Refusal(f"chat_template_kwargs is {shown(kwargs)}: write an object, or leave it out")
+    head = _head(value, split, origin, said[len(messages) :])
+    left_out = sorted(place for place in untrained if place < len(messages))
     whole: Any = [
         messages,
         request,
         [getattr(head, name) for name in Head.__slots__],
         origin,
         list(marks.items()),
-        *([context] if context else []),
+        *([context] if context or left_out else []),
+        *([left_out] if left_out else []),
     ]
     for _ in range(_WRAPPED):
         whole = [whole]
@@ -119,7 +138,7 @@ def _chat(value: Json, split: str) -> Chat:
         digest = digest_json(whole)
     except TypeError as error:
         raise _Refusal(f"it cannot be stored as JSON ({error}): nest it less deep") from error
-    return Chat(messages, request, head, origin, marks, digest, context)
+    return Chat(messages, request, head, origin, marks, digest, context, frozenset(left_out))
 
 
 def _messages(messages: Any) -> list[Json]:
@@ -131,12 +150,60 @@ def _messages(messages: Any) -> list[Json]:
             roles = ", ".join(ROLES)
             raise _Refusal(f"messages[{index}] is {shown(message)}: write an object with a role of {roles}")
         _check_calls(index, message.get("tool_calls"))
-    if messages[-1]["role"] != "assistant":
-        raise _Refusal(
-            f"the last message is {shown(messages[-1])}: a chat ends with the assistant's, "
-            "so remove what follows it"
-        )
     return messages
+
+
+def _untrained(messages: list[Json], turns: Collection[int]) -> frozenset[int]:
+    """The places of the assistant's messages that say that they are not trained.
+
+    Args:
+        turns: places of the replies of an exported line that were turns; others it was only given.
+    """
+    left_out = {i for i, message in enumerate(messages) if not _is_trained(f"messages[{i}]", message)}
+    if turns:
+        left_out |= {i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in turns}
+    return frozenset(left_out)
+
+
+def _is_trained(where: str, message: Json) -> bool:
+    """Whether a message's marks let it be trained; one without marks is, if it is the assistant's."""
+    said = {}
+    for key in MARKS:
+        mark = message.get(key)
+        if mark is None:
+            continue
+        if not (mark in (0, 1) if key == "weight" else isinstance(mark, bool)):
+            allowed = "0 or 1" if key == "weight" else "true or false"
+            raise _Refusal(f"{where}.{key} is {shown(mark)}: write {allowed}, or leave it out")
+        said[key] = bool(mark)
+    if message["role"] != "assistant":
+        wanted = next((key for key, trained in said.items() if trained), None)
+        if wanted is not None:
+            raise _Refusal(
+                f"{where}.{wanted} is {shown(message[wanted])} of a message of role {message['role']}: the "
+                "assistant's alone are trained; leave it out"
+            )
+        return True
+    if len(set(said.values())) > 1:
+        raise _Refusal(f"{where}: {' and '.join(said)} say two different things: leave one of them out")
+    return all(said.values())
+
+
+def _replies(messages: list[Json], context: int, untrained: frozenset[int]) -> list[int]:
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i >= context and i not in untrained
+    ]
+
+
+def _end(messages: list[Json], context: int, untrained: frozenset[int]) -> int:
+    """How many messages there are up to the last reply that counts."""
+    replies = _replies(messages, context, untrained)
+    if not replies:
+        why = f"its last message is {shown(messages[-1])}, and no message of the assistant counts"
+        raise _Refusal(f"{why}: add a reply, or leave the chat out")
+    return replies[-1] + 1
 
 
 def _context(value: Any, messages: list[Json]) -> int:
@@ -161,7 +228,7 @@ def _check_calls(index: int, calls: Any) -> None:
         )
 
 
-def _head(value: Json, split: str, origin: str | None) -> Head:
+def _head(value: Json, split: str, origin: str | None, after: list[Json]) -> Head:
     status = value.get("status")
     if status is not None and status not in STATUSES:
         raise _Refusal(f"status is {shown(status)}: use one of {', '.join(STATUSES)}")
@@ -177,7 +244,7 @@ def _head(value: Json, split: str, origin: str | None) -> Head:
         task=_text(value, "task"),
         split=split if own is None else own,
         status=status or "completed",
-        labels=_labels(value, origin is not None),
+        labels=_labels(value, origin is not None, after),
         reward=_number("reward", value.get("reward")),
         success=success,
     )
@@ -195,8 +262,8 @@ def _name(value: Json) -> str | None:
     return name
 
 
-def _labels(value: Json, exported: bool) -> Json:
-    """The line's labels, and every key that means nothing else: nothing of a line is lost."""
+def _labels(value: Json, exported: bool, after: list[Json]) -> Json:
+    """The line's labels, and all that means nothing else: nothing of a line is lost."""
     labels = value.get("labels")
     if labels is not None and not isinstance(labels, dict):
         raise _Refusal(f"labels is {shown(labels)}: write an object")
@@ -205,6 +272,7 @@ def _labels(value: Json, exported: bool) -> Json:
     if value.get("trajectory") is None:
         known.add("id")
     rest = {key: entry for key, entry in value.items() if key not in known}
+    rest |= {AFTER: after} if after else {}
     twice = sorted(rest.keys() & (labels or {}).keys())
     if twice:
         raise _Refusal(f"{twice[0]!r} is a key of the line and of its labels: keep one of them")

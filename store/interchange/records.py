@@ -78,8 +78,7 @@ def _replies(trajectory_id: str, chats: Sequence[Chat]) -> list[_Reply]:
     replies: list[_Reply] = []
     for chat in chats:
         parent: _Reply | None = None
-        replies_at = (i for i, message in enumerate(chat.messages) if message["role"] == "assistant")
-        for end in (i for i in replies_at if i >= chat.context):
+        for end in chat.replies():
             start = len(parent.messages) if parent else 0
             mark = chat.marks.get(end)
             key = (

@@ -165,7 +165,7 @@ def test_dpo_and_sft_take_them(tmp_path: Path, model: Path) -> None:
     [
         ([PAIR, {"prompt": "a"}], "row 2: it has prompt: write messages"),
         ([{"prompt": [{"role": "robot", "content": "x"}], "completion": "y"}], "row 1: .*robot"),
-        ([{"messages": [ASKED]}], "row 1: the last message"),
+        ([{"messages": [ASKED]}], "row 1: its last message"),
         ([[1]], "row 1: is no object"),
     ],
 )

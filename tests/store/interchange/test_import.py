@@ -78,6 +78,29 @@ def test_each_reply_is_a_turn_without_tokens(store: Store, write: Any) -> None:
     assert (opened.command, opened.config["lines"], opened.config["added"]) == ("import", 1, 1)
 
 
+def test_replies_that_their_owner_excludes_are_context(store: Store, write: Any) -> None:
+    """`weight: 0` and `train: false`: later turns read them; what follows the last turn is a label."""
+    unsaid = REPLY | {"weight": 0}
+    tail = [{"role": "user", "content": "and?"}, REPLY | {"train": False}]
+    import_chats(write({"id": "a", "messages": [USER, unsaid, *MORE, *tail]}), store.path, "r")
+    [trajectory] = store.trajectories().values()
+    [turn] = trajectory.turns.values()
+    assert turn.completed is not None
+    assert (turn.requested.messages, turn.completed.reply) == ([USER, unsaid, MORE[0]], MORE[1])
+    assert trajectory.opened.labels == {"messages_after": tail}
+    with pytest.raises(InterchangeError, match="with other content already"):
+        import_chats(write({"id": "a", "messages": [USER, REPLY, *MORE, *tail]}), store.path, "r")
+
+
+def test_an_export_keeps_what_is_context(store: Store, write: Any, tmp_path: Path) -> None:
+    """Replies that were given with a request are no turns after export and import either."""
+    import_chats(write({"id": "a", "messages": [USER, REPLY, *MORE], "context": 2}), store.path, "r")
+    export_store(store.path, tmp_path / "out.jsonl", "jsonl")
+    import_chats(tmp_path / "out.jsonl", tmp_path / "other", "r")
+    [trajectory] = rb.open(tmp_path / "other").trajectories().values()
+    assert [turn.completed.reply for turn in trajectory.turns.values() if turn.completed] == [MORE[1]]
+
+
 def test_sql_can_tell_and_training_never_takes_them(store: Store, write: Any) -> None:
     """The flag is a column of `turns`; no token, whatever splits a recipe takes: never a candidate."""
     import_chats(write({"messages": [USER, REPLY], "split": "train"}), store.path, "r")
@@ -164,7 +187,28 @@ BAD = {
     "empty messages": (b'{"messages": []}', r"messages is \[\]: write a list"),
     "no role": ({"messages": [{"content": "x"}]}, r'messages\[0\] is \{"content":"x"\}: .* role of system'),
     "not a message": ({"messages": ["hi"]}, r'messages\[0\] is "hi": write an object'),
-    "ends with the user": ({"messages": [USER]}, r'the last message is \{"role":"user".*remove what follows'),
+    "no reply": (
+        {"messages": [USER]},
+        r'its last message is \{"role":"user".*no message of the assistant counts',
+    ),
+    "none counts": ({"messages": [USER, REPLY | {"weight": 0}]}, ".*no message of the assistant counts"),
+    "weight": (
+        {"messages": [USER, REPLY | {"weight": 0.5}]},
+        r"messages\[1\]\.weight is 0\.5: write 0 or 1, or leave it out",
+    ),
+    "train": ({"messages": [REPLY | {"train": "no"}]}, r'messages\[0\]\.train is "no": write true or false'),
+    "user trained": (
+        {"messages": [USER | {"train": True}, REPLY]},
+        r"messages\[0\]\.train is true of a message of role user: the assistant's alone are trained",
+    ),
+    "two marks": (
+        {"messages": [REPLY | {"train": True, "weight": 0}]},
+        r"messages\[0\]: weight and train say two different things",
+    ),
+    "kwargs": (
+        {"messages": [REPLY], "chat_template_kwargs": "x"},
+        r'chat_template_kwargs is "x": write an object',
+    ),
     "calls": ({"messages": [REPLY | {"tool_calls": ["f"]}]}, r'messages\[0\]\.tool_calls is \["f"\]: write'),
     "reward": ({"messages": [REPLY], "reward": "high"}, r'reward is "high": write a finite number'),
     "reward true": ({"messages": [REPLY], "reward": True}, r"reward is true: write a finite number"),
