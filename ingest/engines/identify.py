@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from rollbook.ingest.engines.model_files import origin_of
 from rollbook.ingest.engines.weights.log import Verified, WeightLog
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
@@ -164,7 +165,9 @@ class Identity:
         if found is None:
             reasons = "; ".join(f"{path}: {why}" for path, why in answer["reasons"].items())
             raise EngineError(f"{server.url} holds no version that is known here ({reasons}); {REMEDY}")
-        return Verified(found["version"], found["digest"], found["path"], found["held"])
+        # Whatever is no version of this run is what the run begins with, from wherever it comes.
+        version = await asyncio.to_thread(self.log.own, origin_of(Path(found["path"])))
+        return Verified(version or 0, found["digest"], found["path"], found["held"])
 
 
 REMEDY = "give the proxy a --model with the weights that it serves, or let the trainer sync it"

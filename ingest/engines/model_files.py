@@ -8,11 +8,15 @@ import orjson
 
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
+from rollbook.store.fold.versions import Origin
+
+MANIFEST = "rollbook.json"
+"""What a checkpoint, or a model that was exported, says of itself."""
 
 LARGEST = {
     "tokenizer.json": 512 << 20,
     "model.safetensors.index.json": 256 << 20,
-    "rollbook.json": 64 << 20,
+    MANIFEST: 64 << 20,
 }
 """Bytes of a file at most, by its name; of any other OTHERS."""
 OTHERS = 16 << 20
@@ -142,3 +146,36 @@ def read_json(model: Path, name: str) -> Json:
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object")
     return value
+
+
+def origin_of(model: Path) -> Origin | None:
+    """Which version a checkpoint, or a model that was exported, says that it is; None for any other model.
+
+    Raises:
+        ModelError: what it says is damaged.
+    """
+    if model_file(model, MANIFEST) is None:
+        return None
+    said = read_json(model, MANIFEST)
+    try:
+        named = str(said.get("run", "")), str(said.get("policy", ""))
+        return Origin(*named, int(said["policy_version"]), str(said["weights_digest"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model / MANIFEST}: damaged: {error!r}") from error
+
+
+def check_unchanged(model: Path, origin: Origin | None, digest: str) -> None:
+    """See that a model's weights are those that it says.
+
+    Args:
+        digest: of its weights.
+
+    Raises:
+        ModelError: they are others; both digests are named.
+    """
+    if origin is not None and digest != origin.digest:
+        raise ModelError(
+            f"{model}: its weights were changed after they were written: their digest is {digest[:16]}, and "
+            f"its {MANIFEST} names {origin.digest[:16]}. Export or copy it anew; or take its {MANIFEST} "
+            "away, and it is a model of no run"
+        )

@@ -283,7 +283,12 @@ def _embedded(options: ServeOptions) -> MakeEngine:
         model_of(options), policy=options.policy, device=options.device, threads=options.threads
     )
     fleet = Fleet({OWN: engine})
-    return lambda identity: fleet
+
+    def made(identity: Identity) -> Engine:
+        engine.weights.begin_with(identity.log.own)
+        return fleet
+
+    return made
 
 
 def model_of(options: ServeOptions) -> Path:

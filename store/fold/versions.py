@@ -34,6 +34,17 @@ class Bound:
     """The path or the engine that the event names, or the step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which version of which policy, in which run, a folder of weights says that it is. Names are used again,
+    by other stores too: so it is that version only of a log that knows it by the same digest."""
+
+    run: str
+    policy: str
+    version: int
+    digest: str
+
+
 @dataclass(slots=True)
 class VersionDigests:
     """The weights digest of each (run, policy, version); events may come in any order.
@@ -61,6 +72,14 @@ class VersionDigests:
     def of(self, run: str, policy: str, version: int) -> Bound | None:
         """What the version is bound to, None where no event has named it."""
         return self._bound.get((run, policy, version))
+
+    def own(self, run: str, policy: str, origin: Origin | None) -> int | None:
+        """Which of a policy's versions a folder of weights is; None where it is none of them: a model that
+        says nothing of itself, or another run's, policy's or store's version."""
+        if origin is None or (origin.run, origin.policy) != (run, policy):
+            return None
+        bound = self.of(run, policy, origin.version)
+        return None if bound is None or bound.digest != origin.digest else origin.version
 
     def newest(self, run: str, policy: str) -> int:
         """The highest version that any event has named, -1 where none has named one."""

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rollbook.ingest.engines.model_files import origin_of
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store
-from rollbook.store.errors import VersionError
+from rollbook.store.errors import ModelError, VersionError
 from rollbook.store.events import CheckpointWritten, PolicyActivated, StepCommitted
+from rollbook.store.fold.history import KINDS, fold_history
+from rollbook.train.checkpoints.export import export_model
 
 
 @pytest.fixture
@@ -65,3 +68,47 @@ def test_a_trainer_goes_on_with_another_model(
     shutil.rmtree(own)
     fabric.train(log, fabric.config(fabric.SFT, steps=3, model=str(own)))
     assert steps(log) == 3
+
+
+@pytest.mark.parametrize("of", ["another run", "the run of another store"])
+def test_a_run_from_an_exported_model_begins_at_version_0(
+    fabric: Any, recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path, of: str
+) -> None:
+    """Also after a restart, whatever version of its own run the model was; its weights are those exported."""
+    export_model(trained(), out := tmp_path / "exported", 4, None, "actor")
+    log, run = recorded(), fabric.RUN
+    if of == "another run":
+        said = out / "rollbook.json"
+        said.write_bytes(said.read_bytes().replace(b'"run": "demo"', b'"run": "other"'))
+    begun = fabric.config(fabric.SFT, steps=1, model=str(out))
+    fabric.train(log, begun)
+    fabric.train(log, fabric.config(fabric.SFT, steps=2, model=str(out)))
+    held = fold_history(log.events_of(KINDS), run, "actor")
+    assert held.held_versions == [0, 1, 2]
+    assert [s.planned.policy_version for s in held.steps.values()] == [0, 1]
+    origin = origin_of(out)
+    assert origin is not None
+    assert held.checkpoints[0].weights_digest == origin.digest
+
+
+def test_an_exported_model_that_was_changed_is_refused(
+    fabric: Any, recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path
+) -> None:
+    """At the start, where nothing is written, and where the run goes on; with both digests."""
+    export_model(trained(), out := tmp_path / "exported", 4, None, "actor")
+    kept = shutil.copytree(out, tmp_path / "kept")
+    origin, file = origin_of(out), out / "model.safetensors"
+    assert origin is not None
+    save_file({n: tensor + 1 for n, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    changed = digest_tensors(read_weights(out))
+    log, wanted = (
+        recorded(),
+        rf"their digest is {changed[:16]}, and its rollbook.json names {origin.digest[:16]}",
+    )
+    with pytest.raises(ModelError, match=wanted):
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, model=str(out)))
+    assert not any(isinstance(event.record, CheckpointWritten) for event in log.events())
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, model=str(kept)))
+    with pytest.raises(ModelError, match=wanted):
+        fabric.train(log, fabric.config(fabric.SFT, steps=2, model=str(out)))
+    assert steps(log) == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 import torch
 
+from rollbook.ingest.engines.model_files import MANIFEST
 from rollbook.store.digest import combine
 from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import ModelError
@@ -19,7 +20,6 @@ from rollbook.store.inside import read_small
 from rollbook.store.permissions import make_empty
 from rollbook.train.megatron.shape import SCORE_LABELS, SCORES
 
-MANIFEST = "rollbook.json"
 MANIFEST_BYTES = 64 << 20
 """Largest size of the manifest, which has one line per tensor, or per piece of one."""
 LORA = "lora"

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from rollbook.ingest.engines.model_files import is_sharded, require_folder, weight_files
+from rollbook.ingest.engines.model_files import is_sharded, origin_of, require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
     digest_tensors,
-    read_manifest,
-    read_weights,
+    read_unchanged,
     stream_files,
 )
 from rollbook.store import Event, Store
@@ -46,26 +45,24 @@ ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
 
 def check_model(config: TrainConfig, versions: VersionDigests) -> None:
-    """Check that CONFIG's model is the one that the run started with, if its weights can be compared.
+    """Check that CONFIG's model is the one that the run started with, or a version of its own, if its weights
+    can be compared.
 
     Raises:
         VersionError: the run's version 0 is other weights; with the remedy.
-        ModelError: it cannot be read.
+        ModelError: it cannot be read, or was changed after it was written.
     """
-    model, version = config.model, 0
-    bound = versions.of(config.run, config.policy, version)
-    if bound is None:
+    model, of = config.model, (config.run, config.policy)
+    if versions.of(*of, 0) is None:
         require_folder(model, "the CONFIG's `model`")
-    if bound is None or not weight_files(model):
         return
-    manifest, scores = read_manifest(model), config.algorithm.head_width
-    if manifest is not None and read_shape(model).scores == scores:
-        if (manifest.get("run"), manifest.get("policy")) == (config.run, config.policy):
-            version = int(manifest["policy_version"])
-        digest = str(manifest["weights_digest"])
-    else:
-        digest = _digest_of_model(config, bound.digest)
-    versions.check(config.run, config.policy, version, digest, f"CONFIG's model {model}")
+    if not weight_files(model):
+        return
+    version = versions.own(*of, origin_of(model)) or 0
+    bound = versions.of(*of, version)
+    assert bound is not None
+    digest = _digest_of_model(config, bound.digest)
+    versions.check(*of, version, digest, f"CONFIG's model {model}")
 
 
 def _digest_of_model(config: TrainConfig, wanted: str) -> str:
@@ -101,7 +98,7 @@ def _own_weights(config: TrainConfig, dtype: str) -> Tensors:
     """The weights of CONFIG's model in a type, under the names used in files; fused tensors are split. A
     reward model's head that the model has not gives 0."""
     model, scores, type_ = config.model, config.algorithm.head_width, getattr(torch, dtype)
-    shape, given = shape_to_train(model, scores), read_weights(model)
+    shape, given = shape_to_train(model, scores), read_unchanged(model)
     if scores and SCORE not in given:
         given = with_head(given, shape)
     own = checked(given, shape)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.ingest.engines.model_files import require_folder
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_manifest, read_weights
+from rollbook.ingest.engines.model_files import check_unchanged, origin_of, require_folder
+from rollbook.ingest.engines.weights.digests import digest_stream
 from rollbook.store.errors import ModelError
 from rollbook.store.events import TokenIds
+from rollbook.train.checkpoints.checkpoint import stream_checkpoint
 from rollbook.train.checkpoints.export import model_directory
 from rollbook.train.megatron.shape import SCORE_LABELS, SCORES
 
@@ -61,9 +62,9 @@ class RewardClassifier:
         self._model, self._device = model.to(device).eval(), device
         self._distribution = config.num_labels == 2
         self.vocabulary, self.context = int(config.vocab_size), int(config.max_position_embeddings)
-        manifest = read_manifest(folder)
-        self.digest = digest_tensors(read_weights(folder)) if manifest is None else manifest["weights_digest"]
+        self.digest = digest_stream(stream_checkpoint(folder))
         """Digest of its weights."""
+        check_unchanged(folder, origin_of(folder), self.digest)
 
     @staticmethod
     def _check(folder: Path, config: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollbook.ingest.engines.weights.digests import read_manifest
+from rollbook.ingest.engines.model_files import origin_of
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError, NotFiniteError
@@ -25,6 +25,7 @@ from rollbook.store.events import (
     TokenIds,
     TrajectoryFinished,
 )
+from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.interchange.progress import Progress
 from rollbook.store.log.tail import Filter
 from rollbook.store.log.writer import LaneWriter
@@ -120,10 +121,12 @@ def calibrated(log: Store, folder: Path) -> float:
     Raises:
         ConfigError: the folder is no checkpoint, or its evaluation fitted none.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
+    origin, versions = origin_of(folder), VersionDigests()
+    for event in log.events_of(BINDING):
+        versions.add(event)
+    if origin is None or versions.own(origin.run, origin.policy, origin) is None:
         raise ConfigError(f"--calibrated: {folder} is no checkpoint of a training that was evaluated here")
-    run, policy, version = manifest["run"], manifest["policy"], manifest["policy_version"]
+    run, policy, version = origin.run, origin.policy, origin.version
     found = [
         event.record.metrics.get("calibration_temperature")
         for event in log.events_of({EvalFinished.KIND})

@@ -6,27 +6,26 @@ calls makes sure that no forward pass runs meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import (
-    Tensors,
-    digest_tensors,
-    published_version,
-    read_weights,
-    widened,
-)
+from rollbook.ingest.engines.model_files import check_unchanged, origin_of
+from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, read_weights, widened
 from rollbook.store.errors import ModelError
+from rollbook.store.fold.versions import Origin
 
 SENT = Path("tensors")
 """Stands for the path of weights that came as tensors: no directory holds them."""
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 """Types that float32 holds exactly."""
+
+Own = Callable[[Origin | None], int | None]
+"""Which version of the engine's policy, in its run, a directory of that origin is; None: none of them."""
 
 
 def file_views(model: Any) -> Tensors:
@@ -58,7 +57,7 @@ def file_views(model: Any) -> Tensors:
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A model directory's weights, read, in float32. `digest` is of the tensors; `version` is None where
-    neither the caller nor the directory says it."""
+    the caller does not say it, and the directory is no version of the run."""
 
     path: Path
     version: int | None
@@ -66,21 +65,20 @@ class Checkpoint:
     digest: str
 
 
-def read_checkpoint(path: Path, version: int | None) -> Checkpoint:
-    """Read a checkpoint that is to be served as `version`, or as what its manifest says.
+def read_checkpoint(path: Path, version: int | None, own: Own) -> Checkpoint:
+    """Read a checkpoint that is to be served as `version`, or as the version of the run that it is.
 
     Raises:
-        ModelError: it is damaged, or not what it says it is.
+        ModelError: it is damaged, not what it says it is, or another version of the run.
     """
-    own, expected = published_version(path)
-    if expected is not None and version not in (None, own):
-        raise ModelError(f"{path} is version {own} of its policy, not {version}")
+    origin = origin_of(path)
+    known = own(origin)
+    if None not in (known, version) and known != version:
+        raise ModelError(f"{path} is version {known} of its policy, not {version}")
     tensors = widened(read_weights(path))
     digest = digest_tensors(tensors)
-    if expected not in (None, digest):
-        raise ModelError(f"{path}: the weights are not those its manifest names; copy it anew")
-    named = own if version is None and expected is not None else version
-    return Checkpoint(path, named, tensors, digest)
+    check_unchanged(path, origin, digest)
+    return Checkpoint(path, known if version is None else version, tensors, digest)
 
 
 @dataclass(slots=True)
@@ -97,7 +95,9 @@ class HeldWeights:
     Attributes:
         path: the directory that was loaded last.
         source: where the weights in memory came from: that directory, or `SENT`.
-        version: of the weights; while they are not `named`, of those before them.
+        own: which version of the run a directory is; until it is said, none is one.
+        version: of the weights; while they are not `named`, of those before them. What the engine begins with
+            is version 0, until `begin_with` says otherwise.
         label: what they are called: the version, or the name that their sender gave them.
         digest: of the weights in memory, while they are whole.
         fault: why the tensors in memory are of no one version, or None. Nothing may be sampled from them.
@@ -107,10 +107,13 @@ class HeldWeights:
     def __init__(self, model: Any, path: Path) -> None:
         self.tensors = file_views(model)
         self.path = self.source = path
-        self.version, expected = published_version(path)
-        self.named, self.label = True, str(self.version)
-        if expected is None:
+        self.version, self.named, self.label = 0, True, "0"
+        self.own: Own = lambda origin: None
+        self._origin = origin_of(path)
+        if self._origin is None:
             expected = digest_tensors(widened(read_weights(path)))
+        else:
+            expected = self._origin.digest
         self.digest = self._verified(path, expected)
         self.fault: str | None = None
         self.update: WeightUpdate | None = None
@@ -124,6 +127,11 @@ class HeldWeights:
         if self.update is not None and self.update.loaded:
             return "updating"
         return "whole" if self.named else "unnamed"
+
+    def begin_with(self, own: Own) -> None:
+        """Take what the engine was started with as the version of the run that it is, or as version 0."""
+        self.own = own
+        self.name(own(self._origin) or 0)
 
     def name(self, version: int | None, label: str | None = None) -> None:
         """Say which version the weights in memory are; None: it is not known yet.
@@ -176,7 +184,7 @@ class HeldWeights:
         if own != expected:
             raise ModelError(
                 f"{path}: after loading, the weights digest is {own[:16]}, not {expected[:16]}: the "
-                "checkpoint is damaged, or not of this architecture"
+                "checkpoint was changed after it was written, or is damaged, or not of this architecture"
             )
         return own
 

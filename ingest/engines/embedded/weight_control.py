@@ -171,10 +171,10 @@ class WeightControl:
 
         async def update() -> str:
             self._check_flush(flush)
-            checkpoint = await asyncio.to_thread(read_checkpoint, path, version)
+            checkpoint = await asyncio.to_thread(read_checkpoint, path, version, self._weights.own)
             self._weights.check_fits(checkpoint)
             if checkpoint.version is None and self.paused is None:
-                raise ModelError(f"{path} does not say which version it is: send weight_version")
+                raise ModelError(f"{path} is no version of this run by itself: send weight_version")
             async with self._changing():
                 await self._call(lambda: self._weights.load(checkpoint))
                 await self._changed()

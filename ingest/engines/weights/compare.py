@@ -17,8 +17,8 @@ import orjson
 import torch
 from safetensors import safe_open
 
-from rollbook.ingest.engines.model_files import read_json, weight_files
-from rollbook.ingest.engines.weights.digests import line_of, published_version
+from rollbook.ingest.engines.model_files import check_unchanged, origin_of, read_json, weight_files
+from rollbook.ingest.engines.weights.digests import line_of
 from rollbook.ingest.engines.weights.expected import DTYPES, Holding, described
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
 from rollbook.ingest.engines.weights.tensor_checksums import CHECKSUMS, checksum_kind
@@ -77,15 +77,14 @@ class ModelFiles:
             raise ModelError(f"{self.model}/config.json does not say how large a head is: {text}") from None
 
 
-def compare(model: Path, held: Held) -> tuple[int, str, Json | None]:
-    """(the policy version that the directory is, its weights' digest, how they are held), where the engine
-    holds just these.
+def compare(model: Path, held: Held) -> tuple[str, Json | None]:
+    """(the digest of a directory's weights, how they are held), where the engine holds just these.
 
     Raises:
-        ModelError: the directory has no weights, or they cannot be read.
+        ModelError: the directory has no weights, or they cannot be read, or were changed after they were
+            written.
         EngineError: the engine holds others; the first tensor that differs is named.
     """
-    version, _ = published_version(model)
     with contextlib.ExitStack() as stack:
         files = _opened(model, stack)
         names = frozenset(held.ranks[0].tensors)
@@ -104,7 +103,9 @@ def compare(model: Path, held: Held) -> tuple[int, str, Json | None]:
             parts.sort(key=lambda part: part[0].part)
             dtype = _compared(files, parts, held, dtype, lines)
         holding = Holding(checksum_kind(held.device), dtype, files.head_dim)
-        return version, combine(lines), described(held.ranks, files.handles, holding)
+        digest = combine(lines)
+        check_unchanged(model, origin_of(model), digest)
+        return digest, described(held.ranks, files.handles, holding)
 
 
 def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
@@ -164,18 +165,18 @@ def answer(asked: Json) -> Json:
         asked: `models` (paths), `url`, `device`, `dtype`, and `ranks`: `tp_rank`, `tp_size`, `tensors` each.
 
     Returns:
-        `found`: `path`, `version`, `digest` and `held`, or null; `reasons`: path -> why it is not that one.
+        `found`: `path`, `digest` and `held`, or null; `reasons`: path -> why it is not that one.
     """
     ranks = [RankChecksums(**rank) for rank in asked["ranks"]]
     held = Held(asked["url"], ranks, asked["device"], asked["dtype"])
     reasons: dict[str, str] = {}
     for path in asked["models"]:
         try:
-            version, digest, how = compare(Path(path), held)
+            digest, how = compare(Path(path), held)
         except (EngineError, ModelError) as error:
             reasons[path] = str(error)
             continue
-        found = {"path": path, "version": version, "digest": digest, "held": how}
+        found = {"path": path, "digest": digest, "held": how}
         return {"found": found, "reasons": reasons}
     return {"found": None, "reasons": reasons}
 

@@ -16,16 +16,14 @@ import numpy.typing as npt
 import torch
 from safetensors import safe_open
 
-from rollbook.ingest.engines.model_files import model_file, read_json, weight_files
+from rollbook.ingest.engines.model_files import check_unchanged, origin_of, weight_files
 from rollbook.store.digest import combine, tensor_line
 from rollbook.store.errors import ModelError
-from rollbook.store.events import Json
 from rollbook.store.folder_lock import reading
 
 Tensors = dict[str, torch.Tensor]
 Look = Callable[[str, torch.Tensor], None]
 """Called with the name of a tensor and the tensor; it may raise."""
-MANIFEST = "rollbook.json"
 HASHERS = {"cpu": 2, "cuda": 8}
 """Threads that hash tensors of a device: of a CPU few, since it computes as well."""
 LARGE = 1 << 21
@@ -119,33 +117,16 @@ def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 raise ModelError(f"{file}: cannot be read: {error}") from error
 
 
-def read_manifest(model: Path) -> Json | None:
-    """What a checkpoint says of itself: its `policy_version`, its `weights_digest` and more; None for others.
+def read_unchanged(model: Path) -> Tensors:
+    """As `read_weights`; of a checkpoint, or a model that was exported, only what it says that it holds.
 
     Raises:
-        ModelError: it is damaged.
+        ModelError: as `read_weights`; or the weights were changed after they were written.
     """
-    if model_file(model, MANIFEST) is None:
-        return None
-    manifest = read_json(model, MANIFEST)
-    try:
-        digests = {
-            "policy_version": int(manifest["policy_version"]),
-            "weights_digest": str(manifest["weights_digest"]),
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{model / MANIFEST}: damaged: {error!r}") from error
-    return manifest | digests
-
-
-def published_version(model: Path) -> tuple[int, str | None]:
-    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model.
-
-    Raises:
-        ModelError: its manifest is damaged.
-    """
-    manifest = read_manifest(model)
-    return (0, None) if manifest is None else (manifest["policy_version"], manifest["weights_digest"])
+    weights, origin = read_weights(model), origin_of(model)
+    if origin is not None:
+        check_unchanged(model, origin, digest_tensors(weights))
+    return weights
 
 
 def widened(tensors: Tensors) -> Tensors:

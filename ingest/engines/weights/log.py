@@ -23,7 +23,7 @@ from rollbook.store.events import (
     SyncFinished,
     SyncStarted,
 )
-from rollbook.store.fold.versions import BINDING, VersionDigests
+from rollbook.store.fold.versions import BINDING, Origin, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.tail import Filter
 
@@ -128,6 +128,11 @@ class WeightLog:
             with contextlib.suppress(OutsideError):
                 paths.append(place_inside(self.store.path, name))
         return [path for path in paths if path.is_dir() and not is_sharded(path)]
+
+    def own(self, origin: Origin | None) -> int | None:
+        """Which of the policy's versions a model directory is, by the log up to now; None: none of them."""
+        self.refresh()
+        return self._digests.own(self.run, self.policy, origin)
 
     def check(self, version: int, digest: str, what: str) -> None:
         """See that weights may count as the version.

@@ -110,10 +110,9 @@ def opened(folder: Path, weights: bool) -> None:
     tokenizer.reply_text(ids, ())
     if weights:
         from rollbook.ingest.engines.embedded.engine import _loaded
-        from rollbook.ingest.engines.weights.digests import published_version, read_weights
+        from rollbook.ingest.engines.weights.digests import read_unchanged
 
-        read_weights(folder)
-        published_version(folder)
+        read_unchanged(folder)
         _loaded(folder, "cpu")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,11 @@ from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
 from rollbook.ingest.engines.embedded.sampling import GREEDY, sample, uniform_draw
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.store import Event, Store
 from rollbook.store.errors import ModelError
-from rollbook.store.events import PolicyActivated
+from rollbook.store.events import CheckpointWritten, PolicyActivated
 from rollbook.store.fold.trajectory import fold
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -442,13 +445,41 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path, tiny_model: Path
         read_weights(tmp_path)
 
 
-def test_a_published_checkpoint_gives_its_own_version(served: Any, other_model: Path, tmp_path: Path) -> None:
-    """Without a version in the request the checkpoint's manifest names it, if its digest is right."""
-    from rollbook.ingest.engines.weights.digests import digest_tensors
+def _said(folder: Path, run: str, digest: str) -> Path:
+    """The folder, which says that it is version 12 of a run."""
+    said = {"run": run, "policy": "actor", "policy_version": 12, "weights_digest": digest}
+    (folder / "rollbook.json").write_text(json.dumps(said))
+    return folder
 
-    folder = Path(shutil.copytree(other_model, tmp_path / "published"))
+
+def test_only_a_version_of_the_run_gives_its_own_version(
+    served: Any, other_model: Path, tmp_path: Path
+) -> None:
+    """Without a version in the request the log names it: by run, policy, version and digest."""
     digest = digest_tensors(read_weights(other_model))
-    (folder / "rollbook.json").write_text(f'{{"policy_version": 12, "weights_digest": "{digest}"}}')
+    folder = _said(Path(shutil.copytree(other_model, tmp_path / "published")), "default", digest)
+    served.engine.weights.begin_with(WeightLog(served.store, "default", "actor").own)
+    refused = _update(served, folder)
+    assert refused.status_code == 400
+    assert "is no version of this run by itself" in refused.text
+    written = CheckpointWritten("actor", 12, "checkpoints/v12", digest, None, None, 1)
+    served.run(served.recorder.write(written))
+    refused = _update(served, folder, 3)
+    assert "is version 12 of its policy, not 3" in refused.text
     assert _update(served, folder).json()["digest"] == digest
     assert served.engine.policy_version() == 12
     assert served.run(served.client.get("/engine/weights_checker")).json()["digest"] == digest
+
+
+def test_an_engine_begins_with_version_0(tiny_model: Path, tmp_path: Path, store: Store) -> None:
+    """Whatever another run called the model; what the run itself has as a version is that one."""
+    digest = digest_tensors(read_weights(tiny_model))
+    engine = EmbeddedEngine(_said(Path(shutil.copytree(tiny_model, tmp_path / "exported")), "run", digest))
+    assert engine.held() == (0, digest)
+    for run, wanted in (("run", 0), ("other", 0), ("run", 12), ("other", 0)):
+        if wanted:
+            with store.writer("train") as writer:
+                written = CheckpointWritten("actor", 12, "checkpoints/v12", digest, None, None, 1)
+                writer.append([Event(written, "run")]).result()
+        engine.weights.begin_with(WeightLog(store, run, "actor").own)
+        assert engine.held() == (wanted, digest)

@@ -76,6 +76,15 @@ def make_model(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> P
     return folder
 
 
+def exported(folder: Path, seed: int, run: str = "run", version: int = 3) -> tuple[Path, str]:
+    """A model that some store exported as a version of a run; and its digest."""
+    path = make_model(folder, seed)
+    digest = digest_tensors(read_weights(path))
+    said = {"run": run, "policy": "actor", "policy_version": version, "weights_digest": digest}
+    (path / "rollbook.json").write_text(json.dumps(said))
+    return path, digest
+
+
 class World:
     """A run's log, a model that it starts from, and servers."""
 
@@ -156,10 +165,10 @@ def held_by(world: World, dtype: str = "float32", told: str | None = None, path:
     return Held("http://e", [RankChecksums(0, 1, dict(checksums))], "cpu", told or dtype)
 
 
-def test_the_runs_own_weights_are_version_0(world: World) -> None:
-    """Version 0, by the digest that a trainer or the embedded engine would give it."""
+def test_the_runs_own_weights(world: World) -> None:
+    """By the digest that a trainer or the embedded engine would give it."""
     digest = digest_tensors(read_weights(world.model))
-    assert compare(world.model, held_by(world)) == (0, digest, HELD)
+    assert compare(world.model, held_by(world)) == (digest, HELD)
 
 
 @pytest.mark.parametrize("name", [*SHAPES])
@@ -179,7 +188,7 @@ def test_weights_in_the_type_of_the_files(world: World, told: str) -> None:
     """Nothing is rounded, so an engine in half precision holds just those; the digest is of float32."""
     model = make_model(world.folder / "half", 3, torch.bfloat16)
     wide = {name: tensor.float() for name, tensor in read_weights(model).items()}
-    found = (0, digest_tensors(wide), HELD | {"dtype": "bfloat16"})
+    found = (digest_tensors(wide), HELD | {"dtype": "bfloat16"})
     assert compare(model, held_by(world, "bfloat16", told, model)) == found
 
 
@@ -258,7 +267,7 @@ def test_comparing_elsewhere(world: World) -> None:
     told = {"url": held.url, "device": "cpu", "dtype": "float32", "ranks": [asdict(held.ranks[0])]}
     found = run(lambda: identify.compare_elsewhere(told | {"models": [str(other), str(world.model)]}))
     digest = digest_tensors(read_weights(world.model))
-    assert found["found"] == {"path": str(world.model), "version": 0, "digest": digest, "held": HELD}
+    assert found["found"] == {"path": str(world.model), "digest": digest, "held": HELD}
     assert list(found["reasons"]) == [str(other)]
     with pytest.raises(
         EngineError, match="could not be compared: KeyError: 'ranks': let the trainer sync it"
@@ -355,9 +364,7 @@ def test_nothing_to_compare_with(world: World) -> None:
 
 def test_a_server_started_from_a_checkpoint(world: World) -> None:
     """It is the version whose files it holds, though no engine was seen to hold them before."""
-    path = make_model(world.log.path / "checkpoints" / "run" / "actor" / "v00000003", 3)
-    digest = digest_tensors(read_weights(path))
-    (path / "rollbook.json").write_text(json.dumps({"policy_version": 3, "weights_digest": digest}))
+    path, digest = exported(world.log.path / "checkpoints" / "run" / "actor" / "v00000003", 3)
     relative = str(path.relative_to(world.log.path))
     world.tells(CheckpointWritten("actor", 3, relative, digest, None, None, 1))
     _, url = world.server(path)
@@ -370,6 +377,47 @@ def test_a_server_started_from_a_checkpoint(world: World) -> None:
         return found
 
     assert run(scenario) == [3]
+
+
+@pytest.mark.parametrize("of", ["another run", "the run of another store", "this run"])
+def test_a_server_of_an_exported_model(world: World, of: str) -> None:
+    """It is version 0 of the run that begins with it, unless it is that run's own version by its digest."""
+    path, digest = exported(world.folder / "exported", 3, "other" if of == "another run" else "run")
+    told = digest if of == "this run" else "another digest"
+    world.tells(CheckpointWritten("actor", 3, "checkpoints/run/actor/v3", told, None, None, 1))
+    _, url = world.server(path)
+
+    async def scenario() -> Any:
+        engine = SglangEngine(url, world.identity(path))
+        await engine.start(activated)
+        found = await asked(engine, "r0")
+        await engine.close()
+        return found
+
+    wanted = 3 if of == "this run" else 0
+    assert run(scenario) == [wanted]
+    [bound] = world.told(PolicyActivated)
+    assert (bound.policy_version, bound.weights_digest) == (wanted, digest)
+
+
+def test_an_exported_model_that_was_changed(world: World) -> None:
+    """It is no version, though the server holds just it: both digests are named."""
+    path, digest = exported(world.folder / "exported", 3)
+    held = load_file(path / "model.safetensors")
+    held["model.norm.weight"] += 1
+    save_file(held, path / "model.safetensors")
+    changed = digest_tensors(read_weights(path))
+    _, url = world.server(path)
+
+    async def scenario() -> str:
+        engine = SglangEngine(url, world.identity(path))
+        await engine.start(activated)
+        why = str(engine.unverified())
+        await engine.close()
+        return why
+
+    assert f"their digest is {changed[:16]}, and its rollbook.json names {digest[:16]}" in run(scenario)
+    assert world.told(PolicyActivated) == []
 
 
 def test_another_model_in_a_run_that_has_a_version_0(world: World) -> None:

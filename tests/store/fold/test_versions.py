@@ -22,7 +22,7 @@ from rollbook.store.events import (
     TurnCompleted,
     VersionSpan,
 )
-from rollbook.store.fold.versions import BINDING, VersionDigests, unversioned
+from rollbook.store.fold.versions import BINDING, Origin, VersionDigests, unversioned
 
 
 def said(kind: str, version: int, digest: str, policy: str = "actor") -> Any:
@@ -101,3 +101,21 @@ def test_tokens_of_no_version() -> None:
     spans = (VersionSpan("actor", 1, 0, 2), VersionSpan("actor", 2, 3, 4))
     done = TurnCompleted("t", "u", "actor", 2, ids, ids, None, spans, 5, "sha", "stop", {}, {}, [], {})
     assert unversioned(done) == 2
+
+
+@pytest.mark.parametrize(
+    ("origin", "wanted"),
+    [
+        (Origin("run", "actor", 3, "d"), 3),
+        (Origin("run", "actor", 3, "e"), None),  # of a run of that name in another store
+        (Origin("run", "actor", 4, "d"), None),
+        (Origin("run", "critic", 3, "d"), None),
+        (Origin("other", "actor", 3, "d"), None),
+        (Origin("", "", 3, "d"), None),
+        (None, None),
+    ],
+)
+def test_a_folder_is_a_version_only_by_all_that_names_one(origin: Origin | None, wanted: int | None) -> None:
+    """Run, policy, version and digest, as this log has them."""
+    folded = fold_versions([Event(said("checkpoint.written", 3, "d"), "run")])
+    assert folded.own("run", "actor", origin) == wanted
