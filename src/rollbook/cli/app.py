@@ -13,6 +13,7 @@ from rollbook import __version__
 from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
+from rollbook.cli.help_texts import LiteralGroup
 from rollbook.cli.keys import keys_app
 from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
@@ -33,6 +34,7 @@ from rollbook.cli.store import store_app
 from rollbook.cli.train import train
 
 app = typer.Typer(
+    cls=LiteralGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from rollbook.cli.help_texts import make_literal
 from rollbook.cli.options import STORE_VARIABLE
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ServeCommand(TyperCommand):
             app = typer.Typer(add_completion=False)
             app.command()(_with_options(_serve))
             self._made = get_command(app)
+            make_literal(self._made)
         return self._made
 
     def get_params(self, ctx: Any) -> list[Any]:
