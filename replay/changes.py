@@ -90,7 +90,7 @@ class Changes:
         try:
             made = _Tables.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
-            raise ConfigError(said_wrong("what is changed", error)) from error
+            raise ConfigError(said_wrong("what is changed", error, values)) from error
         _check_runnable(plan, recorded, made.algorithm)
         optimizer = OptimizerConfig.model_validate_json(json.dumps(plan.optimizer))
         return Rule(made.algorithm, made.recipe, made.optimizer, made.optimizer != optimizer)

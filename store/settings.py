@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.inside import read_small
+from rollbook.store.refused_values import refused, told
 
 MIB = 1 << 20
 
@@ -101,7 +102,8 @@ def read_settings(store: Path) -> StoreSettings:
         values = tomllib.loads(read_small(path).decode()) if path.exists() else {}
         settings = StoreSettings.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        found = refused(error, values)
+        wrong = "; ".join(f"{one.key or 'file'}: {told(StoreSettings, one)}" for one in found)
         raise ConfigError(f"{path}: {wrong}") from error
     except (ValueError, RecursionError) as error:  # a number or a nesting without end, too
         raise ConfigError(f"{path} is not TOML: {error}") from error

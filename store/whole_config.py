@@ -44,6 +44,17 @@ def part_of(values: Json, part: str, name: str) -> Json:
     return {"serve": _serve, "train": _train, "rollout": _rollout}[part](values)
 
 
+def written_key(values: Json, part: str, key: str) -> str:
+    """The key of a part's value as its file has it: of a whole run's, below the part's table.
+
+    Args:
+        values: of the file.
+    """
+    own, top = values.get(part, {}), key.partition(".")[0]
+    is_shared = top in values and not (isinstance(own, dict) and top in own)
+    return f"{part}.{key}" if is_whole(values) and not is_shared else key
+
+
 def check_whole(values: Json, name: str) -> None:
     """Check the keys of a whole run's CONFIG; those of its parts are checked by these.
 

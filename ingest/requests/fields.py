@@ -11,6 +11,7 @@ from rollbook.ingest.engines.sampling_bounds import Finite, Temperature
 from rollbook.ingest.requests.json_bounds import check_depth, check_weight
 from rollbook.store.errors import RequestError
 from rollbook.store.events import JUDGE, SPLITS, Json
+from rollbook.store.refused_values import first_refused
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -148,9 +149,7 @@ def validated(model: type[Model], body: Json) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RequestError(400, "bad_request", f"{where}: {first['msg']}") from error
+        raise RequestError(400, "bad_request", first_refused(error, body)) from error
 
 
 def check_split(split: str) -> str:

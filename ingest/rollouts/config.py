@@ -5,7 +5,8 @@ The docstring under a key is what the page of keys says of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ from rollbook.ingest.rollouts.tables import Name, Positive, Seconds, Table, type
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import part_of
+from rollbook.store.whole_config import part_of, written_key
 
 
 class ClocksConfig(Table):
@@ -111,23 +112,25 @@ def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = part_of(read_toml(path), "rollout", str(path))
+    whole = read_toml(path)
+    values = part_of(whole, "rollout", str(path))
     for text in overrides:
         override(values, text)
-    return parse_rollouts(values, str(path))
+    return parse_rollouts(values, str(path), partial(written_key, whole, "rollout"))
 
 
-def parse_rollouts(values: Json, name: str) -> RolloutConfig:
+def parse_rollouts(values: Json, name: str, written: Callable[[str], str] = str) -> RolloutConfig:
     """Check a CONFIG's values.
 
     Args:
-        name: what they are called in an error.
+        name: what they are called in an error; written: a key as the file of a whole run has it.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
     """
-    config = typed(RolloutConfig, values, name, "file")
+    config = typed(RolloutConfig, values, name, "file", written)
     names = [one.name for one in config.score]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{name}:\n  score: two components have the same name; each is a source of rewards")
+        said = "two components have the same name; each is a source of rewards"
+        raise ConfigError(f"{name}:\n  {written('score')}: {said}")
     return config

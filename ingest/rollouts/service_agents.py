@@ -7,6 +7,7 @@ is sent again, and who is silent for as long as the lease is taken for dead, by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from rollbook.ingest.rollouts.launching import Exit, Leak
 from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.refused_values import first_refused
 
 CANCEL_S = 10.0
 """So long is waited for the answer to a cancellation; the lease ends what did not get it."""
@@ -161,9 +163,8 @@ def _ended(answer: httpx.Response, *, asked: bool) -> tuple[bool, Ended] | None:
     try:
         said = Answer.model_validate_json(answer.content)
     except ValidationError as error:
-        problems: list[Any] = error.errors(include_url=False, include_input=False)
-        where = ".".join(str(part) for part in problems[0]["loc"])
-        text = f"its service answered what docs/rollouts.md does not have: {where}: {problems[0]['msg']}"
+        text = "its service answered what docs/rollouts.md does not have: "
+        text += first_refused(error, _values(answer))
         return False, Ended(infrastructure=text)
     if said.status == "running":
         return None
@@ -174,6 +175,13 @@ def _ended(answer: httpx.Response, *, asked: bool) -> tuple[bool, Ended] | None:
     return True, Ended(
         outcome=Outcome(said.reward, said.status == "truncated", said.success, said.turn_rewards)
     )
+
+
+def _values(answer: httpx.Response) -> Any:
+    """What an answer says, where it is JSON."""
+    with contextlib.suppress(ValueError):
+        return answer.json()
+    return None
 
 
 async def _cancel(client: httpx.AsyncClient, service: ServiceConfig, launch_id: str) -> None:

@@ -6,13 +6,15 @@ The docstring under a key is what the page of keys says of it.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.refused_values import refused, told
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -30,11 +32,19 @@ class Table(BaseModel):
     )
 
 
-def typed(model: type[T], values: Json, name: str, whole: str = "table") -> T:
+def typed(
+    model: type[T],
+    values: Json,
+    name: str,
+    whole: str = "table",
+    written: Callable[[str], str] = str,
+    within: str = "",
+) -> T:
     """A table's values, typed.
 
     Args:
-        name: what the table is called in an error; whole: what is wrong with no key of it alone.
+        name: what the table or its file is called in an error; whole: what is wrong with no key of it alone;
+            written: a key as the file has it; within: the table's own name in the file.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
@@ -43,13 +53,10 @@ def typed(model: type[T], values: Json, name: str, whole: str = "table") -> T:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or whole}: {_said(e)}" for e in error.errors()]
+        found = refused(error, values)
+        places = [".".join([within] * bool(within) + list(one.keys)) for one in found]
+        lines = [
+            f"  {written(place) if place else whole}: {shown(told(model, one))}"
+            for place, one in zip(places, found, strict=True)
+        ]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
-
-
-def _said(error: Any) -> str:
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "extra_forbidden":
-        return "unknown key"
-    return shown(f"{error['msg']} (got {error['input']!r})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.refused_values import MISSING, Refused, refused
 from rollbook.store.toml_file import read_toml
 from rollbook.store.whole_config import part_of
 
@@ -144,11 +145,13 @@ def load_settings(file: Path | None, given: Mapping[str, Any]) -> ServeSettings:
     return parse_settings({**values, **given}, "rollbook serve" if file is None else str(file))
 
 
-def parse_settings(values: Mapping[str, Any], name: str) -> ServeSettings:
+def parse_settings(
+    values: Mapping[str, Any], name: str, written: Callable[[str], str] = str
+) -> ServeSettings:
     """Check settings.
 
     Args:
-        name: what they are called in an error.
+        name: what they are called in an error; written: a key as the file of a whole run has it.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
@@ -159,7 +162,8 @@ def parse_settings(values: Mapping[str, Any], name: str) -> ServeSettings:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         settings = ServeSettings.model_validate_json(json.dumps(plain, default=str))
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {_say(e)}" for e in error.errors()]
+        found = refused(error, plain)
+        lines = [f"  {written(one.key) if one.keys else 'file'}: {_say(one)}" for one in found]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
     return settings.model_copy(update={"engine_url": tuple(addresses)})
 
@@ -180,13 +184,10 @@ def _read(file: Path) -> Json:
     return values
 
 
-def _say(error: Any) -> str:
-    key = str(error["loc"][-1]) if error["loc"] else ""
-    if error["type"] == "extra_forbidden":
-        return f"unknown key: {_meant(key)}"
-    if key == "store" and error["type"] == "missing":
-        return "is missing: give --store DIR, or set ROLLBOOK_STORE"
-    return "is missing" if error["type"] == "missing" else shown(f"{error['msg']} (got {error['input']!r})")
+def _say(one: Refused) -> str:
+    if one.key == "store" and one.text == MISSING:
+        return f"{MISSING}: give --store DIR, or set ROLLBOOK_STORE"
+    return shown(one.text) or f"unknown key: {_meant(one.keys[-1])}"
 
 
 def _meant(key: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
+from rollbook.store.refused_values import refused
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
 from rollbook.train.algorithms.combinations import (
     Cispo,
@@ -130,11 +131,9 @@ def recorded_algorithm(values: Json) -> Algorithm:
         # JSON mode: a list that was read from the log serves as a tuple.
         return ALGORITHMS[name].model_validate_json(json.dumps(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise TrainError(
-            f"algorithm {name!r}, key {key!r}: {first['msg']} (got {first['input']!r})"
-        ) from error
+        first = refused(error, values)[0]
+        text = f"algorithm {name!r}, key {first.key!r}: {first.text or 'unknown key'}"
+        raise TrainError(text) from error
     except ValueError as error:
         raise TrainError(str(error)) from error
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     Field,
@@ -17,6 +17,7 @@ from pydantic import (
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.refused_values import refused
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.checkpoint import CheckpointConfig
@@ -282,8 +283,11 @@ class TrainConfig(Table):
         return self.model_dump(mode="json")
 
 
-def parse_config(values: Json, name: str) -> TrainConfig:
+def parse_config(values: Json, name: str, written: Callable[[str], str] = str) -> TrainConfig:
     """Check a CONFIG's values.
+
+    Args:
+        name: what they are called in an error; written: a key as the file of a whole run has it.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
@@ -292,12 +296,16 @@ def parse_config(values: Json, name: str) -> TrainConfig:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(said_wrong(name, error)) from error
+        raise ConfigError(said_wrong(name, error, values, written)) from error
 
 
-def said_wrong(name: str, error: ValidationError) -> str:
+def said_wrong(name: str, error: ValidationError, values: Json, written: Callable[[str], str] = str) -> str:
     """All that is wrong with a file's values, a line each."""
-    return "\n".join([f"{name}:", *(f"  {_place(e['loc'])}: {_say(e)}" for e in error.errors())])
+    lines = []
+    for one in refused(error, values):
+        what = shown(one.text) or f"unknown key: {_meant(one.keys, values)}"
+        lines.append(f"  {written(one.key) if one.keys else 'file'}: {what}")
+    return "\n".join([f"{name}:", *lines])
 
 
 TABLES: Mapping[str, Mapping[str, type[Table]]] = {
@@ -318,24 +326,10 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
 """Table -> variant, if it has several -> its keys, in the order in which they are shown."""
 
 
-def _place(loc: Sequence[int | str]) -> str:
-    return ".".join(str(part) for part in loc if part not in TABLES["algorithm"]) or "file"
-
-
-def _say(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return f"unknown key: {_meant(error['loc'])}"
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "value_error" and isinstance(error["input"], dict):  # of a whole table
-        return shown(str(error["ctx"]["error"]))
-    return shown(f"{error['msg']} (got {error['input']!r})")
-
-
-def _meant(loc: Sequence[int | str]) -> str:
+def _meant(keys: Sequence[str], values: Json) -> str:
     """A hint at the key that an unknown key may have been meant for."""
-    *path, key = (str(part) for part in loc if isinstance(part, str))
-    table, kind = path[0] if path else "", path[1] if len(path) > 1 else ""
+    key, table = keys[-1], keys[0] if len(keys) > 1 else ""
+    kind = str(values[table].get("name", "")) if table == "algorithm" else ""
     held = {
         name: {key for model in kinds.values() for key in model.model_fields}
         for name, kinds in TABLES.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import is_whole, part_of
+from rollbook.store.whole_config import is_whole, part_of, written_key
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import TrainConfig, parse_config, said_wrong
@@ -27,19 +28,21 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = _with_recipe(part_of(read_toml(path), "train", str(path)), path)
+    whole = read_toml(path)
+    values = _with_recipe(part_of(whole, "train", str(path)), path)
     for text in overrides:
         override(values, text)
-    return parse_config(values, str(path))
+    return parse_config(values, str(path), partial(written_key, whole, "train"))
 
 
 def read_training(values: Json, path: Path) -> TrainConfig:
-    """The training that the values of a CONFIG say, which is at this path.
+    """The training of a whole run, of which the CONFIG at this path has these values.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
     """
-    return parse_config(_with_recipe(values, path), str(path))
+    own = _with_recipe(part_of(values, "train", str(path)), path)
+    return parse_config(own, str(path), partial(written_key, values, "train"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,11 @@ def load_recipe(path: Path) -> NamedRecipe:
     Raises:
         ConfigError: it cannot be read, or a key is unknown or ill-typed; all are named.
     """
-    values = read_toml(path)
-    values = part_of(values, "train", str(path)) if is_whole(values) else values
+    whole = read_toml(path)
+    values = part_of(whole, "train", str(path)) if is_whole(whole) else whole
     if "algorithm" in values:
-        config = parse_config(_with_recipe(values, path), str(path))
+        written = partial(written_key, whole, "train")
+        config = parse_config(_with_recipe(values, path), str(path), written)
         return NamedRecipe(str(path), config.recipe, config.algorithm, config)
     return NamedRecipe(str(path), _recipe(values, path), Sft(name="sft"))
 
@@ -73,7 +77,7 @@ def _recipe(values: Json, path: Path) -> RecipeConfig:
     try:
         return RecipeConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(said_wrong(str(path), error)) from error
+        raise ConfigError(said_wrong(str(path), error, values)) from error
 
 
 def _with_recipe(values: Json, path: Path) -> Json:

@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +21,16 @@ from rollbook.ingest.serve.settings import ServeSettings, parse_settings
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import ENGINE, TABLES, WAIT_S, check_whole, is_whole, part_of, proxy_url
+from rollbook.store.whole_config import (
+    ENGINE,
+    TABLES,
+    WAIT_S,
+    check_whole,
+    is_whole,
+    part_of,
+    proxy_url,
+    written_key,
+)
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.files import read_training
 
@@ -159,12 +169,15 @@ def load_whole(path: Path, overrides: Sequence[str] = ()) -> WholeConfig:
     name = str(path)
     check_whole(values, name)
     shared = typed(SharedConfig, {k: v for k, v in values.items() if k in SharedConfig.model_fields}, name)
-    engines = typed(EnginesConfig, values["engines"], f"{name}: engines") if "engines" in values else None
+    engines = typed(EnginesConfig, values["engines"], name, within="engines") if "engines" in values else None
     if "evaluation" in values:
-        typed(EvaluatedConfig, values["evaluation"], f"{name}: evaluation")
-    serve = parse_settings(part_of(values, "serve", name), name)
-    trained = read_training(part_of(values, "train", name), path) if "train" in values else None
-    rollouts = parse_rollouts(part_of(values, "rollout", name), name) if "rollout" in values else None
+        typed(EvaluatedConfig, values["evaluation"], name, within="evaluation")
+    serve = parse_settings(part_of(values, "serve", name), name, partial(written_key, values, "serve"))
+    trained = read_training(values, path) if "train" in values else None
+    written = partial(written_key, values, "rollout")
+    rollouts = (
+        parse_rollouts(part_of(values, "rollout", name), name, written) if "rollout" in values else None
+    )
     _check_evaluation(trained, rollouts, name)
     if engines is not None and serve.model is None:
         raise ConfigError(f"{name}: [engines] needs `model`, the directory of what they serve")
