@@ -27,6 +27,8 @@ class About:
             of a policy, or (`run`) the training of every policy of its run. None: retention drops it with its
             unit.
         text: field that holds text of a trajectory -> function that gives its value after erasure.
+        counted: the same of names that clients choose and recipes count by: erased with the tokens, and left
+            with them, since training on those goes on.
         large: fields whose large parts are stored once, as bodies.
         fat: whether it is sealed into `turns.parquet`, with tokens and text, instead of `marks.parquet`.
         lasting: whether retention never drops it, because it records a removal.
@@ -34,6 +36,7 @@ class About:
 
     of: Literal["trajectory", "policy", "run"] | None = None
     text: Mapping[str, Eraser] = field(default_factory=dict)
+    counted: Mapping[str, Eraser] = field(default_factory=dict)
     large: tuple[str, ...] = ()
     fat: bool = False
     lasting: bool = False
@@ -87,9 +90,21 @@ def only_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, int | float | None)}
 
 
-def marked_but_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and nulls of an object, and `{"erased": true}` for each other value of it."""
-    return {name: value if isinstance(value, int | float | None) else MARK for name, value in values.items()}
+def unnamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of an object under their places ("0", "1", ...) in place of their names: of each that is an
+    object its numbers and nulls, numbers and nulls themselves, `{"erased": true}` for any other."""
+    return {str(place): _numbers_of(value) for place, value in enumerate(values.values())}
+
+
+def _numbers_of(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return only_numbers(value) or MARK
+    return value if isinstance(value, int | float | None) else MARK
+
+
+def gone_unless(*kept: str) -> Eraser:
+    """`erased` for a text, but one of `kept`, which are words of Rollbook's own."""
+    return lambda text: text if text in kept else GONE
 
 
 def only_key(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ CHANGED = ("extra", "prompt_ids", "completion_ids", "logprobs")
 
 def text_kinds() -> list[str]:
     """Kinds of a trajectory's events that hold text of it; `body.stored` does for a request that names it."""
-    return kinds_where(lambda said: said.of == "trajectory" and said.text)
+    return kinds_where(lambda said: said.of == "trajectory" and (said.text or said.counted))
 
 
 def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
     """
     extra = orjson.loads(row["extra"])
     erased = {name: row[name] for name in CHANGED}
-    for name, left in about(kind).text.items():
+    said = about(kind)
+    for name, left in (said.text if keep_tokens else {**said.text, **said.counted}).items():
         if name in extra:
             extra[name] = left(extra[name])
     if "flags" in extra:

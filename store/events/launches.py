@@ -9,8 +9,9 @@ from rollbook.store.events.about import (
     About,
     each_marked,
     gone_if_any,
-    marked_but_numbers,
     only_numbers,
+    said_gone,
+    unnamed,
 )
 
 Json = dict[str, Any]
@@ -25,11 +26,19 @@ class LaunchStarted:
     `attempt` counts from 1. `launcher` is how it was started (`subprocess`, `docker`, `http`, `python`),
     `isolation` what really keeps it apart, `owner` the id of the process that started it. `clocks` are limits
     in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out
-    of `place`, as out of the trajectory's opening.
+    of `place`, as out of the trajectory's opening, and each word but names: `launch_id`, `rollout`, `by`.
     """
 
     KIND: ClassVar[str] = "launch.started"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"place": only_numbers})
+    ABOUT: ClassVar[About] = About(
+        of="trajectory",
+        text={
+            "place": only_numbers,
+            "launcher": said_gone,
+            "isolation": only_numbers,
+            "owner": said_gone,
+        },
+    )
     trajectory_id: str
     launch_id: str
     rollout: str
@@ -54,7 +63,9 @@ class LaunchEnded:
     """
 
     KIND: ClassVar[str] = "launch.ended"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"why": gone_if_any, "scoring": marked_but_numbers})
+    ABOUT: ClassVar[About] = About(
+        of="trajectory", text={"why": gone_if_any, "output": unnamed, "scoring": unnamed}
+    )
     trajectory_id: str
     launch_id: str
     status: str

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rollbook.store.events.about import (
     About,
     each_marked,
+    gone_unless,
     marked,
     marked_if_any,
     no_keys,
@@ -244,7 +245,7 @@ class RewardAssigned:
     """
 
     KIND: ClassVar[str] = "reward.assigned"
-    ABOUT: ClassVar[About] = About(of="trajectory")
+    ABOUT: ClassVar[About] = About(of="trajectory", counted={"source": gone_unless("agent")})
     trajectory_id: str
     turn_id: str | None
     reward: float
@@ -262,7 +263,7 @@ class PreferenceAdded:
     """
 
     KIND: ClassVar[str] = "preference.added"
-    ABOUT: ClassVar[About] = About(of="trajectory")
+    ABOUT: ClassVar[About] = About(of="trajectory", counted={"source": gone_unless("label")})
     trajectory_id: str
     rejected_trajectory_id: str
     margin: float | None = None
@@ -286,7 +287,9 @@ class LabelAdded:
     """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
 
     KIND: ClassVar[str] = "label.added"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"value": marked})
+    ABOUT: ClassVar[About] = About(
+        of="trajectory", text={"name": said_gone, "value": marked, "source": gone_unless("agent")}
+    )
     trajectory_id: str
     turn_id: str | None
     name: str

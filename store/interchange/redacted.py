@@ -1,7 +1,7 @@
 """Takes the text out of rows of the log that are handed on, and leaves what training reads. Pure.
 
 What erasing a trajectory with its tokens kept removes goes here too (`events.erased`), and more: names of
-trajectories, groups and API keys, how a run was started, who started an agent, and where its output lies.
+trajectories, groups and API keys, and how a run was started.
 Token ids stay, and are text to whoever has the tokenizer.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from rollbook.store.events import LaunchEnded, LaunchStarted, RunOpened, StepPlanned, TrajectoryOpened
+from rollbook.store.events import RunOpened, StepPlanned, TrajectoryOpened
 from rollbook.store.events.about import GONE, MARK
 from rollbook.store.events.erased import CHANGED, erase_row, text_kinds
 from rollbook.store.ids import now_us
@@ -48,10 +48,6 @@ class Redaction:
             case StepPlanned.KIND:
                 for one in values.get("others") or []:
                     one["group"] = self._group(one["run"], one["group"])
-            case LaunchStarted.KIND:
-                values |= {"isolation": {}, "owner": GONE}
-            case LaunchEnded.KIND:
-                values["output"] = {stream: one | {"path": GONE} for stream, one in values["output"].items()}
             case RunOpened.KIND:
                 values |= {"command": GONE, "config": dict(MARK), "model": None, "environment": {}}
             case _:

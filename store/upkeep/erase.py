@@ -23,6 +23,7 @@ from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import (
     BodyStored,
     Event,
+    LaunchEnded,
     TrajectoryErased,
     TrajectoryOpened,
     TurnCompleted,
@@ -53,6 +54,7 @@ class EraseReport:
         units: lane/name of the units that were rewritten; none where all of it was erased before.
         finished: whether the trajectory is; if not, what is recorded later is not erased.
         replays: trajectories that were sampled again from it, or judge it, and still hold its text.
+        outputs: files outside the store in which its agents' output was kept; they are not touched.
     """
 
     trajectory_id: str
@@ -65,15 +67,18 @@ class EraseReport:
     units: tuple[str, ...]
     finished: bool
     replays: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Places of a unit's rows to erase: the trajectory's own and bodies; and which bodies others share."""
+    """Places of a unit's rows to erase: the trajectory's own and bodies; which bodies others share; and the
+    paths of files with output that the rows name."""
 
     own: list[int]
     bodies: list[int]
     shared_bodies: set[str]
+    outputs: list[str]
 
 
 def erase_trajectory(
@@ -112,6 +117,7 @@ def erase_trajectory(
                 tuple(f"{unit.lane}/{unit.name}" for unit in made if unit is not None),
                 found.finished,
                 _replays_of(log, found.trajectory_id),
+                tuple(path for r in rows for path in r.outputs),
             )
             _record(log, upkeep, report, reason)
     return report
@@ -178,7 +184,13 @@ def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
     stored = _places(pc.equal(table["kind"], BodyStored.KIND)) if named else []
     only_mine = named - named_by_others
     bodies = [i for i in stored if orjson.loads(table["extra"][i].as_py())["digest"] in only_mine]
-    return _Rows(own, bodies, named & named_by_others)
+    ended = table["extra"].filter(pc.and_(mine, pc.equal(table["kind"], LaunchEnded.KIND))).to_pylist()
+    return _Rows(own, bodies, named & named_by_others, [p for extra in ended for p in _outputs(extra)])
+
+
+def _outputs(extra: str) -> list[str]:
+    """Paths of the files in which a launch's output was kept; none of one that is erased already."""
+    return [stream["path"] for stream in orjson.loads(extra)["output"].values() if "path" in stream]
 
 
 def _places(mask: Any) -> list[int]:

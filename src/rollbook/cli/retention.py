@@ -132,6 +132,9 @@ def _lines(report: EraseReport) -> list[str]:
     if report.replays:
         left = ", ".join(report.replays)
         lines.append(f"its replays, or what judges were asked, hold its text too: erase {left} as well")
+    if report.outputs:
+        kept = ", ".join(report.outputs)
+        lines.append(f"what its agents printed is outside the store: delete {kept} yourself")
     if not report.finished:
         lines.append("the trajectory is not finished: erase it again when it is")
     return lines

@@ -77,7 +77,7 @@ def test_every_kind_says_what_it_is() -> None:
     for kind, record in RECORDS.items():
         assert isinstance(record.__dict__.get("ABOUT"), About), kind
         names = {field.name for field in fields(record)}
-        assert {*record.ABOUT.text, *record.ABOUT.large} <= names, kind
+        assert {*record.ABOUT.text, *record.ABOUT.counted, *record.ABOUT.large} <= names, kind
         assert record.ABOUT.of != "trajectory" or "trajectory_id" in names, kind
         assert record.ABOUT.of != "policy" or "policy" in names, kind
 
@@ -85,8 +85,8 @@ def test_every_kind_says_what_it_is() -> None:
 def test_what_the_kinds_say() -> None:
     """The lists that erasure, retention and sealing go by."""
     assert text_kinds() == [
-        *("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "label.added"),
-        *("launch.started", "launch.ended", "launch.leaked"),
+        *("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "reward.assigned"),
+        *("label.added", "preference.added", "launch.started", "launch.ended", "launch.leaked"),
     ]
     assert FAT_KINDS == ("turn.requested", "turn.completed")
     lasting = kinds_where(lambda said: said.lasting)

@@ -136,12 +136,13 @@ def test_of_two_ends_the_first_counts(store: Store) -> None:
 
 @pytest.mark.parametrize("keep_tokens", [False, True])
 def test_erasure_leaves_numbers_and_no_text(launched: Store, keep_tokens: bool) -> None:
-    """Neither task nor reason, nor what a scorer or a process said; of the other trajectory all of it."""
+    """Neither task nor reason, no scorer's name or words, no process; of the other trajectory all."""
     erase_trajectory(launched, "a", "asked", keep_tokens=keep_tokens)
     columns = "sample, task, status, why, exit_code, seconds, output, scoring, leaked"
-    scoring = '{"exact":0.5,"flag":true,"none":null,"judged":{"erased":true}}'
+    output = '{"0":{"bytes":90,"kept":64}}'
+    scoring = '{"0":0.5,"1":true,"2":null,"3":{"erased":true}}'
     assert _rows(launched, columns) == [
-        (0, None, "agent_error", "erased", 3, 12.5, OF_A[22], scoring, 3),
+        (0, None, "agent_error", "erased", 3, 12.5, output, scoring, 3),
         (0, None, "timeout", None, None, 600.5, "{}", "{}", 0),
         (3, TASK, "running", None, None, None, None, None, 0),
     ]

@@ -155,7 +155,7 @@ def test_no_byte_of_it_is_left(log: Store) -> None:
     report = erase_trajectory(log, "name-bad", "a key leaked")
     assert _leaks(log, *_needles()) == []
     assert (report.trajectory_id, report.run, report.tokens_kept) == ("bad", "demo", False)
-    assert (report.events, report.finished, report.shared_bodies) == (8, True, 1)
+    assert (report.events, report.finished, report.shared_bodies) == (9, True, 1)
     assert report.bodies >= 2
     assert [u.rpartition("/")[0] for u in report.units] == ["judge", "serve", "serve"]
 
@@ -220,7 +220,7 @@ def test_sql_shows_an_erased_trajectory_without_text(log: Store) -> None:
     tokens = sql.execute("select token_id, logprob from tokens where trajectory_id = 'bad'").fetchall()
     assert tokens == [(-1, None)] * 4
     asked = "select trajectory_id, extra->>'$.reason', extra->>'$.events' from events where kind = ?"
-    assert sql.execute(asked, ["trajectory.erased"]).fetchall() == [("bad", "a key leaked", "8")]
+    assert sql.execute(asked, ["trajectory.erased"]).fetchall() == [("bad", "a key leaked", "9")]
     assert sql.execute("select task, reward from trajectories where trajectory = 'name-bad'").fetchall() == [
         (None, 0.5)
     ]
@@ -346,12 +346,30 @@ def test_a_live_writer_whose_segment_has_rolled(store: Store) -> None:
     secret = [Event(record, "demo") for record in _trajectory("bad", PROMPT, COMPLETION, SECRET)]
     with store.writer("serve", short) as writer:
         writer.append(secret).result(30)
-        later = Event(kinds.RewardAssigned("bad", None, 1.0, "judge"), "demo")
+        later = Event(kinds.RewardAssigned("a", None, 1.0, "judge"), "demo")
         writer.append([later]).result(30)
         erase_trajectory(store, "bad", "in the middle")
         assert _leaks(store, *_needles()) == []
         writer.append([Event(kinds.RewardAssigned("bad", None, 2.0, "judge"), "demo")]).result(30)
     assert store.trajectories()["bad"].reward("judge") == 2.0
+
+
+def test_what_recipes_count_by_goes_with_the_tokens(store: Store) -> None:
+    """The source of a reward and of a preference stays while the tokens do; a label's name never does."""
+    named = [
+        kinds.RewardAssigned("bad", None, 1.0, SECRET),
+        kinds.PreferenceAdded("bad", "a", None, SECRET),
+        kinds.LabelAdded("bad", None, SECRET, 1, SECRET),
+    ]
+    _append(store, [*_trajectory("bad", PROMPT, COMPLETION, "words"), *named])
+    erase_trajectory(store, "bad", "asked", keep_tokens=True)
+    rewards, preferences, labels = (
+        [e.record for e in store.events() if isinstance(e.record, type(record))] for record in named
+    )
+    assert (rewards[-1].source, preferences[-1].source) == (SECRET, SECRET)
+    assert (labels[-1].name, labels[-1].source) == ("erased", "erased")
+    erase_trajectory(store, "bad", "asked")
+    assert _leaks(store, SECRET.encode()) == []
 
 
 def test_an_ambiguous_name_needs_a_run(log: Store) -> None:
@@ -425,5 +443,5 @@ def test_a_killed_erasure_is_finished_by_asking_again(
         assert _leaks(copy, *_needles()) == [], limit
         assert _change_of(copy, before, rows) is None, limit
         erased = [e.record for e in copy.events() if isinstance(e.record, kinds.TrajectoryErased)]
-        assert erased[-1].events == 8
+        assert erased[-1].events == 9
         assert [v.fault for v in verify_store(copy)] == [None] * len(copy.lanes()), limit
