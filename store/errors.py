@@ -18,7 +18,8 @@
     ├── QueryError               (also ValueError) DuckDB refused a query, or it would leave the store
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
-    │   └── LimitError           it is more than is allowed, or comes too slowly; counted in /metrics
+    │   ├── LimitError           it is more than is allowed, or comes too slowly; counted in /metrics
+    │   └── EndingError          the process that it came to is ending, and another one is to be asked
     ├── EngineError              an engine failed, or was given what it cannot serve
     │   └── EngineLostError      an engine went away, or may not be believed: another may answer
     │       └── EngineHeldError  none takes requests now, and nothing was asked of any
@@ -120,6 +121,13 @@ class RequestError(RollbookError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class EndingError(RequestError):
+    """A request that the process it came to does not answer any more, as that ends: 503, to be sent again."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__(503, "proxy_ends", "this proxy is ending: try again, as another one takes its place")
 
 
 class LimitError(RequestError):

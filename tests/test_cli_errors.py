@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import os
+import pty
 import resource
 import shutil
 import signal
@@ -199,6 +201,12 @@ def _small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
 
 
+def _hears_all() -> None:
+    """As `_heard`, and SIGHUP, which `nohup` has a whole tree of processes ignore."""
+    _heard()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _heard() -> None:
     """One that is begun where interrupts are ignored would ignore those that come before it is ready."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -310,14 +318,56 @@ run(command)
 """A command that is stopped while DuckDB's native code makes its enumerations, which calls Python."""
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_while_native_code_is_loaded(name: str, root: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143)])
+def test_a_signal_while_native_code_is_loaded(name: str, code: int, root: Path) -> None:
     """Loading goes on for a moment: an exception there aborts the process (SIGABRT), with a traceback."""
     command = [sys.executable, "-c", LOADED_THEN_STOPPED, name]
     env = os.environ | {"PYTHONPATH": str(root / "src")}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (128 + getattr(signal, name), "")
+    ended = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, preexec_fn=_hears_all
+    )
+    assert (ended.returncode, ended.stderr) == (code, "")
     assert ended.stdout == "went on True\n"
+
+
+HUNG_UP = """
+import os, signal, sys
+from rollbook.cli.errors import run
+def command():
+    try:
+        print("there", flush=True)
+        while True:
+            signal.pause()
+    finally:
+        print("said to nobody", flush=True)
+        open(sys.argv[1], "w").write("ended in order")
+run(command)
+"""
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path, root: Path) -> None:
+    """The command ends as at SIGTERM, in order: what it prints then goes nowhere, and fails nothing."""
+    said = tmp_path / "said"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        _hears_all()
+        os.environ["PYTHONPATH"] = str(root / "src")
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(said)])
+    while b"there" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    assert said.read_text() == "ended in order"
+
+
+def test_a_command_that_outlives_its_terminal(root: Path) -> None:
+    """As `nohup` starts it: SIGHUP is ignored."""
+    code = "import os, signal; from rollbook.cli.errors import run; run(lambda: os.kill(os.getpid(), 1))"
+    env = os.environ | {"PYTHONPATH": str(root / "src")}
+    ignores = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=env, timeout=60, preexec_fn=ignores).returncode == 0
+    )
 
 
 INTERRUPTED_IN_A_CALLBACK = """

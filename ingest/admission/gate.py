@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollbook.ingest.admission.outstanding import Outstanding
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import EndingError, RequestError
 from rollbook.store.events import Event, TrajectoryOpened
 
 STALLED_S = 10.0
@@ -27,6 +27,9 @@ class Gate(Protocol):
     ) -> bool:
         """Wait until the trajectory may begin: see `AdmissionGate`."""
 
+    def stop(self) -> None:
+        """Hold nothing any more: who waits, or comes from now on, is refused."""
+
     def leave(self, name: str) -> None:
         """Release the room that was kept for it."""
 
@@ -37,7 +40,8 @@ class _Waiting:
 
     name: str
     group: str | None
-    admitted: asyncio.Future[None]
+    admitted: asyncio.Future[bool]
+    """False: the proxy ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +85,8 @@ class AdmissionGate:
     """The state in which no progress is possible, and since when it holds."""
     _timer: asyncio.TimerHandle | None = None
     """The next check for progress, while trajectories wait."""
+    _stopped: bool = False
+    """Whether its proxy ends."""
 
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
@@ -92,6 +98,7 @@ class AdmissionGate:
 
         Raises:
             RequestError: 503, there is no room for it within `hold_s`; 499, nobody waits for it any more.
+            EndingError: there is no room for it now, and the proxy ends.
         """
         training = self.outstanding.training
         if training is None or not training.uses(split, group):
@@ -99,27 +106,40 @@ class AdmissionGate:
         if name in self._reserved or self._joins(group) or (not self._waiting and self._has_room()):
             self._keep(name, group)
             return True
-        one = self._queue(name, group)
+        if self._stopped:
+            raise EndingError
+        await self._hold(self._queue(name, group), gone)
+        return True
+
+    async def _hold(self, one: _Waiting, gone: Callable[[], Awaitable[Any]]) -> None:
+        """Wait until a trajectory is admitted, as `enter` does."""
         left = asyncio.ensure_future(gone())
         try:
             both: set[asyncio.Future[Any]] = {one.admitted, left}
             await asyncio.wait(both, timeout=self.hold_s, return_when=asyncio.FIRST_COMPLETED)
             if left.done():
-                if one.admitted.done():
-                    self.leave(name)
-                raise RequestError(499, "client_left", f"trajectory {name!r} was held, and its client left")
-            if one.admitted.done():
-                return True
-            raise RequestError(503, "trajectory_held", self._why())
-        except asyncio.CancelledError:
-            if one.admitted.done():
-                self.leave(name)  # it was admitted, and its request is gone
+                text = f"trajectory {one.name!r} was held, and its client left"
+                raise RequestError(499, "client_left", text)
+            if not one.admitted.done():
+                raise RequestError(503, "trajectory_held", self._why())
+            if not one.admitted.result():
+                raise EndingError
+        except BaseException:
+            if one.admitted.done() and one.admitted.result():
+                self.leave(one.name)  # it was admitted, and its request is gone
             raise
         finally:
             left.cancel()
             if not one.admitted.done():
                 self._waiting.remove(one)
             self._rest()
+
+    def stop(self) -> None:
+        """Hold nothing any more: who waits, or comes from now on, is refused."""
+        self._stopped = True
+        while self._waiting:
+            self._waiting.popleft().admitted.set_result(False)
+        self._rest()
 
     def _queue(self, name: str, group: str | None) -> _Waiting:
         self.held += 1
@@ -204,7 +224,7 @@ class AdmissionGate:
     def _admit(self, one: _Waiting) -> None:
         self._waiting.remove(one)
         self._keep(one.name, one.group)
-        one.admitted.set_result(None)
+        one.admitted.set_result(True)
 
     def _look(self) -> None:
         """Admit one more than fits, if no progress has been possible for long."""

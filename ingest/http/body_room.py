@@ -23,7 +23,7 @@ from rollbook.ingest.http.content_encoding import codings, decoded
 from rollbook.ingest.http.memory import GivingBack, give_back
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.requests.large_work import LARGE_BYTES, aside, started
-from rollbook.store.errors import LimitError
+from rollbook.store.errors import EndingError, LimitError
 
 FREE_BYTES = 32 << 10
 """Bytes of each body that take no room: the connection buffers as much anyway."""
@@ -85,6 +85,7 @@ class BodyRoom:
         self._waiting: dict[_Upload, None] = {}
         self._beyond: _Upload | None = None
         self._press: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._memory = GivingBack(partial(started, give_back))
 
     @contextlib.asynccontextmanager
@@ -189,6 +190,7 @@ class BodyRoom:
 
         Raises:
             LimitError: 503, there was none for a long time.
+            EndingError: there is none now, and the proxy ends.
         """
         if upload.came < self._free or self._may(upload, self._taken):
             return
@@ -197,6 +199,8 @@ class BodyRoom:
         self._wake()  # it may be the one that goes on beyond the room
         self._press_later()
         try:
+            if self._stopped:
+                raise EndingError
             async with asyncio.timeout(WAIT_S):
                 await upload.turn
         except TimeoutError:
@@ -205,6 +209,13 @@ class BodyRoom:
         finally:
             self._waiting.pop(upload, None)
             upload.turn = None
+
+    def stop(self) -> None:
+        """Have nobody wait for room any more: who does, or comes to, is refused."""
+        self._stopped = True
+        for upload in self._waiting:
+            if upload.turn is not None and not upload.turn.done():
+                upload.turn.set_exception(EndingError())
 
     def _may(self, upload: _Upload, taken: int) -> bool:
         if upload is self._beyond:

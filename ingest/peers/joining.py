@@ -47,6 +47,17 @@ def add_all_guards(
         add_peers(app, others)
 
 
+def stops(app: FastAPI, others: Company | None, *more: Callable[[], None]) -> None:
+    """Let the server tell all who keep requests waiting when the application is to end."""
+    of_peers = (others.stop,) if isinstance(others, Peers) else ()
+
+    def stop() -> None:
+        for one in (*of_peers, *more):
+            one()
+
+    app.state.stop = stop
+
+
 @asynccontextmanager
 async def meeting(others: Company | None) -> AsyncIterator[None]:
     """Speak with the others while the context lasts."""

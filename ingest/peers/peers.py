@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,9 +32,11 @@ from rollbook.ingest.peers.asking import PeerBus, ProxyAwayError
 from rollbook.ingest.peers.duties import Duty, first_does
 from rollbook.ingest.peers.seats import LOOK_S, Seats
 from rollbook.ingest.peers.wire import TOKEN_HEADER, UnreachableError
+from rollbook.ingest.recording.runner import ANSWERED_S
 from rollbook.ingest.recording.taking_over import look_again
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.workers.place import FIRST, owner_of
+from rollbook.store.errors import EndingError
 from rollbook.store.events import Json
 
 SENT_AS_HEADER, MOVED_HEADER = "x-rollbook-sent-as", "x-rollbook-moved"
@@ -57,6 +59,7 @@ _ABOUT_TRAJECTORIES = frozenset(
 """Paths whose requests may name a trajectory by their heads."""
 
 As = Literal["holder", "writer", "knower"]
+Reply = aiohttp.ClientResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class Peers:
     cleaned: Callable[[str], str] = str
     knows: Callable[[str], bool] = field(default=lambda reply_id: False)
     bus: PeerBus = field(init=False)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once other proxies' answers are not waited for any more."""
 
     def __post_init__(self) -> None:
         self.bus = PeerBus(self.seats)
@@ -188,6 +193,22 @@ class Peers:
 
     # Sending it on --------------------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """This proxy is to end: the others have a while to answer what was sent on to them."""
+        asyncio.get_running_loop().call_later(ANSWERED_S, self._ended.set)
+
+    async def _until_ended(self, reply: Coroutine[Any, Any, Reply | None]) -> Reply | None:
+        replying, ended = asyncio.ensure_future(reply), asyncio.ensure_future(self._ended.wait())
+        try:
+            both: set[asyncio.Future[Any]] = {replying, ended}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not replying.done():
+                raise EndingError
+            return replying.result()
+        finally:
+            replying.cancel()
+            ended.cancel()
+
     async def sent_on(
         self,
         request: Request,
@@ -204,6 +225,7 @@ class Peers:
 
         Raises:
             ProxyAwayError: that one does not answer, and nobody stands in for it.
+            EndingError: this proxy ends, and that one takes too long.
         """
         to, sent_as = whose(), request.scope.get(SENT_AS)
         if to is not None and sent_as in (to.role, "writer"):
@@ -211,7 +233,7 @@ class Peers:
         watch = ClientWatch(request.receive)
         call = _Call(self, request, whose, raw, plain, on_sent)
         try:
-            reply = await watch.race(call.reply())
+            reply = await watch.race(self._until_ended(call.reply()))
         except ClientGone:
             watch.close()
             return Response(status_code=499)

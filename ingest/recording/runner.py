@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
@@ -27,10 +27,19 @@ from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.turns.planning import PromptPlan, plan_call, reader_of
 from rollbook.ingest.turns.reply import STOP_STRING, ReplyReader
-from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError, RequestError, UnstorableError
+from rollbook.store.errors import (
+    EndingError,
+    EngineError,
+    EngineHeldError,
+    EngineLostError,
+    RequestError,
+    UnstorableError,
+)
 from rollbook.store.fold.siblings import as_sibling
 from rollbook.store.ids import new_id
 
+ANSWERED_S = 8.0
+"""So long requests that an engine answers may go on once the proxy is to end."""
 ATTEMPTS = 4
 """How many engines are tried, each lost on the way, before the client gets the error."""
 
@@ -49,6 +58,12 @@ class TurnRunner:
     family: Family
     hold_s: float = 110.0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _held: dict[asyncio.Future[None], InFlightCall] = field(default_factory=dict)
+    """Those that wait for an engine that takes requests; done: they are not to wait any more."""
+    _sampled: set[asyncio.Task[Generation]] = field(default_factory=set)
+    """What engines answer now."""
+    _stopped: bool = False
+    """Whether the proxy is ending."""
 
     async def planned(self, tree: TurnTree, call: ModelCall, size: int) -> PromptPlan | None:
         """The plan of a request that is so large that planning it would delay others; None for a small one.
@@ -102,6 +117,22 @@ class TurnRunner:
         in_flight.done.set_result(list(turns))
         return in_flight
 
+    def stop(self) -> None:
+        """Refuse what waits for an engine, and whatever comes; what one answers has a while for it."""
+        self._stopped = True
+        self._wake(lambda _: True)
+        asyncio.get_running_loop().call_later(ANSWERED_S, self._cut)
+
+    def _wake(self, which: Callable[[InFlightCall], bool]) -> None:
+        """Have these wait no more for an engine."""
+        for waiting, in_flight in self._held.items():
+            if which(in_flight) and not waiting.done():
+                waiting.set_result(None)
+
+    def _cut(self) -> None:
+        for sampled in self._sampled:
+            sampled.cancel()
+
     async def drained(self) -> None:
         """Wait until no request runs."""
         while self._tasks:
@@ -109,14 +140,14 @@ class TurnRunner:
 
     async def abort(self, in_flight: InFlightCall) -> None:
         """End a request whose client has gone; what was sampled is recorded."""
+        self._wake(lambda held: held is in_flight)
         for turn in in_flight.turns:
             await self.engine.abort(turn.turn_id)
 
     async def _answer(self, live: LiveTrajectory, in_flight: InFlightCall, plan: Plan) -> None:
         """Answer a request. Its future is resolved and its trajectory updated whatever happens."""
         try:
-            await self._let_in()
-            _check_wanted(in_flight)
+            await self._let_in(in_flight)
             # Every sibling runs to its end even if one fails: each is a turn of its own.
             ends = [self._turn(live, in_flight, turn, plan) for turn in in_flight.turns]
             answers = await asyncio.gather(*ends, return_exceptions=True)
@@ -148,13 +179,31 @@ class TurnRunner:
         if not any_lost(in_flight.depends_on):  # else the log has no such turn
             self.recorder.note(failed_record(live, in_flight, turn, plan, error))
 
-    async def _let_in(self) -> None:
-        try:
-            async with asyncio.timeout(self.hold_s):
-                await self.engine.ready()
-        except TimeoutError:
-            text = f"the engine's weights are being replaced, and were not ready within {self.hold_s:g} s"
-            raise RequestError(503, "engine_held", text) from None
+    async def _let_in(self, in_flight: InFlightCall) -> None:
+        """Wait until an engine takes requests.
+
+        Raises:
+            RequestError: 503, none did in time.
+            EndingError: the proxy is ending.
+            EngineError: nobody waits for the reply any more.
+        """
+        if not self._stopped:
+            ready = asyncio.ensure_future(self.engine.ready())
+            refused = asyncio.get_running_loop().create_future()
+            self._held[refused] = in_flight
+            try:
+                await asyncio.wait({ready, refused}, timeout=self.hold_s, return_when="FIRST_COMPLETED")
+                if not ready.done() and not refused.done():
+                    text = "the engine's weights are being replaced, and were not ready within"
+                    raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s")
+            finally:
+                del self._held[refused]
+                ready.cancel()
+        if self._stopped:
+            raise EndingError
+        if in_flight.abandoned:
+            raise EngineError("its client left before the engine took it")
+        ready.result()
 
     async def _turn(
         self, live: LiveTrajectory, in_flight: InFlightCall, turn: InFlightTurn, plan: Plan
@@ -172,8 +221,7 @@ class TurnRunner:
             in_flight.depends_on.append(self.recorder.note(as_sibling(again, in_flight.first)))
             turn.again(again)
             in_flight.changed()
-            await self._let_in()
-            _check_wanted(in_flight)
+            await self._let_in(in_flight)
         return await self._attempt(live, in_flight, turn, plan)
 
     async def _attempt(
@@ -224,15 +272,22 @@ class TurnRunner:
     async def _generated(
         self, in_flight: InFlightCall, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens
     ) -> Generation:
-        """The engine's completion. If a sync began after the request was let in, it waits once more."""
+        """The engine's completion. If a sync began after the request was let in, it waits once more.
+
+        Raises:
+            EndingError: the proxy ends, and the engine took too long.
+        """
         while True:
+            sampled = asyncio.ensure_future(self.engine.generate(prompt, sampling, on_tokens))
+            self._sampled.add(sampled)
             try:
-                return await self.engine.generate(prompt, sampling, on_tokens)
+                return await sampled
             except EngineHeldError:
-                await self._let_in()
-                _check_wanted(in_flight)
-
-
-def _check_wanted(in_flight: InFlightCall) -> None:
-    if in_flight.abandoned:
-        raise EngineError("its client left before the engine took it")
+                await self._let_in(in_flight)
+            except asyncio.CancelledError:
+                if self._stopped and sampled.cancelled():
+                    raise EndingError from None
+                sampled.cancel()
+                raise
+            finally:
+                self._sampled.discard(sampled)

@@ -11,8 +11,15 @@ from rollbook.ingest.rollouts.launching import Leak
 
 LAUNCH_ID, KEEPER = "ROLLBOOK_LAUNCH_ID", "ROLLBOOK_KEEPER"
 """In the environment of all processes of a launch; of its keeper, and what this is wrapped in, alone."""
+START = "ROLLBOOK_START"
+"""In the environment of all that one start of `rollbook run` has started."""
 TOLD_LENGTH = 500
 """Most characters of a command line."""
+
+
+def start() -> dict[str, str]:
+    """What processes of a launch have in their environment, to be known as this start's."""
+    return {START: os.environ[START]} if START in os.environ else {}
 
 
 def end_left(alive: frozenset[str]) -> list[Leak]:

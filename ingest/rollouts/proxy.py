@@ -17,7 +17,7 @@ from rollbook.ingest.rollouts.http import FAILURES, Answer, Http, failure
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
 from rollbook.store.errors import RequestError, RolloutError
-from rollbook.store.events import JUDGE, Event, Json
+from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
 
 AWAY_S = 60.0
@@ -89,6 +89,28 @@ class Proxy:
         body = {"id": name, "group": group, "task": task, "split": split, "labels": labels}
         said = await self._sent("POST", "/v1/trajectories", body, held=True)
         return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
+
+    async def open_unless(
+        self, stop: asyncio.Event, name: str, group: str, task: str, split: str, labels: Json
+    ) -> Opened | None:
+        """The same until this event is set; None: it is, and nothing is open of the trajectory.
+
+        Raises:
+            RequestError, RolloutError: as `open`.
+        """
+        opening = asyncio.ensure_future(self.open(name, group, task, split, labels))
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            both: set[asyncio.Future[Any]] = {opening, stopped}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                return opening.result()
+        finally:
+            opening.cancel()
+            stopped.cancel()
+        with contextlib.suppress(RolloutError, RequestError):  # it was held, or the answer was on its way
+            await self.finish(name, {"status": VOID})
+        return None
 
     async def open_judge(self, name: str, judged: str, labels: Json) -> Opened:
         """Open a trajectory of a model that judges another, whose id is given.

@@ -6,6 +6,7 @@ Nothing is known here that the log does not know: a process that is started agai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -205,7 +206,9 @@ class Rollouts:
                 )
                 self._show(done=self.progress.done + 1, given_up=self.progress.given_up + 1)
                 return
-            await asyncio.sleep(config.retries.pause_s * 2 ** (number - begun - 1))
+            with contextlib.suppress(TimeoutError):
+                pause_s = config.retries.pause_s * 2 ** (number - begun - 1)
+                await asyncio.wait_for(self._stop.wait(), pause_s)
 
     # One launch -------------------------------------------------------------------------------
 
@@ -215,10 +218,12 @@ class Rollouts:
         group, launch_id = place.group(config.name), new_id()
         try:
             labels = {LABEL: config.name, OPENING: launch_id}
-            opened = await self._proxy.open(name, group, place.task, config.split, labels)
+            opened = await self._proxy.open_unless(self._stop, name, group, place.task, config.split, labels)
         except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
+        if opened is None:
+            return Status.cancelled, None
         folder = folder_of(config.folder, name, launch_id)
         make_folder(folder, self._tasks[place.task])
         activity = watch.begin(opened.trajectory_id)

@@ -253,7 +253,7 @@ def _keeper(
     The agent's environment is not its: it may bend loaders.
     """
     command = [isolation.interpreter(), "-I", "-S", str(Path(keeper.__file__).resolve())]
-    environment = {leaks.LAUNCH_ID: launch.launch_id, leaks.KEEPER: "1"}
+    environment = {leaks.LAUNCH_ID: launch.launch_id, leaks.KEEPER: "1", **leaks.start()}
     if "LD_LIBRARY_PATH" in os.environ:  # by which the interpreter may find its own library
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     ours, theirs = socket.socketpair()
@@ -279,7 +279,7 @@ def _keeper(
 def _marshalled(launch: Launch, level: Level, group: Cgroup, entrances: list[int]) -> bytes:
     """What the keeper is sent, which runs on this very interpreter."""
     # The environment of a client is not its agent's: what it starts for others is no process of the launch.
-    tag = {} if launch.after else {leaks.LAUNCH_ID: launch.launch_id}
+    tag = {} if launch.after else {leaks.LAUNCH_ID: launch.launch_id, **leaks.start()}
     task = {
         "command": list(launch.command),
         "environment": {**launch.environment, **tag},

@@ -30,7 +30,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting
+from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
@@ -105,6 +105,7 @@ def build_app(
     _add_health(app, turn_runner, details, metrics, gate, others)
     _add_control(app, recorder, engine, options)
     add_all_guards(app, others, options, guard, metrics)
+    stops(app, others, gate.stop, turn_runner.stop, room.stop)
     return app
 
 

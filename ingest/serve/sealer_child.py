@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 RESTARTS = 5
 PAUSE_S = 1.0
 """Seconds before the first restart; each later one waits that much longer."""
-END_S = 15.0
-"""How long an ending sealer may take for the unit it is writing. Killing it later is safe."""
+END_S = 4.0
+"""How long an ending sealer may take for the unit it is writing. Killed later, it is written anew."""
 
 
 class SealerChild:

@@ -75,6 +75,8 @@ ADOPTED_S = 20.0
 """So long another proxy may take to adopt what this one's lane left open."""
 LEAVE_S = 5.0
 """So long a proxy that ends may take to give its seats away before it closes its port."""
+END_S = 10.0
+"""After so long a proxy that ends cuts off whatever is still being answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def _run(
         **forwarding(options.forwarded_from),
         **headers,  # type: ignore[arg-type]
     )
-    server = _Server(config, siblings, ready, peers)
+    server = _Server(config, siblings, ready, peers, app.state.stop)
     app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
     if peers is not None:
         peers.seats.stopping = lambda: server.should_exit
@@ -271,9 +273,10 @@ class _Server(uvicorn.Server):
         siblings: Siblings | None,
         ready: Callable[[], None],
         peers: Peers | None,
+        stop: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._siblings, self._ready, self._peers = siblings, ready, peers
+        self._siblings, self._ready, self._peers, self._stop = siblings, ready, peers, stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""
@@ -286,10 +289,14 @@ class _Server(uvicorn.Server):
         """Take no more connections, once other proxies know that this one ends.
 
         Who sent a request on to one that had just closed its port could not tell whether it had been heard.
+        What waits, for weights, for its turn or for room, is told to come again, or all would wait for it.
         """
+        until = time.monotonic() + END_S
+        self._stop()
         if self._peers is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._peers.seats.left.wait(), LEAVE_S)
+        self.config.timeout_graceful_shutdown = max(round(until - time.monotonic()), 1)
         await super().shutdown(sockets)
 
 

@@ -24,7 +24,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting
+from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.upstream.paths import paths_of
 from rollbook.ingest.upstream.recorder import UpstreamRecorder
@@ -78,6 +78,7 @@ def build_upstream_app(
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_all_guards(app, others, options, guard, metrics)
+    stops(app, others, room.stop)
     return app
 
 

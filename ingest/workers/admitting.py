@@ -16,7 +16,7 @@ from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.workers.asks import Asks
 from rollbook.ingest.workers.place import FIRST
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import EndingError, RequestError
 from rollbook.store.events import Json
 
 ENTER, KEPT, BEGAN, LEFT = "enter", "kept", "began", "left"
@@ -155,6 +155,8 @@ class FarGate:
     _tokens: Any = field(default_factory=lambda: itertools.count(os.getpid() << 32))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _telling: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once this worker ends."""
 
     def __post_init__(self) -> None:
         self.bus.on_begun(self._keep_again)
@@ -166,15 +168,18 @@ class FarGate:
 
         Raises:
             RequestError: 503, there is no room for it, or the first worker is away; 499, nobody waits for it.
+            EndingError: there is no room for it now, and this worker ends.
         """
         token = next(self._tokens)
         words = {"token": token, "name": name, "group": group, "split": split}
         asking = asyncio.ensure_future(self.bus.ask(FIRST, ENTER, words, self.hold_s + MARGIN_S))
-        left = asyncio.ensure_future(gone())
+        left, stopped = asyncio.ensure_future(gone()), asyncio.ensure_future(self._stopped.wait())
         self.waiting += 1
         try:
-            both: set[asyncio.Future[Any]] = {asking, left}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {asking, left, stopped}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and stopped.done():
+                raise EndingError
             if not asking.done():
                 raise RequestError(499, "client_left", f"trajectory {name!r} was held, and its client left")
             reserved = bool(asking.result()[0]["reserved"])
@@ -183,11 +188,15 @@ class FarGate:
             raise
         finally:
             self.waiting -= 1
-            asking.cancel()
-            left.cancel()
+            for one in ends:
+                one.cancel()
         if reserved:
             self._kept.setdefault(name, []).append((token, group))
         return reserved
+
+    def stop(self) -> None:
+        """Hold nothing any more: who waits, or comes from now on, is refused."""
+        self._stopped.set()
 
     def leave(self, name: str) -> None:
         """Release the room that was kept for it, once it is in the log or will not be."""

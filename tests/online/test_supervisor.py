@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollbook.online import guard
 from rollbook.online import part as parts
 from rollbook.online import supervisor as supervisors
 from rollbook.online.part import Part, PartError, Spec
@@ -269,6 +270,39 @@ asyncio.run(Supervisor([[spec]], print).run())
     child.kill()
     child.wait()
     assert gone(pids(spec)[0])
+
+
+def test_nothing_outlives_it(start_python: Any) -> None:
+    """Killed: what is deaf to SIGTERM, and has a session of its own, is ended by the guard."""
+    code = """
+import asyncio, os, signal, subprocess, sys
+from rollbook.online import guard
+from rollbook.online.guarded import guarded
+
+async def main():
+    async with guarded("the-mark", print):
+        deaf = (
+            "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); "
+            "time.sleep(600)"
+        )
+        words, environment = [sys.executable, "-S", "-c", deaf], os.environ | {"ROLLBOOK_START": "the-mark"}
+        for _ in range(2):
+            subprocess.Popen(words, env=environment, start_new_session=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    child = start_python(code)
+    deaf = [int(child.stdout.readline()) for _ in range(2)]
+    assert sorted(guard.marked("ROLLBOOK_START=the-mark")) == sorted(deaf)
+    child.kill()
+    child.wait()
+    assert guard.GRACE_S < 15
+    by = time.monotonic() + 30
+    while guard.marked("ROLLBOOK_START=the-mark"):
+        assert time.monotonic() < by
+        time.sleep(0.1)
+    assert all(gone(pid) for pid in deaf)
 
 
 def test_what_it_prints_is_kept() -> None:

@@ -31,8 +31,8 @@ AGAIN_S = 0.05
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
-    f"stopped by SIGINT and SIGTERM; 141 nobody reads the output. {TRACEBACK}=1 in the environment shows the "
-    "traceback of an error."
+    "stopped by SIGINT and SIGTERM, as which SIGHUP counts; 141 nobody reads the output. "
+    f"{TRACEBACK}=1 in the environment shows the traceback of an error."
 )
 _REMEDIES = {
     errno.ENOSPC: "make room there; temporary files go where TMPDIR says",
@@ -87,7 +87,8 @@ def interrupted_with(interrupt: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
-    """Context: SIGTERM ends the process orderly, errors of threads are one line, any text can be printed."""
+    """Context: SIGTERM and SIGHUP end the process orderly, errors of threads are one line, any text can be
+    printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # a test's stand-in
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -101,6 +102,8 @@ def _prepared() -> Iterator[None]:
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook, sys.unraisablehook = _told_of_thread, _told_of_callback
     handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGINT, signal.SIGTERM) if is_main}
+    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+        handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, _hung_up(_terminals()))
     try:
         yield
     finally:
@@ -124,6 +127,28 @@ def _stopped(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
+
+
+def _hung_up(terminals: list[int]) -> Callable[[int, FrameType | None], None]:
+    """What handles SIGHUP, which is SIGTERM: whoever has a handler for that has one for a closed terminal.
+
+    Args:
+        terminals: descriptors that were one. What is printed there would fail, once it is closed.
+    """
+
+    def ended(_: int, __: FrameType | None) -> None:
+        for fd in terminals:
+            if not os.isatty(fd):
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+        signal.raise_signal(signal.SIGTERM)
+
+    return ended
+
+
+def _terminals() -> list[int]:
+    return [fd for fd in (0, 1, 2) if os.isatty(fd)]
 
 
 def _in_native_import(frame: FrameType | None) -> bool:

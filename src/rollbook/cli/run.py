@@ -40,9 +40,9 @@ def run_online(
 
     Each part is a process of its own, with a log of its own. What dies is
     started again, and goes on from the log. When the training has ended, or
-    on SIGINT and SIGTERM, all are stopped in order: rollouts, the trainer
-    after its step with a checkpoint, the proxy, the engines. The same command
-    goes on.
+    on SIGINT, SIGTERM and SIGHUP (a closed terminal), all are stopped: the
+    rollouts, and the trainer after its step with a checkpoint, then the proxy,
+    then the engines. The same command goes on.
 
     rollbook run online.toml
     rollbook run online.toml --set train.steps=500
@@ -50,7 +50,7 @@ def run_online(
     rollbook run online.toml --ray                 (on a node of a Ray cluster)
 
     Exit codes: 0 the training has ended, 2 a part cannot be started or died
-    too often, 130 and 143 stopped by SIGINT and SIGTERM.
+    too often, 130 and 143 stopped by SIGINT and SIGTERM (or SIGHUP).
     """
     from rollbook.cli.running import run_whole
 

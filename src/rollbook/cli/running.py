@@ -9,6 +9,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,13 +21,16 @@ from rich.table import Table
 from rollbook import store
 from rollbook.cli.terminal import Console, say
 from rollbook.cli.training import line_of
+from rollbook.ingest.rollouts.leaks import START
 from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
+from rollbook.online.guarded import guarded
 from rollbook.online.part import Spec
 from rollbook.online.parts import specs_of
 from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import CheckpointWritten, Event, SyncFinished
+from rollbook.store.ids import new_id
 from rollbook.store.log.tail import Filter, Tail
 
 LOOK_S = 0.5
@@ -66,7 +70,9 @@ def _run_parts(config: WholeConfig, stages: list[list[Spec]], *, show: bool) -> 
             for spec in stage:
                 say(f"{spec.name}: {_line(spec)}")
         return 0
-    return asyncio.run(_run(config, stages))
+    mark = {START: new_id()}
+    stages = [[replace(spec, environment={**spec.environment, **mark}) for spec in stage] for stage in stages]
+    return asyncio.run(_run(config, stages, mark[START]))
 
 
 def _line(spec: Spec) -> str:
@@ -74,8 +80,8 @@ def _line(spec: Spec) -> str:
     return " ".join([*variables, shlex.join(spec.command)])
 
 
-async def _run(config: WholeConfig, stages: list[list[Spec]]) -> int:
-    """Run the parts; a signal stops them orderly."""
+async def _run(config: WholeConfig, stages: list[list[Spec]], mark: str) -> int:
+    """Run the parts; a signal stops them orderly, and if this process is killed, nothing of them is left."""
     console, stopped = Console(stderr=True), list[int]()
     supervisor = Supervisor(stages, lambda text: console.tell((text, "yellow")))
     loop = asyncio.get_running_loop()
@@ -93,7 +99,8 @@ async def _run(config: WholeConfig, stages: list[list[Spec]]) -> int:
     screen = Screen(config, supervisor, console)
     shown = asyncio.create_task(screen.show())
     try:
-        await supervisor.run()
+        async with guarded(mark, lambda text: console.tell((text, "yellow"))):
+            await supervisor.run()
     finally:
         screen.over = True
         await shown

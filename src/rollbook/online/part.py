@@ -108,7 +108,7 @@ class Part:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # a terminal's Ctrl-C is for us, who stop all in order
-                    preexec_fn=_ends_with_parent,
+                    preexec_fn=_ends_with(os.getpid()),
                 )
             except OSError as error:
                 raise PartError(
@@ -204,10 +204,17 @@ def _end_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _ends_with_parent() -> None:
-    """Have the kernel end a child when this process is gone, orderly; Linux only."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+def _ends_with(parent: int) -> Callable[[], None]:
+    """What a child does before it becomes its program: has the kernel end it when the thread that started it
+    is gone, which is that of the event loop, orderly; Linux only."""
+
+    def tie() -> None:
+        if sys.platform == "linux":
+            _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            if os.getppid() != parent:  # it ended before
+                os._exit(128 + signal.SIGTERM)
+
+    return tie
 
 
 _LIBC = ctypes.CDLL(None)

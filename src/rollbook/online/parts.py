@@ -15,6 +15,10 @@ PARTS = ("engines", "proxy", "trainer", "rollouts")
 """In the order in which they are started; they are stopped in the other."""
 FINISH_S = 900.0
 """How long the step in hand may take, when a training is asked to end."""
+TOLD_S = 6.0
+"""How long rollouts may take, once their agents are ended, to tell the log of it: the next start would."""
+SERVED_S = 15.0
+"""How long a proxy may take to end."""
 
 
 def specs_of(config: WholeConfig, only: Collection[str] = (), *, ray: bool = False) -> list[list[Spec]]:
@@ -90,7 +94,9 @@ def _rollbook(*words: object) -> tuple[str, ...]:
 def _proxy(config: WholeConfig) -> Spec:
     health, log = f"{config.proxy}/healthz", config.logs / "proxy.log"
     # Its engine may wait for the trainer to give it weights, which begins after it.
-    return Spec("proxy", _rollbook("serve", config.path), log, health=health, any_answer=True)
+    return Spec(
+        "proxy", _rollbook("serve", config.path), log, health=health, any_answer=True, stop_s=SERVED_S
+    )
 
 
 def _trainer(config: WholeConfig, ray: bool) -> Spec:
@@ -102,7 +108,7 @@ def _trainer(config: WholeConfig, ray: bool) -> Spec:
 
 def _rollouts(config: WholeConfig, ray: bool) -> Spec:
     assert config.rollout is not None
-    stop_s = config.rollout.clocks.grace_s + 60.0
+    stop_s = config.rollout.clocks.grace_s + TOLD_S
     log = config.logs / "rollouts.log"
     words = ("rollout", config.path, "--follow", *(("--ray",) if ray else ()))
     return Spec("rollouts", _rollbook(*words), log, stop_s=stop_s, ends=True)

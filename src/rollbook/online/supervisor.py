@@ -98,13 +98,15 @@ class Supervisor:
                 return
 
     async def _end(self) -> None:
-        """Stop the stages, the last first."""
-        for stage in reversed(self.stages):
-            await asyncio.gather(*(part.stop() for part in stage))
-            tasks = [self._running[part] for part in stage if part in self._running]
-            for task in tasks:
-                with contextlib.suppress(PartError):
-                    await task
+        """Stop those that end by themselves, together, and then the stages that they need, the last first."""
+        work = [part for part in self.parts if part.spec.ends]
+        served = [[part for part in stage if not part.spec.ends] for stage in reversed(self.stages)]
+        for parts in (work, *served):
+            await asyncio.gather(*(part.stop() for part in parts))
+            for part in parts:
+                if part in self._running:
+                    with contextlib.suppress(PartError):
+                        await self._running[part]
 
 
 async def _all_ready(stage: Sequence[Part]) -> None:

@@ -226,6 +226,28 @@ def test_all_begun_and_none_whole_come_to_their_end() -> None:
     assert [len(b) for b in asyncio.run(scenario())] == [SIZE] * 30
 
 
+def test_who_waits_for_room_when_the_proxy_ends() -> None:
+    """It is told to come again, and so is who comes; what has its room is read on."""
+
+    async def scenario() -> list[Any]:
+        room, leave = _room(2), asyncio.Event()
+        uploads = [Upload(SIZE, f"{i}") for i in range(4)]
+        tasks = [asyncio.create_task(u.run(room, leave)) for u in uploads]
+        for upload in uploads:
+            upload.send()
+        await _settled()
+        room.stop()
+        uploads.append(Upload(SIZE, "late"))
+        uploads[-1].send()
+        tasks.append(asyncio.create_task(uploads[-1].run(room, leave)))
+        await _settled()
+        leave.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    ends = asyncio.run(scenario())
+    assert sorted(type(end).__name__ for end in ends) == ["EndingError"] * 2 + ["bytes"] * 3
+
+
 def test_one_address_leaves_room_for_others() -> None:
     """Bodies of one address that are all being answered leave a quarter of the room."""
 

@@ -82,3 +82,63 @@ def test_a_retry_after_a_503_is_answered(proxy: Any) -> None:
     assert (one.completed, two.delivered, two.requested.wire["retry"]) == (None, "sent", 1)
     live: LiveTrajectory = proxy.recorder.find("back")
     assert (live.running, live.sending) == (0, 0)
+
+
+def test_who_waits_when_the_proxy_ends(proxy: Any) -> None:
+    """503 at once, for all who wait and all who come, worth trying again."""
+    proxy.turn_runner.hold_s = 110.0
+
+    async def scenario() -> Any:
+        waiting = [
+            proxy.exchange(f"/t/ends-{kind}-{stream}{PATHS[kind]}", asked(kind, stream=stream))
+            for kind in KINDS
+            for stream in (False, True)
+        ]
+        await asyncio.sleep(0.05)
+        begun = time.monotonic()
+        proxy.app.state.stop()
+        late = proxy.exchange(f"/t/late{PATHS['chat']}", asked("chat"))
+        return [await one.end() for one in [*waiting, late]], time.monotonic() - begun
+
+    replies, took = proxy.run(scenario())
+    assert took < 5
+    for reply in replies:
+        assert (reply.status, reply.headers["x-should-retry"]) == (503, "true")
+        assert reply.json["error"]["code"] == "proxy_ends"
+    assert proxy.engine.prompts == []
+
+
+def test_what_is_sampled_when_the_proxy_ends(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a while to be answered; then it is cut off, a turn that failed, and its client asks again."""
+    monkeypatch.setattr("rollbook.ingest.recording.runner.ANSWERED_S", 0.05)
+    proxy.engine.doors.set()
+    proxy.engine.pace = asyncio.Semaphore(1)
+
+    async def scenario() -> Any:
+        asks = proxy.exchange(f"/t/long{PATHS['chat']}", asked("chat"))
+        while not proxy.engine.prompts:
+            await asyncio.sleep(0.001)
+        proxy.app.state.stop()
+        return await asks.end()
+
+    reply = proxy.run(scenario())
+    assert (reply.status, reply.json["error"]["code"]) == (503, "proxy_ends")
+    (turn,) = proxy.trajectories()["long"].turns.values()
+    assert (turn.completed, "ending" in turn.failed.error) == (None, True)
+
+
+def test_who_left_is_not_waited_for(proxy: Any) -> None:
+    """A request whose client has gone waits for no engine: its trajectory is free to be finished."""
+    proxy.turn_runner.hold_s = 110.0
+
+    async def scenario() -> None:
+        asks = proxy.exchange(f"/t/left{PATHS['chat']}", asked("chat"))
+        await asyncio.sleep(0.05)
+        live: LiveTrajectory = proxy.recorder.find("left")
+        assert live.running == 1
+        asks.leave()
+        async with asyncio.timeout(5):
+            while live.running:
+                await asyncio.sleep(0.002)
+
+    proxy.run(scenario())

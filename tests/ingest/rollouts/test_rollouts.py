@@ -407,6 +407,24 @@ def test_a_stop_cancels_what_runs(server: Any, config: Any) -> None:
     assert (again.done, again.by_status) == (3, {"done": 3})
 
 
+def test_a_stop_waits_for_no_trajectory_that_is_held(
+    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An online training may admit none for minutes."""
+
+    async def held(*_: Any) -> None:
+        await asyncio.sleep(600)
+
+    def soon(rollouts: Rollouts) -> None:
+        asyncio.get_running_loop().call_later(0.3, rollouts.stop)
+
+    monkeypatch.setattr(Proxy, "open", held)
+    began = time.monotonic()
+    found, _ = run(config(concurrency=2), tasks("answer", "answer"), soon)
+    assert time.monotonic() - began < 30
+    assert (found.done, found.by_status) == (0, {"cancelled": 2})
+
+
 def test_a_launcher_that_is_not_there_stops_all(server: Any, config: Any) -> None:
     """A program that cannot be started is no agent's fault; many of them stop the rollouts."""
     made = config(

@@ -119,6 +119,25 @@ def test_who_is_held_too_long_is_told_to_come_again(proxy: Any, kind: str) -> No
     assert not gate(proxy)._reserved
 
 
+def test_who_is_held_when_the_proxy_ends(proxy: Any) -> None:
+    """503 at once, and whoever comes then; there is nothing of them in the log."""
+
+    async def scenario() -> Any:
+        await begun(proxy)
+        assert (await chat(proxy, "a", "g").end()).status == 200
+        held = [chat(proxy, "b", "h"), proxy.exchange("/v1/trajectories", {"id": "c", "group": "i"})]
+        await until(lambda: gate(proxy).waiting == 2)
+        proxy.app.state.stop()
+        return [await one.end() for one in [*held, chat(proxy, "d", "j")]]
+
+    for reply in proxy.run(scenario()):
+        assert (reply.status, reply.headers["x-should-retry"]) == (503, "true")
+        assert reply.json["error"]["code"] == "proxy_ends"
+    assert names(proxy) == {"a"}
+    assert not gate(proxy)._waiting
+    assert not gate(proxy)._reserved
+
+
 def gate(proxy: Any) -> Any:
     """The proxy's gate."""
     return proxy.recorder.on_unopened.__self__

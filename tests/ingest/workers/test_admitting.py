@@ -16,7 +16,7 @@ from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.ingest.workers.bus import Bus, Inboxes
 from rollbook.ingest.workers.place import Place
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import EndingError, RequestError
 from rollbook.store.events import Event, Record
 
 HOLD_S = 0.3
@@ -113,6 +113,27 @@ def test_the_bound_holds_before_the_log_is_read() -> None:
         workers.gate.leave("b")  # it did not begin after all
         assert await workers.far.enter("c", None, "train", never)
         assert not await workers.far.enter("e", None, "eval", never)
+        keeper.stop()
+        asker.stop()
+
+    run(scenario)
+
+
+def test_a_worker_that_ends_holds_nothing() -> None:
+    """Who waits for the first worker's word is told to come again, and keeps no room there."""
+
+    async def scenario(workers: Workers) -> None:
+        keeper, asker = workers.keeper(), workers.asker()
+        for name in ("a", "b"):
+            assert await workers.far.enter(name, None, "train", never)
+        waiting = asyncio.ensure_future(workers.far.enter("c", None, "train", never))
+        await soon()
+        workers.far.stop()
+        for refused in (waiting, workers.far.enter("d", None, "train", never)):
+            with pytest.raises(EndingError):
+                await refused
+        await soon()
+        assert workers.gate.waiting == 0
         keeper.stop()
         asker.stop()
 
