@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
-from rollbook.ingest.datasets.files import rows_of
-from rollbook.ingest.datasets.formats import RowError, converted
+from rollbook.ingest.datasets.files import rows_of, size_of
+from rollbook.ingest.datasets.first_look import FirstLook, Pieces, samples_of
+from rollbook.ingest.datasets.formats import AUTO, converted, renamed
+from rollbook.ingest.datasets.messages import RowError
 from rollbook.ingest.datasets.tokenized import tokenized
-from rollbook.ingest.engines.scripted import Tokenizer
-from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import EngineError, InterchangeError, RequestError
-from rollbook.store.events import Event, PreferenceAdded, Record
-from rollbook.store.interchange.chats import read_chat
+from rollbook.store.events import Event, Json, PreferenceAdded, Record
+from rollbook.store.interchange.chats import read_chat, shown
 from rollbook.store.interchange.importing import import_chats, trajectory_ids
 from rollbook.store.interchange.progress import Progress, untold
 from rollbook.store.interchange.records import records_of
@@ -36,6 +37,23 @@ NOBODY = "00000000-0000-0000-0000-000000000000"
 """Id of the trajectory by which a row is tried."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the rows of a file are read.
+
+    Attributes:
+        shape: the shape that each has to have, of `SHAPES`; `auto`: any.
+        keys: name that is known here -> the rows' own.
+        show: how many of the first chats `look` is given.
+        look: called once, with what was found, before anything is written.
+    """
+
+    shape: str = AUTO
+    keys: Mapping[str, str] = field(default_factory=dict)
+    show: int = 0
+    look: Callable[[FirstLook], None] = lambda found: None
+
+
 @dataclass(slots=True)
 class _Read:
     """What a file came to.
@@ -43,11 +61,16 @@ class _Read:
     Attributes:
         pairs: (name of the chosen trajectory, name of the rejected one, margin).
         left_out: what was wrong with rows that were left out.
+        names: of its trajectories -> where they stand.
+        shapes, samples: of a first look.
     """
 
     rows: int = 0
     pairs: list[tuple[str, str, float | None]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    shapes: Counter[str] = field(default_factory=Counter)
+    samples: list[Pieces] = field(default_factory=list)
 
 
 def import_dataset(
@@ -59,11 +82,13 @@ def import_dataset(
     lane: str = "import",
     split: str = "teacher",
     skip_bad: bool = False,
+    reading: Reading = Reading(),
     progress: Progress = untold,
 ) -> dict[str, Any]:
     """Append a file's rows to `run`; what was added, and what was there already.
 
     Args:
+        file: or a folder, or a pattern that files' names have.
         store: made, if nothing is there.
         model: a model folder, whose tokenizer and chat template make the tokens.
         split: train, eval or teacher, for rows that name none.
@@ -80,10 +105,11 @@ def import_dataset(
         return tokenized(records, tokenizer)
 
     with tempfile.NamedTemporaryFile(prefix="rollbook-import-", suffix=".jsonl") as chats:
-        with progress(f"read {file.name}", file.stat().st_size if file.is_file() else 0) as advance:
-            read = _convert(file, chats, split, tokenizer, skip_bad=skip_bad, advance=advance)
+        with progress(f"read {file.name}", size_of(file)) as advance:
+            read = _convert(file, chats, split, tokenizer, reading, skip_bad=skip_bad, advance=advance)
         if not read.rows:
             raise InterchangeError(f"{file}: {_no_row(read)}")
+        reading.look(FirstLook(read.shapes, read.samples[: reading.show]))
         done = import_chats(
             Path(chats.name),
             store,
@@ -95,7 +121,7 @@ def import_dataset(
             origin=file,
         )
     added = _add_preferences(store, run, lane, read.pairs)
-    done |= {"rows": read.rows, "preferences": added}
+    done |= {"rows": read.rows, "shapes": dict(read.shapes), "preferences": added}
     return done | {"left_out": len(read.left_out), "first_left_out": next(iter(read.left_out), None)}
 
 
@@ -107,7 +133,8 @@ def _convert(
     file: Path,
     chats: IO[bytes],
     split: str,
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
+    reading: Reading,
     *,
     skip_bad: bool,
     advance: Callable[[int], Any],
@@ -118,15 +145,17 @@ def _convert(
         InterchangeError: a row cannot be used, and is not to be left out.
     """
     read, same = _Read(), Counter[str]()
-    for number, row in rows_of(file):
-        where = f"{file}, row {number}"
-        digest = digest_json(row)
+    for where, row in rows_of(file):
         try:
-            made = converted(row, same[digest])
+            digest = digest_json(row)
+            made = converted(renamed(row, reading.keys), same[digest], reading.shape)
             lines = [orjson.dumps(line) for line in made.lines]
+            _check_names(made.lines, read.names)
             for line in lines:
                 chat = read_chat(line, where, split)
-                tokenized(records_of(NOBODY, "tried", [chat]), tokenizer)
+                records = tokenized(records_of(NOBODY, "tried", [chat]), tokenizer)
+                if len(read.samples) < reading.show:
+                    read.samples += samples_of(records, tokenizer)
         except (RowError, RequestError, EngineError, TypeError) as error:
             _leave_out(f"{where}: {error}", read, skip_bad=skip_bad, cause=error)
             continue
@@ -135,6 +164,8 @@ def _convert(
             continue
         same[digest] += 1
         read.rows += 1
+        read.shapes[made.shape] += 1
+        read.names |= dict.fromkeys(made.names, where)
         for line in lines:
             chats.write(line + b"\n")
             advance(len(line))
@@ -142,6 +173,15 @@ def _convert(
             read.pairs.append((*made.names, made.margin))
     chats.flush()
     return read
+
+
+def _check_names(lines: Sequence[Json], names: Mapping[str, str]) -> None:
+    """Refuse a name that an earlier row has, but for another path of one exported trajectory."""
+    for line in lines:
+        earlier = names.get(line["trajectory"])
+        if earlier is not None and line.get("trajectory_id") is None:
+            named = shown(line["trajectory"])
+            raise RowError(f"is named {named}, as {earlier} is: make their ids differ, or leave them out")
 
 
 def _leave_out(what: str, read: _Read, *, skip_bad: bool, cause: Exception) -> None:

@@ -143,7 +143,8 @@ def _chat(value: Json, split: str) -> Chat:
 
 def _messages(messages: Any) -> list[Json]:
     if not isinstance(messages, list) or not messages:
-        raise _Refusal(f"messages is {shown(messages)}: write a list of chat messages")
+        remedy = "write a list of chat messages; other shapes need --model"
+        raise _Refusal(f"messages is {shown(messages)}: {remedy}")
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:

@@ -62,7 +62,7 @@ def import_chats(
     with chats:
         log = open_store(store, create=True)
         with log.claim(f"importing into run {run}", "wait for it, and import again"):
-            fresh = _fresh(log, chats)
+            fresh = _fresh(log, chats, origin)
             turns, events = _write(log, chats, fresh, lane, progress, shape, origin) if fresh else (0, 0)
         return {
             "file": str(origin or file),
@@ -77,7 +77,7 @@ def import_chats(
         }
 
 
-def _fresh(log: Store, chats: ChatFile) -> list[Entry]:
+def _fresh(log: Store, chats: ChatFile, origin: Path | None) -> list[Entry]:
     """The file's trajectories that the run does not have.
 
     Raises:
@@ -86,8 +86,9 @@ def _fresh(log: Store, chats: ChatFile) -> list[Entry]:
     there = trajectory_ids(log, chats.run)
     for entry in chats.entries:
         if there.get(entry.name, entry.trajectory_id) != entry.trajectory_id:
+            where = f"{chats.path}, line {entry.lines[0].number}" if origin is None else f"{origin}"
             raise InterchangeError(
-                f"{chats.path}, line {entry.lines[0].number}: run {chats.run!r} has a trajectory "
+                f"{where}: run {chats.run!r} has a trajectory "
                 f"{entry.name!r} with other content already; names are unique within a run: rename it, "
                 "or name another --run"
             )

@@ -16,7 +16,17 @@ from rollbook.cli.export import export_app
 from rollbook.cli.help_texts import LiteralGroup
 from rollbook.cli.keys import keys_app
 from rollbook.cli.lineage.commands import lineage_app
-from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
+from rollbook.cli.options import (
+    STORE_VARIABLE,
+    AsJson,
+    AsOf,
+    RowFormat,
+    RowKeys,
+    Run,
+    RunOfStep,
+    Source,
+    StoreOption,
+)
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
 from rollbook.cli.replay_bundle import export_app as replay_export_app
@@ -311,7 +321,7 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            help='JSONL of {"messages": [...]}; with --model also JSON, Parquet and TRL\'s formats.'
+            help='JSONL of {"messages": [...]}; with --model any file, folder or pattern of common shapes.'
         ),
     ],
     store: StoreOption,
@@ -323,12 +333,24 @@ def import_(
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
     split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
     skip_bad: Annotated[bool, typer.Option(help="Leave out rows that cannot be used.")] = False,
+    format: RowFormat = "auto",
+    key: RowKeys = None,
+    show: Annotated[
+        int | None, typer.Option(min=0, help="Show so many of the first samples, trained tokens marked.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Add chats, and with --model prompts with completions and preferences, as trajectories with tokens."""
+    """Add chats, and with --model prompts with completions and preferences, as trajectories with tokens.
+
+    It says which shape the rows have, and shows the first of them as it will be trained, before it writes.
+    docs/importing.md has the shapes.
+
+    rollbook import chats.jsonl.gz --store runs --run sft --model ./my-model
+    rollbook import math.parquet --store runs --run sft --model ./my-model --key completion=solution
+    """
     from rollbook.cli.importing import run_import
 
-    run_import(file, store, run, lane, split, model, skip_bad, json)
+    run_import(file, store, run, lane, split, model, skip_bad, format, key or [], show, json)
 
 
 app.command("run")(run_online)

@@ -1,13 +1,25 @@
-"""What `rollbook import` prints."""
+"""What `rollbook import` prints: the shape of the rows, the first as they will be trained, and a summary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollbook.cli.progress import progress
-from rollbook.cli.terminal import print_json, say
+from rollbook.cli.terminal import Console, print_json, say
 from rollbook.store.errors import InterchangeError
 from rollbook.store.interchange.importing import import_chats
+
+if TYPE_CHECKING:
+    from rollbook.ingest.datasets.first_look import FirstLook, Pieces
+    from rollbook.ingest.datasets.importing import Reading
+
+TRAINED, CONTEXT = "bold green", "dim"
+MARKS = ("{+", "+}")
+"""Around what is trained, where there are no colours."""
+PIECE = 600
+"""Characters of a piece that are shown: of a longer one its beginning and its end."""
 
 
 def run_import(
@@ -18,9 +30,15 @@ def run_import(
     split: str,
     model: Path | None,
     skip_bad: bool,
+    shape: str,
+    keys: Sequence[str],
+    show: int | None,
     as_json: bool,
 ) -> None:
     """Import, and print a summary.
+
+    Args:
+        show: how many of the first chats are shown; None: one, beside a summary for people.
 
     Raises:
         InterchangeError: the file cannot be used.
@@ -30,10 +48,17 @@ def run_import(
         from rollbook.ingest.datasets.importing import import_dataset
 
         done = import_dataset(
-            file, store, run, model, lane=lane, split=split, skip_bad=skip_bad, progress=progress
+            file,
+            store,
+            run,
+            model,
+            lane=lane,
+            split=split,
+            skip_bad=skip_bad,
+            reading=reading_of(shape, keys, (0 if as_json else 1) if show is None else show),
+            progress=progress,
         )
-    elif file.suffix in (".json", ".parquet") or skip_bad:
-        what = "--skip-bad" if skip_bad else f"a file that ends with {file.suffix}"
+    elif (what := _of_rows(file, skip_bad=skip_bad, shape=shape, keys=keys, show=show)) is not None:
         raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
     else:
         done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
@@ -46,3 +71,62 @@ def run_import(
     say(f"{added} into run {run} of {store}{there}")
     if done.get("left_out"):
         say(f"left out {done['left_out']} rows, the first: {done['first_left_out']}")
+
+
+def _of_rows(file: Path, *, skip_bad: bool, shape: str, keys: Sequence[str], show: int | None) -> str | None:
+    """What of a command is for rows with tokens alone, if anything is."""
+    asked = {"--skip-bad": skip_bad, "--format": shape != "auto", "--key": keys, "--show": show}
+    option = next((name for name, given in asked.items() if given), None)
+    if option is not None:
+        return option
+    if file.is_dir() or file.suffix in (".jsonl", ".ndjson", ""):
+        return "a folder" if file.is_dir() else None
+    return f"a file that ends with {file.suffix}"
+
+
+def reading_of(shape: str, keys: Sequence[str], show: int) -> Reading:
+    """How rows are read, and what is shown of them, by the options of a command.
+
+    Raises:
+        InterchangeError: an option says something else.
+    """
+    from rollbook.ingest.datasets.formats import AUTO, SHAPES
+    from rollbook.ingest.datasets.importing import Reading
+
+    if shape not in (AUTO, *SHAPES):
+        raise InterchangeError(f"--format {shape!r}: use one of {', '.join((AUTO, *SHAPES))}")
+    pairs = [key.partition("=") for key in keys]
+    for name, _, own in pairs:
+        if not (name and own):
+            raise InterchangeError(f"--key {name!r}: write NAME=KEY, such as completion=solution")
+    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell)
+
+
+def _tell(found: FirstLook) -> None:
+    """Say on standard error which shapes were seen, and show the first samples."""
+    console = Console(stderr=True)
+    counts = ", ".join(f"{shape} ({count:,})" for shape, count in found.shapes.items())
+    console.tell(f"shape of the rows: {counts}")
+    coloured = console.is_terminal and not console.no_color
+    for number, sample in enumerate(found.samples, 1):
+        like = ("like this", TRAINED) if coloured else f"within {' '.join(MARKS)}"
+        console.tell(f"sample {number}; what is trained stands ", like, ":")
+        console.tell(*_drawn(sample, coloured=coloured))
+
+
+def _drawn(sample: Pieces, *, coloured: bool) -> list[str | tuple[str, str]]:
+    """A sample's text, what is trained in a colour or between marks."""
+    drawn: list[str | tuple[str, str]] = []
+    for text, trained in sample:
+        short = _shortened(text)
+        if coloured:
+            drawn.append((short, TRAINED if trained else CONTEXT))
+        else:
+            drawn.append(f"{MARKS[0]}{short}{MARKS[1]}" if trained else short)
+    return drawn
+
+
+def _shortened(text: str) -> str:
+    left = len(text) - PIECE
+    half = PIECE // 2
+    return text if left <= 0 else f"{text[:half]} ... {left:,} characters more ... {text[-half:]}"

@@ -19,6 +19,17 @@ Policy = Annotated[str, typer.Option(help="Which line of weights.")]
 TrustParts = Annotated[
     bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
 ]
+RowFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help="Shape of rows: auto, messages, sharegpt, alpaca, prompt-completion, preference or dialogue.",
+    ),
+]
+RowKeys = Annotated[
+    list[str] | None,
+    typer.Option("--key", help="Which key of the rows is meant, NAME=KEY: --key completion=solution."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 
 

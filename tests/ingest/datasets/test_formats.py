@@ -60,13 +60,13 @@ def test_names_follow_from_content() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "x"}, "it has text: write messages"),
+        ({"text": "x"}, "it has text: a text without roles"),
         ({}, "it has no key"),
         ({"prompt": "a", "chosen": "b"}, "chosen or rejected alone"),
         ({"chosen": "a", "rejected": "b"}, "texts without a prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same"),
         ({"chosen": [ASKED], "rejected": [ASKED, WRONG]}, "only the beginning of the other"),
-        ({"prompt": 3, "completion": "b"}, "prompt is '3'"),
+        ({"prompt": 3, "completion": "b"}, "prompt is 3: write a text"),
         ({"prompt": [], "completion": "b"}, "prompt is"),
         ({"prompt": "a", "completion": "b", "label": 1}, "label is 1: write true or false"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "margin is 'much'"),

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli.app import app
+from rollbook.cli.importing import reading_of
+from rollbook.ingest.datasets.first_look import FirstLook
 from rollbook.ingest.datasets.importing import import_dataset
 from rollbook.ingest.datasets.tokenized import FROM_TEXT
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
@@ -163,7 +165,7 @@ def test_dpo_and_sft_take_them(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([PAIR, {"prompt": "a"}], "row 2: it has prompt: write messages"),
+        ([PAIR, {"prompt": "a"}], "row 2: it has prompt: a prompt without an answer"),
         ([{"prompt": [{"role": "robot", "content": "x"}], "completion": "y"}], "row 1: .*robot"),
         ([{"messages": [ASKED]}], "row 1: its last message"),
         ([[1]], "row 1: is no object"),
@@ -184,7 +186,7 @@ def test_a_bad_row_stops_all(tmp_path: Path, model: Path, rows: list[Any], said:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("rows.csv", "a,b", "ends with none of .jsonl, .json, .parquet"),
+        ("rows.txt", "a,b", "ends with none of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
         ("rows.json", "{}", "holds no list of rows"),
         ("rows.json", "[", "no JSON"),
         ("rows.parquet", "PAR1", "cannot be read as Parquet"),
@@ -201,6 +203,41 @@ def test_files_that_cannot_be_read(
         (tmp_path / name).write_text(content)
     with pytest.raises(InterchangeError, match=said):
         import_dataset(tmp_path / name, tmp_path / "store", "r", model)
+
+
+def test_the_command_shows_what_it_will_train(tmp_path: Path, model: Path) -> None:
+    """The shape and the first sample, before anything is written: also if what follows fails."""
+    file = _file(tmp_path, {"prompt": "Two and two?", "completion": "Four."}, {"messages": [ASKED, RIGHT]})
+    words = ["import", str(file), "--store", str(tmp_path / "store"), "--run", "r", "--model", str(model)]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 0, said.output
+    shown = "shape of the rows: prompt-completion (1), messages (1)\n"
+    shown += "sample 1; what is trained stands within {+ +}:\n"
+    shown += "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n{+Four.<|im_end|>+}\n"
+    assert said.stderr == shown
+    assert CliRunner().invoke(app, [*words, "--show", "0"]).stderr == shown.partition("\n")[0] + "\n"
+    assert "sample 2" in CliRunner().invoke(app, [*words, "--show", "2"]).stderr
+    assert "{+" not in CliRunner().invoke(app, [*words, "--json"]).stderr
+    refused = CliRunner().invoke(app, [*words[:-2], "--format", "alpaca"])
+    assert "--format needs --model" in str(refused.exception)
+    for option, why in (("--key", "write NAME=KEY"), ("--format", "use one of auto, ")):
+        assert why in str(CliRunner().invoke(app, [*words, option, "x"]).exception)
+
+
+def test_what_is_trained_has_a_colour(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal; long context is shortened, and escapes in it have no effect."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    reading_of("auto", [], 1).look(
+        FirstLook({"messages": 1}, [[("a" * 5000 + "\x1b[2J", False), ("b", True)]])
+    )
+    shown = capsys.readouterr().err
+    assert "4,404 characters more" in shown
+    assert "\\x1b[2J" in shown
+    assert "\x1b[1;32mb\x1b[0m" in shown
 
 
 def test_the_command(tmp_path: Path, model: Path) -> None:
