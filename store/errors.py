@@ -23,6 +23,7 @@
     ├── EngineError              an engine failed, or was given what it cannot serve
     │   └── EngineLostError      an engine went away, or may not be believed: another may answer
     │       └── EngineHeldError  none takes requests now, and nothing was asked of any
+    ├── ReplyError               (also ValueError) a reply that no model of this chat template samples
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── RolloutError             rollouts that cannot begin or go on
@@ -144,6 +145,19 @@ class EngineLostError(EngineError):
 
 class EngineHeldError(EngineLostError):
     """No engine takes requests now; nothing was asked of any."""
+
+
+class ReplyError(RollbookError, ValueError):
+    """A reply made of text that a model of this chat template does not sample, with the parts that it cannot
+    carry. It was not trained as something else."""
+
+    def __init__(self, message: str, parts: tuple[str, ...] = ()) -> None:
+        super().__init__(message, parts)
+        self.message = message
+        self.parts = parts
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ModelError(RollbookError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,11 +21,14 @@ from rollbook.ingest.datasets.first_look import FirstLook, Pieces, samples_of
 from rollbook.ingest.datasets.formats import AUTO, converted, renamed
 from rollbook.ingest.datasets.messages import RowError
 from rollbook.ingest.datasets.tokenized import tokenized
-from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
+from rollbook.ingest.replies.choose import AUTO as BY_TEMPLATE
+from rollbook.ingest.replies.choose import choose_family
+from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import EngineError, InterchangeError, RequestError
-from rollbook.store.events import Event, Json, PreferenceAdded, Record
-from rollbook.store.interchange.chats import read_chat, shown
+from rollbook.store.errors import InterchangeError, ReplyError, RequestError
+from rollbook.store.events import Event, Json, PreferenceAdded, Record, TurnCompleted
+from rollbook.store.interchange.chats import Chat, read_chat, shown
 from rollbook.store.interchange.importing import import_chats, trajectory_ids
 from rollbook.store.interchange.progress import Progress, untold
 from rollbook.store.interchange.records import records_of
@@ -46,12 +49,14 @@ class Reading:
         keys: name that is known here -> the rows' own.
         show: how many of the first chats `look` is given.
         look: called once, with what was found, before anything is written.
+        leave_out: parts of replies, of `LEFT_OUT`, that are left out where the template has no form for them.
     """
 
     shape: str = AUTO
     keys: Mapping[str, str] = field(default_factory=dict)
     show: int = 0
     look: Callable[[FirstLook], None] = lambda found: None
+    leave_out: Collection[str] = ()
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class _Read:
         left_out: what was wrong with rows that were left out.
         names: of its trajectories -> where they stand.
         shapes, samples: of a first look.
+        parts_left_out: how many replies go without a part.
     """
 
     rows: int = 0
@@ -71,6 +77,7 @@ class _Read:
     names: dict[str, str] = field(default_factory=dict)
     shapes: Counter[str] = field(default_factory=Counter)
     samples: list[Pieces] = field(default_factory=list)
+    parts_left_out: Counter[str] = field(default_factory=Counter)
 
 
 def import_dataset(
@@ -100,13 +107,15 @@ def import_dataset(
         LaneLockedError: another process writes the lane, or imports into the run.
     """
     tokenizer = load_chat_tokenizer(model)
+    family = choose_family(BY_TEMPLATE, model, tokenizer.template_source)
+    writer = ReplyWriter(tokenizer, family, reading.leave_out)
 
     def shape(records: list[Record]) -> list[Record]:
-        return tokenized(records, tokenizer)
+        return tokenized(records, writer)
 
     with tempfile.NamedTemporaryFile(prefix="rollbook-import-", suffix=".jsonl") as chats:
         with progress(f"read {file.name}", size_of(file)) as advance:
-            read = _convert(file, chats, split, tokenizer, reading, skip_bad=skip_bad, advance=advance)
+            read = _convert(file, chats, split, writer, reading, skip_bad=skip_bad, advance=advance)
         if not read.rows:
             raise InterchangeError(f"{file}: {_no_row(read)}")
         reading.look(FirstLook(read.shapes, read.samples[: reading.show]))
@@ -122,6 +131,7 @@ def import_dataset(
         )
     added = _add_preferences(store, run, lane, read.pairs)
     done |= {"rows": read.rows, "shapes": dict(read.shapes), "preferences": added}
+    done |= {"parts_left_out": dict(read.parts_left_out)}
     return done | {"left_out": len(read.left_out), "first_left_out": next(iter(read.left_out), None)}
 
 
@@ -133,7 +143,7 @@ def _convert(
     file: Path,
     chats: IO[bytes],
     split: str,
-    tokenizer: ChatTokenizer,
+    writer: ReplyWriter,
     reading: Reading,
     *,
     skip_bad: bool,
@@ -151,13 +161,9 @@ def _convert(
             made = converted(renamed(row, reading.keys), same[digest], reading.shape)
             lines = [orjson.dumps(line) for line in made.lines]
             _check_names(made.lines, read.names)
-            for line in lines:
-                chat = read_chat(line, where, split)
-                records = tokenized(records_of(NOBODY, "tried", [chat]), tokenizer)
-                if len(read.samples) < reading.show:
-                    read.samples += samples_of(records, tokenizer)
-        except (RowError, RequestError, EngineError, TypeError) as error:
-            _leave_out(f"{where}: {error}", read, skip_bad=skip_bad, cause=error)
+            tried = [_tried(read_chat(line, where, split), writer) for line in lines]
+        except (RowError, RequestError, ReplyError, TypeError) as error:
+            _leave_out(f"{where}: {error}{_without(error)}", read, skip_bad=skip_bad, cause=error)
             continue
         except InterchangeError as error:
             _leave_out(str(error), read, skip_bad=skip_bad, cause=error)
@@ -166,6 +172,10 @@ def _convert(
         read.rows += 1
         read.shapes[made.shape] += 1
         read.names |= dict.fromkeys(made.names, where)
+        for records in tried:
+            read.parts_left_out.update(_parts_left_out(records))
+            if len(read.samples) < reading.show:
+                read.samples += samples_of(records, writer.tokenizer)
         for line in lines:
             chats.write(line + b"\n")
             advance(len(line))
@@ -182,6 +192,23 @@ def _check_names(lines: Sequence[Json], names: Mapping[str, str]) -> None:
         if earlier is not None and line.get("trajectory_id") is None:
             named = shown(line["trajectory"])
             raise RowError(f"is named {named}, as {earlier} is: make their ids differ, or leave them out")
+
+
+def _tried(chat: Chat, writer: ReplyWriter) -> list[Record]:
+    return tokenized(records_of(NOBODY, "tried", [chat]), writer)
+
+
+def _without(error: Exception) -> str:
+    """What a reply could go without, for the message of its error."""
+    parts = error.parts if isinstance(error, ReplyError) else ()
+    known = [part for part in parts if part in LEFT_OUT]
+    return f"; train such replies without it: --leave-out {','.join(known)}" if known else ""
+
+
+def _parts_left_out(records: Sequence[Record]) -> list[str]:
+    """The parts that replies go without, once for each."""
+    flags = [flag for record in records if isinstance(record, TurnCompleted) for flag in record.flags]
+    return [part for part, flag in LEFT_OUT.items() for _ in range(flags.count(flag))]
 
 
 def _leave_out(what: str, read: _Read, *, skip_bad: bool, cause: Exception) -> None:

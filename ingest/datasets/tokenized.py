@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollbook.ingest.engines.scripted import Tokenizer, completion_text
+from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter, says_nothing
+from rollbook.store.errors import ReplyError
 from rollbook.store.events import Json, Record, TokenIds, TurnCompleted, TurnRequested
 from rollbook.store.fold.trajectory import prompt_sha256
 
@@ -24,13 +25,14 @@ class _Turn:
     ids: TokenIds
 
 
-def tokenized(records: Sequence[Record], tokenizer: Tokenizer) -> list[Record]:
+def tokenized(records: Sequence[Record], writer: ReplyWriter) -> list[Record]:
     """The records of a trajectory of text, its turns with tokens.
 
     A turn extends its parent where the chat template keeps the parent's text as it was; else it is a root.
 
     Raises:
-        RequestError, EngineError: the chat template cannot render one of its turns.
+        RequestError: the chat template refuses the messages of one of its turns.
+        ReplyError: one of its replies says nothing, or what no model of the template samples.
     """
     turns: dict[str, _Turn] = {}
     made: list[Record] = []
@@ -41,7 +43,7 @@ def tokenized(records: Sequence[Record], tokenizer: Tokenizer) -> list[Record]:
             asked = (record, [*base[: record.shared_messages], *record.messages])
         elif isinstance(record, TurnCompleted):
             assert asked is not None
-            made += _with_tokens(*asked, record, turns, tokenizer)
+            made += _with_tokens(*asked, record, turns, writer)
         else:
             made.append(record)
     return made
@@ -52,26 +54,28 @@ def _with_tokens(
     messages: list[Json],
     done: TurnCompleted,
     turns: dict[str, _Turn],
-    tokenizer: Tokenizer,
+    writer: ReplyWriter,
 ) -> tuple[TurnRequested, TurnCompleted]:
-    tools = asked.request.get("tools")
-    prompt = tokenizer.render(messages, tools, generate=True)
-    completion = completion_text(tokenizer, messages, tools, done.reply)
+    if says_nothing(done.reply):
+        raise ReplyError("the reply says nothing: it has no text, no reasoning and no calls", ("text",))
+    request = asked.request
+    written = writer.write(messages, request.get("tools"), done.reply, request.get("chat_template_kwargs"))
+    prompt, encode = written.prompt, writer.tokenizer.encode
     parent = turns.get(asked.parent_turn_id or "")
     if parent is not None and not prompt.startswith(parent.text):
         parent = None
         asked = replace(asked, parent_turn_id=None, root_reason="no_matching_turn")
-    begins = tokenizer.encode(prompt[len(parent.text) :] if parent else prompt)
+    begins = encode(prompt[len(parent.text) :] if parent else prompt)
     whole = np.concatenate([parent.ids, begins]) if parent else begins
-    sampled = tokenizer.encode(completion)
-    turns[done.turn_id] = _Turn(messages, prompt + completion, np.concatenate([whole, sampled]))
+    turns[done.turn_id] = _Turn(messages, prompt + written.text, np.concatenate([whole, written.ids]))
     return asked, replace(
         done,
+        reply=written.reply,
         prompt_ids=begins,
-        completion_ids=sampled,
+        completion_ids=written.ids,
         prompt_length=len(whole),
         prompt_sha256=prompt_sha256(whole),
         finish_reason="stop",
         logprob_semantics={"kind": "none", "why": "imported"},
-        flags=[FROM_TEXT],
+        flags=[FROM_TEXT, *(LEFT_OUT[part] for part in written.left_out)],
     )

@@ -22,7 +22,7 @@ import orjson
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
-from rollbook.store.errors import EngineError, RequestError
+from rollbook.store.errors import EngineError, ReplyError, RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
 
 Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
@@ -31,27 +31,40 @@ DigestOf = Callable[[Sequence[Json]], bytes]
 
 
 class Tokenizer(Protocol):
-    """The model's tokenizer and chat template, as far as a script's answer needs them."""
+    """The model's tokenizer, as far as pieces of an answer need it."""
 
     @property
     def stop_ids(self) -> Sequence[int]: ...
 
     def encode(self, text: str) -> TokenIds: ...
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 
-    def render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str: ...
+class Sampled(Protocol):
+    """A reply as its model would have sampled it."""
+
+    @property
+    def ids(self) -> TokenIds: ...
+
+
+class Writer(Protocol):
+    """What makes of an answer the ids that the model would have sampled, its end-of-turn token included."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def write(self, messages: Sequence[Json], tools: Sequence[Json] | None, reply: Json) -> Sampled: ...
 
 
 class ScriptedEngine:
-    """Serves a script's answers through the model's own tokenizer and chat template."""
+    """Serves a script's answers as the model would have sampled them."""
 
     name = "scripted"
     honoured: frozenset[str] = frozenset()
     takes_images = False
 
-    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, writer: Writer, script: Script) -> None:
+        self._writer = writer
+        self._tokenizer = writer.tokenizer
         self._script = script
         self._aborted: dict[str, bool] = {}
         """Requests that are being answered piece by piece -> whether each was aborted."""
@@ -76,7 +89,7 @@ class ScriptedEngine:
         """The script's answer as ids, its end-of-turn token included.
 
         Raises:
-            EngineError: the script failed, or the template does not put its answer behind the prompt.
+            EngineError: the script failed, or no model of the chat template says its answer.
         """
         try:
             answer = self._script(prompt.messages, prompt.tools)
@@ -88,9 +101,8 @@ class ScriptedEngine:
         except Exception as error:
             raise EngineError(f"the script failed: {error!r}") from error
         try:
-            text = completion_text(self._tokenizer, prompt.messages, prompt.tools, reply)
-            ids = self._tokenizer.encode(text)
-        except RequestError as error:
+            ids = self._writer.write(prompt.messages, prompt.tools, reply).ids
+        except (RequestError, ReplyError) as error:
             raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
         on_tokens(ids.tolist(), None)
         return _generation(ids.tolist(), "stop")
@@ -125,26 +137,6 @@ class ScriptedEngine:
     def control(self) -> APIRouter | None:
         """None: there is nothing to control."""
         return None
-
-
-def completion_text(
-    tokenizer: Tokenizer, messages: Sequence[Json], tools: Sequence[Json] | None, reply: Json
-) -> str:
-    """What a model would have to sample for this reply: from the end of the prompt to its end-of-turn token.
-
-    Raises:
-        EngineError: the template does not put an answer behind its prompt, or does not end it.
-        RequestError: 400, the template refuses the messages.
-    """
-    asked = tokenizer.render(messages, tools, generate=True)
-    whole = tokenizer.render([*messages, reply], tools, generate=False)
-    if not whole.startswith(asked):
-        raise EngineError("the chat template does not put an answer behind its prompt")
-    ends = [tokenizer.decode([i], special=True) for i in tokenizer.stop_ids]
-    stop = max((whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0)
-    if stop <= len(asked):
-        raise EngineError("the chat template does not end an answer with an end-of-turn token")
-    return whole[len(asked) : stop]
 
 
 def _generation(ids: list[int], finish: str) -> Generation:

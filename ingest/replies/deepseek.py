@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from rollbook.ingest.replies.family import SPACE, Call
-from rollbook.ingest.replies.json_text import arguments_at
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, read_each
-from rollbook.ingest.replies.typed import argument, bare_json, object_text, parameters_of, string_text
+from rollbook.ingest.replies.json_text import arguments_at, members, string_text
+from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.typed import argument, bare_json, bare_values, object_text, parameters_of
 from rollbook.store.events import Json
 
 _ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -98,6 +98,32 @@ def _value(value: str, parameter: re.Match[str], schema: Json) -> str:
     return argument(value, parameter[1], schema)
 
 
+def _write(content: str, calls: Sequence[Call], template: str) -> str:
+    if _DSML in template:
+        outer = "tool_calls" if f"{_DSML}tool_calls" in template else "function_calls"
+        invoked = "\n".join(map(_invoke_text, calls))
+        return behind(content, "\n\n", f"<{_DSML}{outer}>\n{invoked}\n</{_DSML}{outer}>")
+    if "```json" in template:
+        fenced = (f"function{_SEP}{call.name}\n```json\n{call.arguments}\n```" for call in calls)
+        return f"{content}{_ALL}" + "\n".join(f"{_CALL}{text}{_CALL_END}" for text in fenced) + _ALL_END
+    plain = "".join(f"{_CALL}{call.name}{_SEP}{call.arguments}{_CALL_END}" for call in calls)
+    return f"{content}{_ALL}{plain}{_ALL_END}"
+
+
+def _invoke_text(call: Call) -> str:
+    spelled = members(call.arguments)
+    tags = [
+        f'<{_DSML}parameter name="{key}" string="{"true" if bare != spelled[key] else "false"}">'
+        f"{bare}</{_DSML}parameter>\n"
+        for key, bare in bare_values(call.arguments).items()
+    ]
+    return f'<{_DSML}invoke name="{call.name}">\n{"".join(tags)}</{_DSML}invoke>'
+
+
 DEEPSEEK = MarkedFamily(
-    "deepseek", (_ALL, _CALL, f"<{_DSML}"), _read, others=(_ALL_END, _SEP, _CALL_END, _DSML)
+    "deepseek",
+    (_ALL, _CALL, f"<{_DSML}"),
+    _read,
+    others=(_ALL_END, _SEP, _CALL_END, _DSML),
+    written=_write,
 )

@@ -1,5 +1,8 @@
 """What a reply says, and what every model family's parser promises.
 
+A writer is the way back: the text that a model samples for a reply's parts, so that it can be trained on what
+somebody else said. What it writes is believed only if the parser reads the same parts from it (`written`).
+
 A parser is a pure function of the sampled text. It never raises: a call that cannot be read goes out as
 content, flagged, since the sampled tokens are on record elsewhere. Streaming is the same function with
 `final=False`: of any prefix of a text it returns only what the whole text's parse begins with.
@@ -48,6 +51,14 @@ class Parsed:
     flags: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a reply is written behind: the rendered prompt, and the source of its chat template."""
+
+    prompt: str
+    template: str
+
+
 class Family(Protocol):
     """Model families differ in how their templates spell reasoning and calls."""
 
@@ -70,6 +81,17 @@ class Family(Protocol):
             in_reasoning: the prompt ended inside an open reasoning block.
             final: the text is whole; else only what can no longer change is returned, and no calls.
         """
+        ...
+
+    def write(self, parts: Parsed, asked: Asked) -> str | None:
+        """The text that a model samples for these parts, without its end-of-turn token.
+
+        None: no model of the family says them in one reply, or behind this prompt.
+        """
+        ...
+
+    def end(self, parts: Parsed) -> str | None:
+        """The token that ends such a reply; None: the one that the chat template puts there."""
         ...
 
 

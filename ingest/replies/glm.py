@@ -5,7 +5,8 @@
     <arg_value>VALUE</arg_value>
     </tool_call>
 
-Later models leave the line feeds out. A value ends at an `</arg_value>` that another tag follows.
+Later models leave the line feeds out. A value ends at an `</arg_value>` that another tag follows. A reply
+ends with the marker of the role that comes next, which the model samples.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from rollbook.ingest.replies.family import SPACE, Call, skip_space
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, read_each
-from rollbook.ingest.replies.typed import argument, object_text, parameters_of
+from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.typed import argument, bare_values, object_text, parameters_of
 from rollbook.store.events import Json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -49,4 +50,21 @@ def _one(match: re.Match[str], tools: Sequence[Json]) -> One | None:
     return One(Call(match[1], arguments), position + len(_CLOSE))
 
 
-GLM = MarkedFamily("glm", (_OPEN,), _read, others=(_CLOSE, *_TAGS))
+def _write(content: str, calls: Sequence[Call], template: str) -> str:
+    return behind(content, "\n", "\n".join(map(_call_text, calls)))
+
+
+def _call_text(call: Call) -> str:
+    values = bare_values(call.arguments).items()
+    tags = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values]
+    return f"{_OPEN}{call.name}\n{''.join(tags)}{_CLOSE}"
+
+
+GLM = MarkedFamily(
+    "glm",
+    (_OPEN,),
+    _read,
+    others=(_CLOSE, *_TAGS),
+    written=_write,
+    ends=("<|user|>", "<|observation|>"),
+)

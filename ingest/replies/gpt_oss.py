@@ -8,6 +8,8 @@ reasoning; final, and commentary without a recipient (a preamble), are content; 
 call, on whatever channel and wherever in the header its recipient stands. Several messages of a kind are
 joined by a line feed. From the first call on nothing but calls is read.
 
+A reply ends with its call, so a model samples one at a time.
+
 The openai-harmony package reads this too, but it needs a vocabulary that it downloads.
 """
 
@@ -23,6 +25,7 @@ from rollbook.ingest.replies.family import (
     SPACE,
     TEXT_AFTER_CALLS,
     UNCLOSED_REASONING,
+    Asked,
     Call,
     Parsed,
     blank,
@@ -144,6 +147,27 @@ class GptOss:
         after = any(m.recipient is None and not blank(m.body) for m in rest)
         flags = (*flags, TEXT_AFTER_CALLS) if after else flags
         return Parsed(reasoning, content.rstrip(SPACE), calls, flags)
+
+    def write(self, parts: Parsed, asked: Asked) -> str | None:
+        """See `Family.write`."""
+        if len(parts.calls) > 1:
+            return None
+        said = [f"{_ANALYSIS}{parts.reasoning}"] if parts.reasoning else []
+        if not parts.calls:
+            said.append(f"{_CHANNEL}final{_MESSAGE}{parts.content}")
+        elif parts.content:
+            said.append(f"{_CHANNEL}commentary{_MESSAGE}{parts.content}")
+        for call in parts.calls:
+            header = f"{_CHANNEL}commentary to=functions.{call.name} <|constrain|>json"
+            said.append(f"{header}{_MESSAGE}{call.arguments}")
+        text = f"<|end|>{_START}assistant".join(said)
+        if not asked.prompt.endswith(_ANALYSIS):
+            return text
+        return text.removeprefix(_ANALYSIS) if parts.reasoning else f"<|end|>{_START}assistant{text}"
+
+    def end(self, parts: Parsed) -> str | None:
+        """See `Family.end`."""
+        return "<|call|>" if parts.calls else "<|return|>"
 
 
 def _flags(said: Sequence[_Message]) -> tuple[str, ...]:

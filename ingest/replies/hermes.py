@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollbook.ingest.replies.family import skip_space
-from rollbook.ingest.replies.json_text import call_at
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, read_each
+from rollbook.ingest.replies.family import Call, skip_space
+from rollbook.ingest.replies.json_text import call_at, call_text
+from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
 from rollbook.store.events import Json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -28,4 +28,8 @@ def _one(match: re.Match[str]) -> One | None:
     return One(call, end + len(_CLOSE)) if body.startswith(_CLOSE, end) else None
 
 
-HERMES = MarkedFamily("hermes", (_OPEN,), _read, others=(_CLOSE,))
+def _write(content: str, calls: Sequence[Call], template: str) -> str:
+    return behind(content, "\n", "\n".join(f"{_OPEN}\n{call_text(call)}\n{_CLOSE}" for call in calls))
+
+
+HERMES = MarkedFamily("hermes", (_OPEN,), _read, others=(_CLOSE,), written=_write)

@@ -6,6 +6,7 @@ judges validity and refuses nesting beyond 1024, NaN, infinities and halves of s
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -88,3 +89,13 @@ def arguments_at(text: str, start: int) -> tuple[str, int] | None:
     if end is None or not is_object(text[start:end]):
         return None
     return text[start:end], end
+
+
+def call_text(call: Call, key: str = "arguments") -> str:
+    """A call as the object that `call_at` reads."""
+    return f'{{"name": {string_text(call.name)}, "{key}": {call.arguments}}}'
+
+
+def string_text(value: str) -> str:
+    """A string as JSON."""
+    return json.dumps(value, ensure_ascii=False)

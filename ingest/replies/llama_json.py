@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from rollbook.ingest.replies.family import Call, skip_space
-from rollbook.ingest.replies.json_text import call_at
+from rollbook.ingest.replies.json_text import call_at, call_text
 from rollbook.ingest.replies.marked import MarkedFamily, Several
 from rollbook.store.events import Json
 
@@ -35,4 +35,9 @@ def _read(body: str, start: int, tools: Sequence[Json]) -> Several | None:
     return Several(tuple(calls))
 
 
-LLAMA_JSON = MarkedFamily("llama_json", (_TAG,), _read, head="{")
+def _write(content: str, calls: Sequence[Call], template: str) -> str | None:
+    """One call is the whole reply: so the model's own template has it, which refuses several."""
+    return None if content or len(calls) > 1 else call_text(calls[0], "parameters")
+
+
+LLAMA_JSON = MarkedFamily("llama_json", (_TAG,), _read, head="{", written=_write)

@@ -16,13 +16,14 @@ from rollbook.ingest.replies.family import (
     SPACE,
     TEXT_AFTER_CALLS,
     UNCLOSED_REASONING,
+    Asked,
     Call,
     Parsed,
     blank,
     certain,
     skip_space,
 )
-from rollbook.ingest.replies.reasoning import THINK, Block, split_reasoning
+from rollbook.ingest.replies.reasoning import THINK, Block, opened_by, split_reasoning, written_reasoning
 from rollbook.store.events import Json
 
 
@@ -46,10 +47,13 @@ class Several:
 Reader = Callable[[str, int, Sequence[Json]], Several | None]
 """Reads the calls of a text from its first marker on; None: they are malformed; no calls: it is content."""
 
+Writer = Callable[[str, Sequence[Call], str], str | None]
+"""Writes (content, calls) in the form that a template's source shows; None: no such reply has that form."""
+
 
 @dataclass(frozen=True, slots=True)
 class MarkedFamily:
-    """A family that its markers and its reader define."""
+    """A family that its markers, its reader and its writer define."""
 
     name: str
     starts: tuple[str, ...] = ()
@@ -60,6 +64,9 @@ class MarkedFamily:
     others: tuple[str, ...] = ()
     """Control tokens that matter only behind a start."""
     blocks: tuple[Block, ...] = (THINK,)
+    written: Writer | None = None
+    ends: tuple[str, str] | None = None
+    """What ends a reply without calls, and one with calls."""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -87,12 +94,31 @@ class MarkedFamily:
         said = body[:start].rstrip(SPACE) if found.calls else body
         return Parsed(split.reasoning, said, found.calls, found.flags)
 
+    def write(self, parts: Parsed, asked: Asked) -> str | None:
+        """See `Family.write`."""
+        if self.written is None and not parts.calls and not opened_by(asked.prompt, self.blocks):
+            return None  # what else a template puts around a reply of text is unknown here
+        thought = written_reasoning(parts.reasoning or "", self.blocks, asked)
+        said: str | None = parts.content
+        if parts.calls:
+            said = self.written(parts.content, parts.calls, asked.template) if self.written else None
+        return None if thought is None or said is None else thought + said
+
+    def end(self, parts: Parsed) -> str | None:
+        """See `Family.end`."""
+        return self.ends[bool(parts.calls)] if self.ends else None
+
     def find(self, body: str) -> int | None:
         """Where the first call begins."""
         first = skip_space(body, 0)
         if self.head and body.startswith(self.head, first):
             return first
         return min((at for s in self.starts if (at := body.find(s)) >= 0), default=None)
+
+
+def behind(content: str, gap: str, calls: str) -> str:
+    """Calls behind what was said, if anything was."""
+    return f"{content}{gap}{calls}" if content else calls
 
 
 def read_each(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from rollbook.ingest.replies.family import TEXT_AFTER_CALLS, Call, blank, skip_space
-from rollbook.ingest.replies.json_text import arguments_at, call_at
+from rollbook.ingest.replies.json_text import arguments_at, call_at, call_text
 from rollbook.ingest.replies.marked import MarkedFamily, One, Several, read_each
 from rollbook.ingest.replies.reasoning import BRACKET_THINK, THINK
 from rollbook.store.events import Json
@@ -50,4 +50,17 @@ def _array(body: str, opening: int) -> Several | None:
     return Several(tuple(calls), () if blank(body[position + 1 :]) else (TEXT_AFTER_CALLS,))
 
 
-MISTRAL = MarkedFamily("mistral", (_OPEN,), _read, others=(_CALL_ID, _ARGS), blocks=(BRACKET_THINK, THINK))
+def _write(content: str, calls: Sequence[Call], template: str) -> str:
+    if _ARGS in template:
+        return content + "".join(f"{_OPEN}{call.name}{_ARGS}{call.arguments}" for call in calls)
+    return f"{content}{_OPEN}[{', '.join(map(call_text, calls))}]"
+
+
+MISTRAL = MarkedFamily(
+    "mistral",
+    (_OPEN,),
+    _read,
+    others=(_CALL_ID, _ARGS),
+    blocks=(BRACKET_THINK, THINK),
+    written=_write,
+)

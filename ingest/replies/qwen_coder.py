@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from rollbook.ingest.replies.family import Call, skip_space
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, read_each
-from rollbook.ingest.replies.typed import argument, object_text, parameters_of
+from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.typed import argument, bare_values, object_text, parameters_of
 from rollbook.store.events import Json
 
 _OPEN, _CLOSE, _FUNCTION_CLOSE = "<tool_call>", "</tool_call>", "</function>"
@@ -90,4 +90,14 @@ def _value_end(body: str, header: re.Match[str], given: dict[str, str], schema: 
     return None
 
 
-QWEN_CODER = MarkedFamily("qwen_coder", (_OPEN, "<function="), _read, others=(_CLOSE,))
+def _write(content: str, calls: Sequence[Call], template: str) -> str:
+    return behind(content, "\n\n", "\n".join(map(_call_text, calls)))
+
+
+def _call_text(call: Call) -> str:
+    values = bare_values(call.arguments).items()
+    tags = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values]
+    return f"{_OPEN}\n<function={call.name}>\n{''.join(tags)}{_FUNCTION_CLOSE}\n{_CLOSE}"
+
+
+QWEN_CODER = MarkedFamily("qwen_coder", (_OPEN, "<function="), _read, others=(_CLOSE,), written=_write)

@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollbook.ingest.replies.family import SPACE, certain, skip_space
+from rollbook.ingest.replies.family import SPACE, Asked, certain, skip_space
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How a family opens and closes its reasoning."""
+    """How a family opens and closes its reasoning, and the white space that it samples inside and behind."""
 
     open: str
     close: str
+    inside: str = "\n"
+    behind: str = "\n\n"
 
 
 THINK = Block("<think>", "</think>")
-BRACKET_THINK = Block("[THINK]", "[/THINK]")
+BRACKET_THINK = Block("[THINK]", "[/THINK]", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,30 @@ def split_reasoning(text: str, blocks: Sequence[Block], *, in_reasoning: bool, f
         return Split(text[start:end].strip(SPACE), answer)
     end = len(text) if final else certain(text, closes, start)
     return Split(text[start:end].strip(SPACE), None)
+
+
+def opened_by(prompt: str, blocks: Sequence[Block]) -> Block | None:
+    """The block that a prompt ends inside of."""
+    return next((block for block in blocks if prompt.rstrip(SPACE).endswith(block.open)), None)
+
+
+def written_reasoning(reasoning: str, blocks: Sequence[Block], asked: Asked) -> str | None:
+    """The text of a reasoning in front of the answer; None: the model does not reason there.
+
+    A prompt that opens a block has it closed, whatever is in it, and shows by its end whether line feeds are
+    the block's own. One that ends with a closed block asks for none, and a template that knows none of the
+    blocks is of a model that never opens one.
+    """
+    prompt = asked.prompt.rstrip(SPACE)
+    opened = opened_by(asked.prompt, blocks)
+    if opened is not None:
+        airy = len(prompt) < len(asked.prompt)
+        return (
+            f"{reasoning}{opened.inside}{opened.close}{opened.behind}" if airy else reasoning + opened.close
+        )
+    if not reasoning:
+        return ""
+    known = next((b for b in blocks if b.open in asked.template), None)
+    if known is None or any(prompt.endswith(b.close) for b in blocks):
+        return None
+    return f"{known.open}{known.inside}{reasoning}{known.inside}{known.close}{known.behind}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.replies.family import MALFORMED_CALL, Call, Parsed
+from rollbook.ingest.replies.family import MALFORMED_CALL, Asked, Call, Parsed
 from rollbook.ingest.replies.json_text import is_object
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
@@ -60,6 +60,14 @@ class ResponseTemplate:
             if parsed is None
             else Parsed(parsed.reasoning, parsed.content, (), flags)
         )
+
+    def write(self, parts: Parsed, asked: Asked) -> str | None:
+        """None: a response template reads only; the chat template writes."""
+        return None
+
+    def end(self, parts: Parsed) -> str | None:
+        """None: the chat template says it."""
+        return None
 
     def _read(self, text: str, prefix: str, fields: Json, tools: Sequence[Json] | None) -> Parsed | None:
         try:

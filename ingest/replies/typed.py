@@ -7,12 +7,11 @@ kept, or as one of Python's True, False and None, which some templates print; el
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollbook.ingest.replies.family import SPACE
-from rollbook.ingest.replies.json_text import is_object, loads
+from rollbook.ingest.replies.json_text import is_object, loads, members, string_text
 from rollbook.store.events import Json
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -44,9 +43,10 @@ def object_text(values: Mapping[str, str]) -> str | None:
     return text if is_object(text) else None
 
 
-def string_text(value: str) -> str:
-    """A string as JSON."""
-    return json.dumps(value, ensure_ascii=False)
+def bare_values(arguments: str) -> dict[str, str]:
+    """The values of a JSON object as such families write them: strings bare, all else as JSON."""
+    found = {key: (loads(text), text) for key, text in members(arguments).items()}
+    return {key: value if isinstance(value, str) else text for key, (value, text) in found.items()}
 
 
 def bare_json(value: str) -> str | None:

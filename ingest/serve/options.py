@@ -23,6 +23,8 @@ from rollbook.ingest.http.keys import keys_of
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.web_pages import own
 from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.replies.choose import choose_family
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.settings import ServeSettings
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
@@ -223,7 +225,9 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> MakeEngine:
         case "scripted":
             if options.script is None:
                 raise ConfigError("--engine scripted needs --script file.py:function or file.jsonl")
-            scripted = ScriptedEngine(tokenizer, load_script(options.script, conversation_digest))
+            family = choose_family(options.reply_format, model_of(options), tokenizer.template_source)
+            script = load_script(options.script, conversation_digest)
+            scripted = ScriptedEngine(ReplyWriter(tokenizer, family), script)
             return lambda identity: scripted
         case "sglang":
             return _sglang(options)

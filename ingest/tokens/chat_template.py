@@ -98,6 +98,8 @@ class ChatTokenizer:
     """Control tokens by id."""
     vocabulary: int = 0
     """How many ids the model has; 0: unknown."""
+    name: str = "the model"
+    """Whose template it is, for what is said of it."""
 
     def render(
         self,
@@ -238,6 +240,7 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
         vocabulary=_vocabulary(tokenizer, config),
+        name=str(model),
     )
 
 

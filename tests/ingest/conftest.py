@@ -44,6 +44,8 @@ from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.testing.ports import free_port
 
+from .tokens.corpus import chat_templates, qwen_tokenizer, real_chat_tokenizer
+
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # In the style of Qwen2.5: tools in the system message, tool results gathered in one user turn.
@@ -618,3 +620,29 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("script") / "script.py"
     file.write_text(SCRIPT)
     return file
+
+
+@pytest.fixture(scope="session")
+def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Qwen3's tokenizer; it takes seconds to make, so pytest's cache keeps it."""
+    cache = getattr(request.config, "cache", None)
+    return qwen_tokenizer(tmp_path_factory.mktemp("qwen") if cache is None else cache.mkdir("qwen-tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def templates() -> dict[str, str]:
+    """Sources of the real chat templates, by name."""
+    return chat_templates()
+
+
+@pytest.fixture(scope="session")
+def real_chat(qwen: Tokenizer, templates: dict[str, str]) -> Callable[..., ChatTokenizer]:
+    """Real chat templates over Qwen's tokenizer, by name; or another, with its source."""
+    made: dict[str, ChatTokenizer] = {}
+
+    def get(name: str, source: str | None = None) -> ChatTokenizer:
+        if name not in made:
+            made[name] = real_chat_tokenizer(qwen, name, source or templates[name])
+        return made[name]
+
+    return get

@@ -333,6 +333,10 @@ def import_(
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
     split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
     skip_bad: Annotated[bool, typer.Option(help="Leave out rows that cannot be used.")] = False,
+    leave_out: Annotated[
+        str,
+        typer.Option(help="Parts of replies to leave out where the template has no form: reasoning,calls."),
+    ] = "",
     format: RowFormat = "auto",
     key: RowKeys = None,
     show: Annotated[
@@ -350,7 +354,7 @@ def import_(
     """
     from rollbook.cli.importing import run_import
 
-    run_import(file, store, run, lane, split, model, skip_bad, format, key or [], show, json)
+    run_import(file, store, run, lane, split, model, skip_bad, leave_out, format, key or [], show, json)
 
 
 app.command("run")(run_online)

@@ -30,6 +30,7 @@ def run_import(
     split: str,
     model: Path | None,
     skip_bad: bool,
+    leave_out: str,
     shape: str,
     keys: Sequence[str],
     show: int | None,
@@ -55,10 +56,10 @@ def run_import(
             lane=lane,
             split=split,
             skip_bad=skip_bad,
-            reading=reading_of(shape, keys, (0 if as_json else 1) if show is None else show),
+            reading=reading_of(shape, keys, (0 if as_json else 1) if show is None else show, leave_out),
             progress=progress,
         )
-    elif (what := _of_rows(file, skip_bad=skip_bad, shape=shape, keys=keys, show=show)) is not None:
+    elif (what := _of_rows(file, skip_bad, leave_out, shape, keys, show)) is not None:
         raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
     else:
         done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
@@ -69,13 +70,18 @@ def run_import(
     pairs = f", {done['preferences']} preferences" if done.get("preferences") else ""
     added = f"imported {done['added']} trajectories ({done['turns']} turns){pairs}"
     say(f"{added} into run {run} of {store}{there}")
+    for part, count in done.get("parts_left_out", {}).items():
+        say(f"left out the {part} of {count} {'reply' if count == 1 else 'replies'}")
     if done.get("left_out"):
         say(f"left out {done['left_out']} rows, the first: {done['first_left_out']}")
 
 
-def _of_rows(file: Path, *, skip_bad: bool, shape: str, keys: Sequence[str], show: int | None) -> str | None:
+def _of_rows(
+    file: Path, skip_bad: bool, leave_out: str, shape: str, keys: Sequence[str], show: int | None
+) -> str | None:
     """What of a command is for rows with tokens alone, if anything is."""
-    asked = {"--skip-bad": skip_bad, "--format": shape != "auto", "--key": keys, "--show": show}
+    asked = {"--skip-bad": skip_bad, "--leave-out": leave_out}
+    asked |= {"--format": shape != "auto", "--key": keys, "--show": show}
     option = next((name for name, given in asked.items() if given), None)
     if option is not None:
         return option
@@ -84,7 +90,7 @@ def _of_rows(file: Path, *, skip_bad: bool, shape: str, keys: Sequence[str], sho
     return f"a file that ends with {file.suffix}"
 
 
-def reading_of(shape: str, keys: Sequence[str], show: int) -> Reading:
+def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "") -> Reading:
     """How rows are read, and what is shown of them, by the options of a command.
 
     Raises:
@@ -99,7 +105,22 @@ def reading_of(shape: str, keys: Sequence[str], show: int) -> Reading:
     for name, _, own in pairs:
         if not (name and own):
             raise InterchangeError(f"--key {name!r}: write NAME=KEY, such as completion=solution")
-    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell)
+    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell, _parts(leave_out))
+
+
+def _parts(leave_out: str) -> list[str]:
+    """The parts of replies that `--leave-out` names.
+
+    Raises:
+        InterchangeError: one of them cannot be left out.
+    """
+    from rollbook.ingest.replies.written import LEFT_OUT
+
+    parts = [part.strip() for part in leave_out.split(",") if part.strip()]
+    for part in parts:
+        if part not in LEFT_OUT:
+            raise InterchangeError(f"--leave-out {part!r}: choose from {', '.join(LEFT_OUT)}")
+    return parts
 
 
 def _tell(found: FirstLook) -> None:

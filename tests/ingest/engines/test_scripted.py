@@ -13,6 +13,8 @@ import pytest
 
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
+from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.options import ServeOptions, make_engine
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.ingest.tokens.normal_form import conversation_digest
@@ -27,7 +29,9 @@ USER = {"role": "user", "content": "Hello"}
 
 def _generate(tokenizer: ChatTokenizer, script: Any, messages: Any = (USER,)) -> Generation:
     prompt = Prompt(token_ids([]), list(messages), None)
-    return asyncio.run(ScriptedEngine(tokenizer, script).generate(prompt, Sampling(8, 1.0, 0)))
+    return asyncio.run(
+        ScriptedEngine(ReplyWriter(tokenizer, HERMES), script).generate(prompt, Sampling(8, 1.0, 0))
+    )
 
 
 def test_text_becomes_the_ids_that_would_be_sampled(chat: Chat) -> None:
@@ -71,7 +75,7 @@ def test_pieces_are_tokenized_alone_and_told_as_they_come(chat: Chat) -> None:
     """An async generator gives the completion itself: its ids are those of its pieces, and then the stop."""
     told: list[list[int]] = []
     prompt = Prompt(token_ids([]), [USER], None)
-    engine = ScriptedEngine(chat(), _spoken)
+    engine = ScriptedEngine(ReplyWriter(chat(), HERMES), _spoken)
     made = asyncio.run(engine.generate(prompt, Sampling(8, 1.0, 0), lambda ids, _: told.append([*ids])))
     pieces = [chat().encode(p).tolist() for p in ("<tool_call>", "tod", "ay", " the weather")]
     assert told == [*pieces, [chat().stop_ids[0]]]
@@ -83,7 +87,7 @@ def test_pieces_are_tokenized_alone_and_told_as_they_come(chat: Chat) -> None:
 
 def test_pieces_can_be_aborted(chat: Chat) -> None:
     """What had come by then is the completion, without a stop; another request's abort changes nothing."""
-    engine = ScriptedEngine(chat(), _spoken)
+    engine = ScriptedEngine(ReplyWriter(chat(), HERMES), _spoken)
 
     async def both() -> list[Generation]:
         def heard(ids: Any, logprobs: Any) -> None:
@@ -141,12 +145,12 @@ def test_a_script_that_fails_is_an_engine_error(chat: Chat, script: Any, words: 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% if add_generation_prompt %}A:{% endif %}{{ messages|length }}<|im_end|>", "behind its prompt"),
+        ("{% if add_generation_prompt %}A:{% endif %}{{ messages|length }}<|im_end|>", "not end such"),
         (
             "{{ messages[0].content }}{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}",
-            "not end",
+            "not end such",
         ),
-        ("{{ messages[0].content }}<|im_end|>", "not end an answer"),
+        ("{{ messages[0].content }}<|im_end|>", "not end such"),
     ],
 )
 def test_a_template_that_does_not_extend_is_an_engine_error(chat: Chat, source: str, words: str) -> None:
@@ -241,7 +245,7 @@ def test_a_failure_is_a_502_and_a_failed_turn(in_process: Any, chat: Chat) -> No
             raise answer
         return answer
 
-    proxy = in_process(ScriptedEngine(chat(), script), chat())
+    proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), script), chat())
     failed = proxy.chat("t", USER)
     assert failed.status_code == 502
     assert failed.json()["error"]["code"] == "engine_failed"

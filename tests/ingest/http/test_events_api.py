@@ -27,6 +27,8 @@ from rollbook.ingest.http import event_streams
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.server_sent_events import Message, read_messages
 from rollbook.ingest.tokens.bridge import Bridges
@@ -274,7 +276,7 @@ class Hosted:
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self.store = rb.open(path, create=True)
         recorder = Recorder(self.store, "serve", "default")
-        engine = ScriptedEngine(tokenizer, lambda messages, tools: "yes")
+        engine = ScriptedEngine(ReplyWriter(tokenizer, HERMES), lambda messages, tools: "yes")
         turn_runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
         self.app = build_app(turn_runner)
         self.streams = self.app.state.streams

@@ -21,6 +21,8 @@ from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
 from rollbook.ingest.recording.going_on import GoingOn
 from rollbook.ingest.recording.restore import restored
+from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.trajectories import ended_names
 from rollbook.ingest.trajectories import registry as trajectories
@@ -39,7 +41,10 @@ AGAIN = {"x-stainless-retry-count": "1"}
 @pytest.fixture
 def proxy(in_process: Any, chat: Any) -> Any:
     """A proxy whose engine says how many messages it was sent, and the last one."""
-    return in_process(ScriptedEngine(chat(), lambda m, t: f"{len(m)}: {str(m[-1]['content'])[:40]}"), chat())
+    return in_process(
+        ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {str(m[-1]['content'])[:40]}"),
+        chat(),
+    )
 
 
 def _until(what: Callable[[], Any]) -> None:
@@ -161,7 +166,9 @@ def test_what_is_written_off_is_as_if_it_had_stayed(in_process: Any, chat: Any, 
     """The same requests are recorded alike, whichever trajectories had to be read back in between."""
     told = []
     for away in (False, True):
-        proxy = in_process(ScriptedEngine(chat(), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat())
+        proxy = in_process(
+            ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat()
+        )
         agent, rng = Agent(proxy, seed), random.Random(seed)
         known = proxy.recorder.trajectories
         gone = 0
@@ -188,7 +195,7 @@ def _without_ids(proxy: Any) -> list[Any]:
 
 def test_memory_of_open_trajectories_has_a_bound(in_process: Any, chat: Any) -> None:
     """Beyond the budget the least recently used goes; all can be gone on with."""
-    proxy = in_process(ScriptedEngine(chat(), lambda m, t: "Hi"), chat())
+    proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi"), chat())
     known = proxy.recorder.trajectories
     known.budget = 40_000
     said: dict[str, list[Any]] = {}
@@ -210,7 +217,7 @@ def test_memory_of_open_trajectories_has_a_bound(in_process: Any, chat: Any) -> 
 
 def test_what_was_asked_once_is_written_off_too(in_process: Any, chat: Any) -> None:
     """An agent that never comes back holds no memory either."""
-    proxy = in_process(ScriptedEngine(chat(), lambda m, t: "Hi"), chat())
+    proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi"), chat())
     known = proxy.recorder.trajectories
     known.budget = 20_000
     for i in range(40):
@@ -221,7 +228,7 @@ def test_what_was_asked_once_is_written_off_too(in_process: Any, chat: Any) -> N
 
 def test_a_trajectory_in_use_is_not_written_off(in_process: Any, chat: Any) -> None:
     """Whatever the budget, what a request or a reply still needs stays."""
-    proxy = in_process(ScriptedEngine(chat(), lambda m, t: "Hi"), chat())
+    proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi"), chat())
     known = proxy.recorder.trajectories
     known.budget = 0
     for _ in range(2):
@@ -256,7 +263,9 @@ def test_after_spells_memory_is_what_the_log_has(
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    proxy = in_process(ScriptedEngine(chat(), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat())
+    proxy = in_process(
+        ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat()
+    )
     agent, answers = Agent(proxy, seed), []
     for _ in range(60):
         failing[0] = rng.random() < 0.3
@@ -346,7 +355,7 @@ def test_a_finished_name_is_taken(
     in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """However long ago it ended: it opens nothing, takes no turn, and can be rewarded and labelled."""
-    engine = ScriptedEngine(chat(), lambda m, t: "Hi")
+    engine = ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi")
     proxy = in_process(engine, chat())
     proxy.recorder.trajectories.ended = EndedNames(100 if known == "recent" else 2)
     names = [f"t{i}" for i in range(6)]

@@ -19,6 +19,8 @@ import pytest
 from rollbook import store
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import TrajectoryOpened, TurnDelivered
@@ -567,7 +569,9 @@ def test_interrupting_ends_in_order(serve: Any, text_model: Any, script: Any) ->
 @pytest.fixture
 def proxy(in_process: Any, chat: Any) -> Any:
     """An in-process proxy over a script that echoes."""
-    return in_process(ScriptedEngine(chat(), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat())
+    return in_process(
+        ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat()
+    )
 
 
 def test_a_reward_for_what_retention_dropped_is_a_404(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,7 +642,7 @@ def test_a_reply_waits_for_the_disk(in_process: Any, chat: Any, monkeypatch: pyt
     """The reply is held back until its turn is durable."""
     import os
 
-    proxy = in_process(ScriptedEngine(chat(), lambda m, t: "Hi"), chat())
+    proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi"), chat())
     gate, real = threading.Event(), os.fdatasync
 
     def fdatasync(fd: int) -> None:

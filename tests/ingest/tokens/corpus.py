@@ -47,6 +47,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "smolvlm": ("<end_of_utterance>",),
     "llama": ("<|eot_id|>", "<|eom_id|>"),
     "llava": ("</s>",),
+    "mistral": ("</s>",),
     "muse": ("<|eot|>", "<|eom|>"),
     "phi3": ("<|end|>", "<|endoftext|>"),
 }
@@ -61,6 +62,7 @@ STARTS = (
         "<tool_call|>",
     ),
     *("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|assistant|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     *("<|start|>", "<|message|>", "<|channel|>", "<｜User｜>", "<｜Assistant｜>", "<|system|>", "<bos>"),
 )
 

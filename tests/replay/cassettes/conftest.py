@@ -24,6 +24,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
@@ -107,7 +108,12 @@ def by_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recordin
     tokenizer = load_chat_tokenizer(model)
     recorder = Recorder(log, "serve", "default")
     bridges = Bridges.tested(tokenizer, None)
-    runner = TurnRunner(recorder, ScriptedEngine(tokenizer, _answers()), bridges, FAMILIES["hermes"])
+    runner = TurnRunner(
+        recorder,
+        ScriptedEngine(ReplyWriter(tokenizer, FAMILIES["hermes"]), _answers()),
+        bridges,
+        FAMILIES["hermes"],
+    )
     with _running(build_app(runner)) as url:
         told = {name: getattr(agent_program, name)(url) for name in ("chat", "responses", "messages")}
     return Recording(log, told)
