@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -146,6 +148,54 @@ def read_json(model: Path, name: str) -> Json:
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object")
     return value
+
+
+_Kind = tuple[str, Callable[[Any], bool]]
+_WHOLE: _Kind = ("a whole number above 0", lambda value: type(value) is int and value > 0)
+_FROM_0: _Kind = ("a whole number", lambda value: type(value) is int and value >= 0)
+_NUMBER: _Kind = ("a number", lambda value: type(value) in (int, float))
+_TRUTH: _Kind = ("true or false", lambda value: type(value) is bool)
+_TEXT: _Kind = ("a text", lambda value: type(value) is str)
+_NAMES: _Kind = ("a list of texts", lambda value: type(value) is list and all(type(v) is str for v in value))
+_OBJECT: _Kind = ("an object", lambda value: type(value) is dict)
+CONFIG_KEYS: dict[str, _Kind] = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"), _WHOLE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _WHOLE),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _WHOLE),
+    **dict.fromkeys(("moe_intermediate_size", "num_labels", "decoder_sparse_step"), _WHOLE),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _FROM_0),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern"), _FROM_0),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor"), _NUMBER),
+    **dict.fromkeys(("beta_fast", "beta_slow", "partial_rotary_factor"), _NUMBER),
+    **dict.fromkeys(("query_pre_attn_scalar", "swiglu_limit", "swiglu_alpha"), _NUMBER),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "truncate"), _TRUTH),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bidirectional_attention"), _TRUTH),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "rope_type", "type"), _TEXT),
+    **dict.fromkeys(("layer_types", "architectures"), _NAMES),
+    **dict.fromkeys(
+        ("rope_parameters", "rope_scaling", "id2label", "full_attention", "sliding_attention"), _OBJECT
+    ),
+}
+"""What keys of a config.json must be, where they are there and not null, in the families that are trained."""
+
+
+def check_types(file: Path, config: dict[str, Any], within: str = "") -> None:
+    """See that what a config.json says is of the right types, in its objects about rotation too.
+
+    Raises:
+        ModelError: something is not; the file, the key and its value are named.
+    """
+    for key, value in config.items():
+        if value is None or key not in CONFIG_KEYS:
+            continue
+        wanted, holds = CONFIG_KEYS[key]
+        if not holds(value):
+            raise ModelError(
+                f"{file}: {within}{key} is {value!r}, which is ill-typed: it must be {wanted}; "
+                "copy the model anew"
+            )
+        if wanted == _OBJECT[0] and key != "id2label":
+            check_types(file, value, f"{within}{key}.")
 
 
 def origin_of(model: Path) -> Origin | None:

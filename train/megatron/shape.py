@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from rollbook.ingest.engines.model_files import check_types, read_json
 from rollbook.store.errors import ModelError
 from rollbook.train.data.routing import Mixture
 
@@ -201,15 +200,13 @@ def read_shape(model: Path) -> ModelShape:
     file = model / "config.json"
     if not file.exists():
         raise ModelError(f"{model}: holds no config.json, so it is no model directory")
-    try:
-        config: dict[str, Any] = orjson.loads(file.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{file}: not JSON: {error}") from error
+    config = read_json(model, file.name)
     if config.get("model_type") not in FAMILIES:
         raise ModelError(
             f"{model}: architecture {config.get('model_type')!r} cannot be trained; "
             f"this release trains {', '.join(FAMILIES)}"
         )
+    check_types(file, config)
     try:
         reasons = [reason for reason, holds in _REFUSED.items() if holds(config)]
         if reasons:

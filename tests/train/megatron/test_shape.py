@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from rollbook.ingest.engines.model_files import CONFIG_KEYS
 from rollbook.store.errors import ModelError
 from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn, read_shape
 
@@ -203,6 +206,33 @@ def test_other_architectures_are_refused(tmp_path: Path, changes: Any, reason: s
     """What this trainer would compute otherwise than transformers is a ModelError that says why."""
     with pytest.raises(ModelError, match=reason):
         read_shape(_written(tmp_path, **changes))
+
+
+WRONG: tuple[Any, ...] = ("32", "", 1.5, -1, True, [1], {"a": 1}, float(1 << 40))
+
+
+@pytest.mark.parametrize("of", [{}, MOE, GEMMA, OSS, {"model_type": "llama"}, {"model_type": "qwen2"}])
+def test_a_value_of_another_type_is_named(tmp_path: Path, of: Any) -> None:
+    """With its file and its key, whatever it is in place of what it should be: a ModelError, or a shape."""
+    file = _written(tmp_path, **of) / "config.json"
+    config = orjson.loads(file.read_bytes())
+    for key in {*config, *CONFIG_KEYS} - {"model_type"}:
+        for value in WRONG:
+            file.write_text(json.dumps(config | {key: value}))
+            if key not in CONFIG_KEYS or CONFIG_KEYS[key][1](value):
+                with contextlib.suppress(ModelError):
+                    read_shape(tmp_path)
+                continue
+            with pytest.raises(ModelError) as raised:
+                read_shape(tmp_path)
+            assert f"{file}: {key} is {value!r}, which is ill-typed: it must be " in str(raised.value)
+
+
+def test_a_value_of_another_type_in_an_object(tmp_path: Path) -> None:
+    """Its key is named with those it lies in."""
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": "1e6"}}
+    with pytest.raises(ModelError, match=r"config.json: rope_parameters.full_attention.rope_theta is '1e6'"):
+        read_shape(_written(tmp_path, **GEMMA, rope_parameters=rope))
 
 
 def test_folders_that_are_no_model(tmp_path: Path) -> None:
