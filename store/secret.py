@@ -1,4 +1,7 @@
-"""The secret of a store, from which keys and digests are derived. It never leaves the store's folder."""
+"""The secret of a store, from which keys and digests are derived: it is never uploaded, exported or shown.
+
+It lies in the store's folder, or, where others may read that, in the file that ROLLBOOK_SECRET_FILE names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from rollbook.store.inside import read_small
 from rollbook.store.permissions import open_file
 
 SECRET = "SECRET"
-"""Its file; no part of the log, never uploaded, exported or shown."""
+"""Its file in the store's folder; no part of the log."""
+ELSEWHERE = "ROLLBOOK_SECRET_FILE"
+"""Variable with the path of the file that holds it instead."""
 SECRETS = "secrets"
 """The purpose of digests that stand in the place of secrets."""
 _BYTES = 32
@@ -28,19 +33,38 @@ def store_secret(store: Path, purpose: str) -> bytes:
     Two purposes share nothing: each has an HMAC-SHA256 of its name by the store's secret.
 
     Raises:
-        NotAStoreError: the file holds no secret.
+        NotAStoreError: the file holds no secret, or may not be read or made; or there are two.
     """
-    path = store / SECRET
+    path = _place(store)
     try:
-        secret = read_small(path)
-    except FileNotFoundError:
-        secret = _made(path)
+        try:
+            secret = read_small(path)
+        except FileNotFoundError:
+            secret = _made(path)
+    except OSError as error:
+        if path == store / SECRET:
+            raise
+        text = f"{ELSEWHERE} names {path}, which this user cannot use as its secret: {error.strerror}"
+        raise NotAStoreError(text) from error
     if len(secret) != _BYTES:
         text = (
             f"{path} holds {len(secret)} bytes, and a store's secret has {_BYTES}: restore it, or remove it"
         )
         raise NotAStoreError(text + " (keys of single trajectories and digests of secrets then change)")
     return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
+
+
+def _place(store: Path) -> Path:
+    ours, elsewhere = store / SECRET, os.environ.get(ELSEWHERE)
+    if not elsewhere:
+        return ours
+    path = Path(elsewhere)
+    if ours.exists() and not (path.exists() and ours.samefile(path)):
+        raise NotAStoreError(
+            f"{ELSEWHERE} names {path}, but the store has a secret of its own, from which keys were made: "
+            f"move it there (mv {ours} {path}), or unset {ELSEWHERE}"
+        )
+    return path
 
 
 def _made(path: Path) -> bytes:

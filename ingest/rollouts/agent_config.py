@@ -28,6 +28,9 @@ class LimitsConfig(Table):
     """Size of each file that it writes."""
     open_files: Positive | None = None
     """Open files of each of its processes."""
+    disk_mb: Positive | None = None
+    """What its folder may take of the disk, measured every 2 s; what takes more is ended. With bwrap its
+    /tmp, which is memory, is bounded by as much."""
     output_mb: Annotated[float, Field(ge=0)] = 8.0
     """Kept of each of stdout and stderr, the beginning; the rest is let go."""
 
@@ -111,6 +114,9 @@ class AgentConfig(Table):
     that works there."""
     require: Level = "none"
     """For subprocess and ray, the least isolation; with less nothing is started."""
+    user: Annotated[str, Field(pattern=r"^[^:\s]+(:[0-9]+)?$")] | None = None
+    """For subprocess, ray and verifiers, where this process is root: another user of the host, by name or
+    number, `uid` or `uid:gid`, whom agents run as; they read and write what it may."""
     readable: tuple[Path, ...] = ()
     """With bwrap: files and folders that it may read, beside the system's programs and the folders of files
     that the command names."""
@@ -136,4 +142,6 @@ class AgentConfig(Table):
         given, needs = wanted[self.launcher]
         if not given:
             raise ValueError(f'launcher = "{self.launcher}" needs {needs}')
+        if self.user is not None and self.launcher not in ("subprocess", "ray", "verifiers"):
+            raise ValueError("user goes with the launchers subprocess, ray and verifiers")
         return self

@@ -69,6 +69,7 @@ class Programs:
             limits=self._limits,
             labels=job.labels,
             places=await asyncio.to_thread(places_of, job.task, job.folder) if self._here else {},
+            user=agent.user,
         )
         return _Program(await self._launcher.start(launch), job, self._clocks)
 

@@ -77,7 +77,7 @@ class ContainerLauncher(Launcher):
             environment=environment,
             isolation="session",
             require="none",
-            limits=Limits(output_mb=launch.limits.output_mb),
+            limits=Limits(disk_mb=launch.limits.disk_mb, output_mb=launch.limits.output_mb),
             after=after,
         )
         return _Contained(

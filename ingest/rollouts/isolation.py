@@ -54,6 +54,8 @@ class Files:
 
 
 NO_FILES = Files()
+AS_ANOTHER = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+"""What a keeper that is root needs for an agent that is another user: to become it, and to end it."""
 NO_PLACES: Mapping[str, Path] = {}
 
 
@@ -89,12 +91,34 @@ def described(level: Level) -> Json:
     }
 
 
+def unkept(asked: Isolation, required: Level, user: str | None) -> str | None:
+    """What agents of this user on this host are not kept from, and the remedy; None: they see files of their
+    own, or are another user.
+
+    Raises:
+        LaunchError: as `chosen`.
+    """
+    level = chosen(asked, required)
+    if level == "bwrap" or user is not None:
+        return None
+    how = f"`auto` took {level!r}, the most that works here" if asked == "auto" else f"isolation is {level!r}"
+    lacks = missing("bwrap") or "it works here: ask for `auto`"
+    return (
+        f"agents have no files of their own ({how}): they read what this user may, the store and its secret "
+        f"too, and write there. Isolation 'bwrap' gives them some ({lacks}); or name another user for them, "
+        "agent.user, who cannot read the store"
+    )
+
+
 def wrapped(
     level: Level,
     command: Sequence[str],
     folder: Path,
     files: Files = NO_FILES,
     places: Mapping[str, Path] = NO_PLACES,
+    *,
+    as_another: bool = False,
+    disk_mb: int | None = None,
 ) -> list[str]:
     """The command line that runs a command at a level, which works here.
 
@@ -107,11 +131,16 @@ def wrapped(
         folder: the one that it may write to. The command is not started in it.
         files: what it sees of others.
         places: where else it finds parts of its folder.
+        as_another: the command makes what it starts another user's.
+        disk_mb: of a /tmp of its own.
     """
     if level == "pidns":
         return [*_own_processes(), *command]
     if level == "bwrap":
-        return [*_own_files(folder, files, places), *command]
+        keeps = [word for name in AS_ANOTHER if as_another for word in ("--cap-add", name)]
+        # Of a folder that is its owner's alone, bwrap makes those above it root's alone.
+        above = [path for of in (folder, *map(Path, places)) for path in of.parents if as_another]
+        return [*_own_files(folder, files, places, disk_mb, above), *keeps, "--", *command]
     return list(command)
 
 
@@ -174,13 +203,16 @@ def _own_processes() -> list[str]:
     ]
 
 
-def _own_files(folder: Path, files: Files, places: Mapping[str, Path]) -> list[str]:
+def _own_files(
+    folder: Path, files: Files, places: Mapping[str, Path], disk_mb: int | None, above: Sequence[Path]
+) -> list[str]:
     """A root of its own by bubblewrap, which is empty but for what is named. The network is the host's, since
     the proxy is reached on loopback."""
     mounts: list[tuple[str, list[str]]] = [
+        *((str(path), ["--dir", str(path)]) for path in above if path != path.parent),
         ("/proc", ["--proc", "/proc"]),
         ("/dev", ["--dev", "/dev"]),
-        ("/tmp", ["--tmpfs", "/tmp"]),
+        ("/tmp", [*([] if disk_mb is None else ["--size", str(disk_mb << 20)]), "--tmpfs", "/tmp"]),
     ]
     visible = list(_visible(files))
     mounts += [(at, ["--ro-bind", source, at]) for source, at in visible]
@@ -195,7 +227,7 @@ def _own_files(folder: Path, files: Files, places: Mapping[str, Path]) -> list[s
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *(word for _, option in mounts for word in option),
         *(word for at in sealed for word in ("--remount-ro", at)),
-        *("--chdir", "/", "--"),
+        *("--chdir", "/"),
     ]
 
 

@@ -195,8 +195,9 @@ def _command(pid: int) -> str:
 
 
 def _received() -> dict[str, Any]:
-    """What is to be started: `command`, `environment`, `folder`, `limits`, `own_group`, `after`, and the
-    descriptors, `entrances`, of the cgroups that it is to enter."""
+    """What is to be started: `command`, `environment`, `folder`, `limits`, `own_group`, `after`; the
+    descriptors, `entrances`, of the cgroups that it is to enter; and uid, gid and groups of the `user` to be,
+    or nothing."""
     data = bytearray()
     length = LENGTH_BYTES
     while len(data) < length:
@@ -226,6 +227,7 @@ def _start(task: dict[str, Any]) -> tuple[int, str]:
             for entrance in task["entrances"]:
                 os.write(entrance, b"0")
                 os.close(entrance)
+            _become(*task["user"])
             _prepare(task["folder"], task["own_group"])
             _limit(task["limits"])
             os.execvpe(task["command"][0], task["command"], task["environment"])
@@ -260,6 +262,17 @@ def _tidy(task: dict[str, Any]) -> None:
 def _why(error: BaseException) -> str:
     # Of a program that is looked for in PATH, the error names but the last place.
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _become(*user: int) -> None:
+    """Be another user, without a way back."""
+    if user:
+        import warnings  # noqa: F401  (of `execvpe`: the other user may not read where it lies)
+
+        uid, gid, *groups = user
+        os.setgroups(groups)
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
 
 
 def _prepare(folder: str, own_group: bool) -> None:

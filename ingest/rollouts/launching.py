@@ -28,6 +28,7 @@ class Limits:
         cpu_s: of each of its processes; SIGXCPU then, and SIGKILL a second later.
         file_mb: of each file that it writes; SIGXFSZ then.
         open_files: of each of its processes.
+        disk_mb: of its folder, as it is measured now and then.
         output_mb: kept of each of stdout and stderr, its beginning; the rest is read and let go.
     """
 
@@ -37,6 +38,7 @@ class Limits:
     cpu_s: int | None = None
     file_mb: int | None = None
     open_files: int | None = None
+    disk_mb: int | None = None
     output_mb: float = 8.0
 
 
@@ -58,6 +60,7 @@ class Launch:
             own (bwrap) a launch that has any is refused.
         after: where the command is the client of another program, which runs the agent: what ends the agent
             there, and tidies up. It is run in the same environment, also once this process is gone.
+        user: whom it runs as, by name or number; None: as this process.
     """
 
     launch_id: str
@@ -71,6 +74,7 @@ class Launch:
     labels: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, Path] = field(default_factory=dict)
     after: tuple[str, ...] = ()
+    user: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,15 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
+from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.follow import Following
+from rollbook.ingest.rollouts.isolation import unkept
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
 from rollbook.ingest.rollouts.tasks import read_tasks
-from rollbook.store.errors import RolloutError
+from rollbook.store.errors import LaunchError, RolloutError
 from rollbook.store.ids import new_id
 
 
@@ -64,6 +66,8 @@ class RolloutManager:
             async with Proxy(config.proxy, self._key) as proxy:
                 launcher = launcher_of(config)
                 agents = agents_of(config, proxy, launcher)
+                if (warning := await asyncio.to_thread(_unkept, config.agent)) is not None:
+                    self._say(warning)
                 owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
                 names = dict[str, str]()
 
@@ -84,6 +88,15 @@ class RolloutManager:
                     return await self._work.run()
                 finally:
                     await agents.close()
+
+
+def _unkept(agent: AgentConfig) -> str | None:
+    """What agents on this host are not kept from; where they cannot be started, that will say why."""
+    if agent.launcher not in ("subprocess", "verifiers"):
+        return None
+    with contextlib.suppress(LaunchError):
+        return unkept(agent.isolation, agent.require, agent.user)
+    return None
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ from typing import IO, TypeVar
 
 from rollbook.ingest.rollouts import cgroups, isolation, keeper, leaks
 from rollbook.ingest.rollouts.cgroups import Cgroup
+from rollbook.ingest.rollouts.disk import LOOK_S, bytes_used
 from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Level, Limits, Running
+from rollbook.ingest.rollouts.other_user import User, hand_over, user_of
 from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
 
@@ -93,7 +95,8 @@ class SubprocessLauncher(Launcher):
         """
         require: Level = "bwrap" if launch.places else launch.require
         level = await asyncio.to_thread(isolation.chosen, launch.isolation, require)
-        started = _Started(launch, level, self._files)
+        user = None if launch.user is None else user_of(launch.user)
+        started = _Started(launch, level, self._files, user)
         await started.begin()
         return started
 
@@ -114,14 +117,19 @@ class _Started(Running):
         LaunchError: not even its keeper can be started.
     """
 
-    def __init__(self, launch: Launch, level: Level, files: isolation.Files) -> None:
-        self.isolation: Json = isolation.described(level)
-        self._launch, self._level = launch, level
+    def __init__(
+        self, launch: Launch, level: Level, files: isolation.Files, user: User | None = None
+    ) -> None:
+        self.isolation: Json = isolation.described(level) | ({} if user is None else {"uid": user.uid})
+        self._launch, self._level, self._user = launch, level, user
+        self._over_disk = False
         self._streams = _streams(launch)
         self._group = Cgroup(launch.launch_id, launch.limits)
         self._entrances: list[int] = []
         try:
             self._entrances += self._group.entrances()
+            if user is not None:
+                hand_over(launch.folder, user)
             self._ours, self._process = _keeper(launch, level, files, self._entrances)
         except OSError as error:
             self._group.remove()
@@ -138,6 +146,7 @@ class _Started(Running):
         self._writer: asyncio.StreamWriter | None = None
         self._force: asyncio.TimerHandle | None = None
         self._end = loop.create_task(self._life(), name=f"agent {launch.launch_id}")
+        self._disk = None if launch.limits.disk_mb is None else loop.create_task(self._watch_disk())
 
     async def begin(self) -> None:
         """See it started.
@@ -184,6 +193,14 @@ class _Started(Running):
             insist_s = INSIST_S + (keeper.AFTER_S if self._launch.after else 0.0)
             self._force = asyncio.get_running_loop().call_later(insist_s, self._process.kill)
 
+    async def _watch_disk(self) -> None:
+        """End it once its folder has taken more of the disk than it may."""
+        most = (self._launch.limits.disk_mb or 0) * MIB
+        while not self._over_disk:
+            await asyncio.sleep(LOOK_S)
+            self._over_disk = await asyncio.to_thread(bytes_used, self._launch.folder) > most
+        self._kill()
+
     async def _life(self) -> Exit:
         transports: list[asyncio.BaseTransport] = []
         try:
@@ -212,18 +229,23 @@ class _Started(Running):
                 self._answer.set_result("")
             for transport in transports:
                 transport.close()
-            if self._force is not None:
-                self._force.cancel()
+            for timer in (self._force, self._disk):
+                if timer is not None:
+                    timer.cancel()
         printed = {name: stream.count for name, stream in self._streams.items()}
         complaint = self._streams["stderr"].beginning()
-        return replace(found or Exit(None, None), printed=printed, complaint=complaint)
+        found = replace(found or Exit(None, None), printed=printed, complaint=complaint)
+        if self._over_disk:
+            return replace(found, error=f"it took more than limits.disk_mb = {self._launch.limits.disk_mb}")
+        return found
 
     async def _heard(self, said: asyncio.StreamReader) -> list[str]:
         """What the keeper says, after it was told what to start and answered that."""
         assert self._writer is not None
         rest = b""
         with contextlib.suppress(OSError):  # it ended before it had read all
-            self._writer.write(_marshalled(self._launch, self._level, self._group, self._entrances))
+            task = (self._launch, self._level, self._group, self._entrances, self._user)
+            self._writer.write(_marshalled(*task))
             answer = await said.readline()
             self._answer.set_result(answer.decode(errors="replace").strip())
             rest = await said.read()
@@ -259,7 +281,11 @@ def _keeper(
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
-            isolation.wrapped(level, command, launch.folder.absolute(), files, launch.places),
+            isolation.wrapped(
+                *(level, command, launch.folder.absolute(), files, launch.places),
+                as_another=launch.user is not None,
+                disk_mb=launch.limits.disk_mb,
+            ),
             stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -276,7 +302,9 @@ def _keeper(
     return ours, process
 
 
-def _marshalled(launch: Launch, level: Level, group: Cgroup, entrances: list[int]) -> bytes:
+def _marshalled(
+    launch: Launch, level: Level, group: Cgroup, entrances: list[int], user: User | None
+) -> bytes:
     """What the keeper is sent, which runs on this very interpreter."""
     # The environment of a client is not its agent's: what it starts for others is no process of the launch.
     tag = {} if launch.after else {leaks.LAUNCH_ID: launch.launch_id, **leaks.start()}
@@ -288,6 +316,7 @@ def _marshalled(launch: Launch, level: Level, group: Cgroup, entrances: list[int
         "entrances": entrances,
         "own_group": level != "none",
         "after": list(launch.after),
+        "user": [] if user is None else [user.uid, user.gid, *user.groups],
     }
     data = marshal.dumps(task)
     return len(data).to_bytes(keeper.LENGTH_BYTES, "big") + data

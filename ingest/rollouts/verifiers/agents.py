@@ -118,6 +118,7 @@ class Verifiers:
             isolation=agent.isolation,
             require=agent.require,
             limits=Limits(**agent.limits.model_dump()),
+            user=agent.user,
         )
 
 

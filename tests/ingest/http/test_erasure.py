@@ -119,7 +119,7 @@ def _model_calls(proxy: Any, name: str, **headers: str) -> str:
 
 @pytest.fixture(scope="module")
 def erased(played: Any, proxies_made: list[Any]) -> Path:
-    """A store in which all was said of two trajectories, which were erased then; sealed, with a new catalog."""
+    """A store in which all was said of two trajectories that were erased then; sealed, with a new catalog."""
     proxy = played(f"{MARK} replied")
     routes = {r.path for r in proxy.app.routes if "POST" in (getattr(r, "methods", None) or ())}
     of_clients = {path for path in routes if not path.startswith(("/engine", "/t/", "/{"))}

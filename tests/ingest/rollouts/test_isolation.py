@@ -138,3 +138,19 @@ def test_what_is_hidden_is_so_under_each_name(tmp_path: Path) -> None:
     files = isolation.Files((tmp_path / "link",), (tmp_path / "real/secret",))
     line = " ".join(isolation.wrapped("bwrap", ["true"], tmp_path, files))
     assert f"--tmpfs {tmp_path}/link/secret" in line
+
+
+def test_what_agents_are_not_kept_from_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `auto` took, what that lets agents do, and what would keep them from it; of bwrap nothing."""
+    _only(monkeypatch, "none", "session")
+    warning = isolation.unkept("auto", "none", None)
+    assert warning is not None
+    for part in ("`auto` took 'session'", "the store and its secret too", "(no bwrap here)", "agent.user"):
+        assert part in warning
+    assert isolation.unkept("auto", "none", "agents") is None
+    _only(monkeypatch, *isolation.LEVELS)
+    assert isolation.unkept("auto", "none", None) is None
+    asked = isolation.unkept("pidns", "none", None)
+    assert asked is not None
+    assert "isolation is 'pidns'" in asked
+    assert "it works here: ask for `auto`" in asked

@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollbook.ingest.rollouts import isolation
+from rollbook.ingest.rollouts import isolation, subprocess_launcher
 from rollbook.ingest.rollouts.cgroups import Cgroup
 from rollbook.ingest.rollouts.launching import Exit, Isolation, Launch, Limits
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher, _keeper, _marshalled
@@ -283,7 +285,7 @@ def test_nothing_outlives_a_launcher_that_was_just_told_of_it(agents: Agents, le
     ours, keeper = _keeper(launch, level, isolation.NO_FILES, [])
     with keeper:
         with ours:
-            ours.sendall(_marshalled(launch, level, Cgroup(launch.launch_id, launch.limits), []))
+            ours.sendall(_marshalled(launch, level, Cgroup(launch.launch_id, launch.limits), [], None))
             assert ours.recv(20, socket.MSG_PEEK) == b"started\n"
             assert _in_time(lambda: len(agents.alive()) == 1)
         assert keeper.wait(30) == 0
@@ -451,3 +453,78 @@ def test_an_agent_sees_its_own_files_alone(agents: Agents, tmp_path: Path, level
     assert (found.code, _out(launch).split()) == (0, ["shown", "met"])
     assert (launch.folder / "mine").exists()
     assert not Path("/tmp", agents.word).exists()
+
+
+# Another user, and its disk --------------------------------------------------------------------------
+
+AS_NOBODY = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts agents as another user")
+NOBODY = 65534
+
+
+@pytest.fixture
+def open_agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    """Agents in a folder that other users reach, beside a file that only this user may read."""
+    folder = Path(tempfile.mkdtemp(prefix="agents-"))
+    folder.chmod(0o755)
+    (folder / "SECRET").write_text("the secret")
+    (folder / "SECRET").chmod(0o600)
+    made = Agents(folder)
+    yield made
+    for pid in made.alive():
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder)
+
+
+@AS_NOBODY
+@EVERY_LEVEL
+def test_an_agent_that_is_another_user(open_agents: Agents, level: str) -> None:
+    """It is that user for good, writes its own folder, and reads and writes nothing that the user may not."""
+    secret = open_agents.folder / "SECRET"
+    script = (
+        f"id -u; id -G; echo mine > here; cat {secret}; touch {secret.parent}/there; "
+        "setpriv --reuid 0 true; kill -9 $PPID; (trap '' TERM; setsid SLEEP) & exit 0"
+    )
+    launch = replace(open_agents.launch(script, level), user=str(NOBODY))
+    ended = asyncio.run(_ended(launch))
+    assert (ended.code, ended.signal) == (0, None)
+    assert (launch.output / "stdout.log").read_text().split() == [str(NOBODY), str(NOBODY)]
+    assert (launch.folder / "here").stat().st_uid == NOBODY
+    assert not (secret.parent / "there").exists()
+    assert open_agents.all_gone()
+
+
+@AS_NOBODY
+def test_what_it_is_kept_in_names_the_user(open_agents: Agents) -> None:
+    async def kept() -> Any:
+        running = await SubprocessLauncher().start(replace(open_agents.launch("true"), user="nobody"))
+        await running.wait()
+        return running.isolation
+
+    assert asyncio.run(kept())["uid"] == NOBODY
+
+
+def test_a_user_that_is_not_there_is_named(open_agents: Agents) -> None:
+    launch = replace(open_agents.launch("true"), user="no-such-user")
+    with pytest.raises(LaunchError, match=r"agent\.user = 'no-such-user': this host has no such user"):
+        asyncio.run(_ended(launch))
+
+
+def test_an_agent_that_fills_the_disk_is_ended(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is looked at while it runs; the error says which limit it was."""
+    monkeypatch.setattr(subprocess_launcher, "LOOK_S", 0.05)
+    fill = "mkdir sub; head -c 3000000 /dev/zero > sub/full; exec SLEEP"
+    ended, _ = agents.run(fill, limits=Limits(disk_mb=2))
+    assert (ended.signal, ended.error) == (signal.SIGKILL, "it took more than limits.disk_mb = 2")
+    ended, _ = agents.run("head -c 1000000 /dev/zero > full; sleep 0.3", limits=Limits(disk_mb=2))
+    assert (ended.code, ended.error) == (0, None)
+
+
+@_of("bwrap")
+def test_a_tmp_of_its_own_is_bounded(agents: Agents, level: str) -> None:
+    ended, launch = agents.run("head -c 3000000 /dev/zero > /tmp/full", level, Limits(disk_mb=2))
+    assert ended.code != 0
+    assert "No space left" in (launch.output / "stderr.log").read_text()
+
+
+async def _ended(launch: Launch) -> Exit:
+    return await (await SubprocessLauncher().start(launch)).wait()
