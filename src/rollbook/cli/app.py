@@ -20,10 +20,12 @@ from rollbook.cli.options import (
     STORE_VARIABLE,
     AsJson,
     AsOf,
+    LeaveOut,
     RowFormat,
     RowKeys,
     Run,
     RunOfStep,
+    SkipBad,
     Source,
     StoreOption,
 )
@@ -332,11 +334,8 @@ def import_(
     ] = None,
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
     split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
-    skip_bad: Annotated[bool, typer.Option(help="Leave out rows that cannot be used.")] = False,
-    leave_out: Annotated[
-        str,
-        typer.Option(help="Parts of replies to leave out where the template has no form: reasoning,calls."),
-    ] = "",
+    skip_bad: SkipBad = False,
+    leave_out: LeaveOut = "",
     format: RowFormat = "auto",
     key: RowKeys = None,
     show: Annotated[

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rollbook.cli.progress import progress
 from rollbook.cli.terminal import Console, print_json, say
@@ -14,10 +15,13 @@ from rollbook.store.interchange.importing import import_chats
 if TYPE_CHECKING:
     from rollbook.ingest.datasets.first_look import FirstLook, Pieces
     from rollbook.ingest.datasets.importing import Reading
+    from rollbook.train.config.config import TrainConfig
 
 TRAINED, CONTEXT = "bold green", "dim"
 MARKS = ("{+", "+}")
 """Around what is trained, where there are no colours."""
+SPLIT = "teacher"
+"""Split of what is imported."""
 PIECE = 600
 """Characters of a piece that are shown: of a longer one its beginning and its end."""
 
@@ -66,14 +70,48 @@ def run_import(
     if as_json:
         print_json(done)
         return
+    _sum_up(done, store)
+
+
+def training_data(
+    file: Path, config: TrainConfig, store: Path, shape: str, keys: Sequence[str], *, skip_bad: bool
+) -> Callable[[], None]:
+    """What imports a file for a training, into its run; what is there already stays.
+
+    Raises:
+        InterchangeError: an option cannot be used.
+    """
+    reading, splits = reading_of(shape, keys, 1), config.recipe.splits
+    split = SPLIT if SPLIT in splits else splits[0]
+
+    def bring() -> None:
+        from rollbook.ingest.datasets.importing import import_dataset
+
+        done = import_dataset(
+            file,
+            store,
+            config.run,
+            config.model,
+            split=split,
+            skip_bad=skip_bad,
+            reading=reading,
+            progress=progress,
+        )
+        _sum_up(done, store, sys.stderr)
+
+    return bring
+
+
+def _sum_up(done: Mapping[str, Any], store: Path, out: TextIO | None = None) -> None:
+    """Print what was imported."""
     there = f"; {done['already_there']} were there already" if done["already_there"] else ""
     pairs = f", {done['preferences']} preferences" if done.get("preferences") else ""
     added = f"imported {done['added']} trajectories ({done['turns']} turns){pairs}"
-    say(f"{added} into run {run} of {store}{there}")
+    say(f"{added} into run {done['run']} of {store}{there}", out)
     for part, count in done.get("parts_left_out", {}).items():
-        say(f"left out the {part} of {count} {'reply' if count == 1 else 'replies'}")
+        say(f"left out the {part} of {count} {'reply' if count == 1 else 'replies'}", out)
     if done.get("left_out"):
-        say(f"left out {done['left_out']} rows, the first: {done['first_left_out']}")
+        say(f"left out {done['left_out']} rows, the first: {done['first_left_out']}", out)
 
 
 def _of_rows(

@@ -30,6 +30,13 @@ RowKeys = Annotated[
     list[str] | None,
     typer.Option("--key", help="Which key of the rows is meant, NAME=KEY: --key completion=solution."),
 ]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")]
+LeaveOut = Annotated[
+    str,
+    typer.Option(
+        "--leave-out", help="Parts of replies to leave out where the template has no form: reasoning,calls."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollbook.cli.options import AsOf, Source, StoreOption
+from rollbook.cli.options import AsOf, RowFormat, RowKeys, SkipBad, Source, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.train.config.config import TrainConfig
 
 AbandonAfter = Annotated[
     int | None,
@@ -24,6 +27,17 @@ Strategy = Annotated[
     Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
     typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="First import this file of chats, or what is new in it: docs/importing.md."),
+]
+Keys = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")]
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
+]
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Print the memory that each rank will need, and train nothing.")
+]
 PlaceWithin = Annotated[
     float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
 ]
@@ -35,20 +49,18 @@ def train(
     source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
     as_of: AsOf = "head",
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
-    ] = None,
+    set_: Keys = None,
     abandon_after: AbandonAfter = None,
     ranks: RanksOption = None,
     launch: Launch = "here",
     strategy: Strategy = "PACK",
     place_within: PlaceWithin = 60.0,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
-    ] = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory that each rank will need, and train nothing.")
-    ] = False,
+    data: Data = None,
+    format: RowFormat = "auto",
+    key: RowKeys = None,
+    skip_bad: SkipBad = False,
+    show_config: ShowConfig = False,
+    plan: Plan = False,
     json: Annotated[bool, typer.Option("--json", help="With --plan: one JSON object.")] = False,
 ) -> None:
     """Train from the log. Every step is planned and committed as events, so it can be replayed.
@@ -57,6 +69,7 @@ def train(
     cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
     With --launch ray, Ray places the ranks on the nodes of its cluster; this process is rank 0.
     Under torchrun or Slurm the same command finds its rank in the environment. See docs/ranks.md.
+    With --data FILE, rank 0 imports it first with the tokenizer of CONFIG's model; what is there stays.
     The keys of CONFIG are in docs/configuration.md.
     """
     from rollbook.train.config.files import load_config
@@ -75,7 +88,33 @@ def train(
 
         print_plan(settings, store, as_of, ranks, as_json=json)
         return
+    placing, rows = (launch, strategy, place_within), (data, format, key or [], skip_bad)
+    _train(settings, store, source, as_of, lane, abandon_after, ranks, placing, rows)
+
+
+def _train(
+    config: TrainConfig,
+    store: Path,
+    source: Source,
+    as_of: str,
+    lane: str,
+    abandon_after: int | None,
+    ranks: int | None,
+    placing: tuple[str, str, float],
+    rows: tuple[Path | None, str, list[str], bool],
+) -> None:
+    """Train, after the import that was asked for."""
     from rollbook.cli.training import run_train
 
-    placing = (strategy, place_within) if launch == "ray" else None
-    run_train(settings, store, source.value, as_of, lane, abandon_after, ranks, placing)
+    (file, shape, keys, skip_bad), (launch, strategy, within_s) = rows, placing
+    bring = None
+    if file is not None:
+        from rollbook.cli.importing import training_data
+
+        if source is not Source.cut or as_of != "head":
+            raise typer.BadParameter("goes with --source cut, as of head", param_hint="--data")
+        bring = training_data(file, config, store, shape, keys, skip_bad=skip_bad)
+    elif keys or skip_bad or shape != "auto":
+        raise typer.BadParameter("goes with --data alone", param_hint="--format, --key and --skip-bad")
+    placed = (strategy, within_s) if launch == "ray" else None
+    run_train(config, store, source.value, as_of, lane, abandon_after, ranks, placed, bring)

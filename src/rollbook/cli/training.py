@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -66,11 +66,13 @@ def run_train(
     abandon_after: int | None,
     count: int | None,
     placing: tuple[str, float] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Train, with the ranks that are asked for; or follow, as a rank that a launcher started.
 
     Args:
         placing: Ray places the ranks: its strategy, and how long it may take.
+        before: what rank 0 does first, once, while the others wait.
     """
     from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
@@ -87,8 +89,11 @@ def run_train(
         return
     launch = launch_here if placing is None else _by_ray(config, *placing)
     ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place, launch)
-    with ranks, TrainingProgress() as progress, Reporter(config, store, progress) as watcher:
-        train(config, store, source, as_of, lane, watcher, abandon_after, ranks)
+    with ranks:
+        if before is not None:
+            before()
+        with TrainingProgress() as progress, Reporter(config, store, progress) as watcher:
+            train(config, store, source, as_of, lane, watcher, abandon_after, ranks)
 
 
 def _by_ray(config: TrainConfig, strategy: str, within_s: float) -> Launch:
