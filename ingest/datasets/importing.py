@@ -24,7 +24,7 @@ from rollbook.ingest.datasets.tokenized import tokenized
 from rollbook.ingest.replies.choose import AUTO as BY_TEMPLATE
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter
-from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.ingest.tokens.chat_template import check_template_kwargs, load_chat_tokenizer
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import InterchangeError, ReplyError, RequestError
 from rollbook.store.events import Event, Json, PreferenceAdded, Record, TurnCompleted
@@ -50,6 +50,7 @@ class Reading:
         show: how many of the first chats `look` is given.
         look: called once, with what was found, before anything is written.
         leave_out: parts of replies, of `LEFT_OUT`, that are left out where the template has no form for them.
+        template_kwargs: what the chat template is given, beside what a row says itself.
     """
 
     shape: str = AUTO
@@ -57,6 +58,7 @@ class Reading:
     show: int = 0
     look: Callable[[FirstLook], None] = lambda found: None
     leave_out: Collection[str] = ()
+    template_kwargs: Json = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,6 +80,11 @@ class _Read:
     shapes: Counter[str] = field(default_factory=Counter)
     samples: list[Pieces] = field(default_factory=list)
     parts_left_out: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> dict[str, Any]:
+        """What of it is told."""
+        told = {"rows": self.rows, "shapes": dict(self.shapes), "parts_left_out": dict(self.parts_left_out)}
+        return told | {"left_out": len(self.left_out), "first_left_out": next(iter(self.left_out), None)}
 
 
 def import_dataset(
@@ -119,20 +126,9 @@ def import_dataset(
         if not read.rows:
             raise InterchangeError(f"{file}: {_no_row(read)}")
         reading.look(FirstLook(read.shapes, read.samples[: reading.show]))
-        done = import_chats(
-            Path(chats.name),
-            store,
-            run,
-            lane=lane,
-            split=split,
-            progress=progress,
-            shape=shape,
-            origin=file,
-        )
-    added = _add_preferences(store, run, lane, read.pairs)
-    done |= {"rows": read.rows, "shapes": dict(read.shapes), "preferences": added}
-    done |= {"parts_left_out": dict(read.parts_left_out)}
-    return done | {"left_out": len(read.left_out), "first_left_out": next(iter(read.left_out), None)}
+        options: dict[str, Any] = {"lane": lane, "split": split, "progress": progress}
+        done = import_chats(Path(chats.name), store, run, **options, shape=shape, origin=file)
+    return done | read.summary() | {"preferences": _add_preferences(store, run, lane, read.pairs)}
 
 
 def _no_row(read: _Read) -> str:
@@ -159,7 +155,7 @@ def _convert(
         try:
             digest = digest_json(row)
             made = converted(renamed(row, reading.keys), same[digest], reading.shape)
-            lines = [orjson.dumps(line) for line in made.lines]
+            lines = [orjson.dumps(_with_kwargs(line, reading.template_kwargs)) for line in made.lines]
             _check_names(made.lines, read.names)
             tried = [_tried(read_chat(line, where, split), writer) for line in lines]
         except (RowError, RequestError, ReplyError, TypeError) as error:
@@ -183,6 +179,20 @@ def _convert(
             read.pairs.append((*made.names, made.margin))
     chats.flush()
     return read
+
+
+def _with_kwargs(line: Json, given: Json) -> Json:
+    """The line with what its chat template is given.
+
+    Raises:
+        RowError, RequestError: the row gives it what cannot be given.
+    """
+    own = line.get("chat_template_kwargs") or {}
+    if not isinstance(own, dict):
+        raise RowError(f"chat_template_kwargs is {shown(own)}: write an object")
+    kwargs = given | own
+    check_template_kwargs(kwargs)
+    return line | {"chat_template_kwargs": kwargs} if kwargs else line
 
 
 def _check_names(lines: Sequence[Json], names: Mapping[str, str]) -> None:

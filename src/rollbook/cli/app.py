@@ -28,6 +28,7 @@ from rollbook.cli.options import (
     SkipBad,
     Source,
     StoreOption,
+    TemplateKwargs,
 )
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
@@ -338,6 +339,7 @@ def import_(
     leave_out: LeaveOut = "",
     format: RowFormat = "auto",
     key: RowKeys = None,
+    chat_template_kwargs: TemplateKwargs = "",
     show: Annotated[
         int | None, typer.Option(min=0, help="Show so many of the first samples, trained tokens marked.")
     ] = None,
@@ -353,7 +355,21 @@ def import_(
     """
     from rollbook.cli.importing import run_import
 
-    run_import(file, store, run, lane, split, model, skip_bad, leave_out, format, key or [], show, json)
+    run_import(
+        file,
+        store,
+        run,
+        lane,
+        split,
+        model,
+        skip_bad,
+        leave_out,
+        format,
+        key or [],
+        show,
+        json,
+        chat_template_kwargs,
+    )
 
 
 app.command("run")(run_online)

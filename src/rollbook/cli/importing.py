@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import orjson
+
 from rollbook.cli.progress import progress
 from rollbook.cli.terminal import Console, print_json, say
 from rollbook.store.errors import InterchangeError
+from rollbook.store.events import Json
 from rollbook.store.interchange.importing import import_chats
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ def run_import(
     keys: Sequence[str],
     show: int | None,
     as_json: bool,
+    kwargs: str = "",
 ) -> None:
     """Import, and print a summary.
 
@@ -60,10 +64,12 @@ def run_import(
             lane=lane,
             split=split,
             skip_bad=skip_bad,
-            reading=reading_of(shape, keys, (0 if as_json else 1) if show is None else show, leave_out),
+            reading=reading_of(
+                shape, keys, (0 if as_json else 1) if show is None else show, leave_out, kwargs
+            ),
             progress=progress,
         )
-    elif (what := _of_rows(file, skip_bad, leave_out, shape, keys, show)) is not None:
+    elif (what := _of_rows(file, skip_bad, leave_out, shape, keys, show, kwargs)) is not None:
         raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
     else:
         done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
@@ -115,11 +121,17 @@ def _sum_up(done: Mapping[str, Any], store: Path, out: TextIO | None = None) -> 
 
 
 def _of_rows(
-    file: Path, skip_bad: bool, leave_out: str, shape: str, keys: Sequence[str], show: int | None
+    file: Path,
+    skip_bad: bool,
+    leave_out: str,
+    shape: str,
+    keys: Sequence[str],
+    show: int | None,
+    kwargs: str,
 ) -> str | None:
     """What of a command is for rows with tokens alone, if anything is."""
     asked = {"--skip-bad": skip_bad, "--leave-out": leave_out}
-    asked |= {"--format": shape != "auto", "--key": keys, "--show": show}
+    asked |= {"--format": shape != "auto", "--key": keys, "--show": show, "--chat-template-kwargs": kwargs}
     option = next((name for name, given in asked.items() if given), None)
     if option is not None:
         return option
@@ -128,7 +140,7 @@ def _of_rows(
     return f"a file that ends with {file.suffix}"
 
 
-def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "") -> Reading:
+def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "", kwargs: str = "") -> Reading:
     """How rows are read, and what is shown of them, by the options of a command.
 
     Raises:
@@ -143,7 +155,23 @@ def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "") 
     for name, _, own in pairs:
         if not (name and own):
             raise InterchangeError(f"--key {name!r}: write NAME=KEY, such as completion=solution")
-    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell, _parts(leave_out))
+    given = _object("--chat-template-kwargs", kwargs)
+    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell, _parts(leave_out), given)
+
+
+def _object(option: str, text: str) -> Json:
+    """The JSON object that an option holds; empty where it was not given.
+
+    Raises:
+        InterchangeError: it is none.
+    """
+    try:
+        value = orjson.loads(text or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise InterchangeError(f"{option} {text!r}: no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InterchangeError(f"{option} {text!r}: write a JSON object")
+    return value
 
 
 def _parts(leave_out: str) -> list[str]:

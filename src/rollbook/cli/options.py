@@ -37,6 +37,13 @@ LeaveOut = Annotated[
         "--leave-out", help="Parts of replies to leave out where the template has no form: reasoning,calls."
     ),
 ]
+TemplateKwargs = Annotated[
+    str,
+    typer.Option(
+        "--chat-template-kwargs",
+        help="JSON object that the chat template is given, such as '{\"enable_thinking\": false}'.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 
 

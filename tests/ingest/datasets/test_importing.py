@@ -220,7 +220,11 @@ def test_the_command_shows_what_it_will_train(tmp_path: Path, model: Path) -> No
     assert "{+" not in CliRunner().invoke(app, [*words, "--json"]).stderr
     refused = CliRunner().invoke(app, [*words[:-2], "--format", "alpaca"])
     assert "--format needs --model" in str(refused.exception)
-    for option, why in (("--key", "write NAME=KEY"), ("--format", "use one of auto, ")):
+    for option, why in (
+        ("--key", "write NAME=KEY"),
+        ("--format", "use one of auto, "),
+        ("--chat-template-kwargs", "no JSON"),
+    ):
         assert why in str(CliRunner().invoke(app, [*words, option, "x"]).exception)
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,32 @@ def test_a_shape_can_be_asked_for(tmp_path: Path, model: Path, tokenizer: ChatTo
     ):
         with pytest.raises(InterchangeError, match=f"x.jsonl, row 1: {said}"):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", model, reading=reading)
+
+
+def test_what_a_template_is_given(tmp_path: Path, model: Path) -> None:
+    """By a row, or for all rows that do not say it themselves; a template's own names are not free."""
+    thinking = tmp_path / "thinking"
+    shutil.copytree(model, thinking)
+    template = (model / "chat_template.jinja").read_text()
+    closed = "{%- if enable_thinking is false and add_generation_prompt %}{{- 'No thoughts. ' }}{%- endif %}"
+    (thinking / "chat_template.jinja").write_text(closed + template)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    rows = [{"prompt": "a", "completion": str(i)} for i in range(2)]
+    (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | off, rows[1]))
+    tokenizer = load_chat_tokenizer(thinking)
+    for name, given, silent in (("a", {}, [True, False]), ("b", {"enable_thinking": False}, [True, True])):
+        reading = Reading(template_kwargs=given)
+        import_dataset(tmp_path / "x.jsonl", tmp_path / name, "r", thinking, reading=reading)
+        log = rb.open(tmp_path / name)
+        texts = [tokenizer.decode(s.tokens) for t in log.trajectories().values() for s in samples_of(t)]
+        assert [text.startswith("No thoughts.") for text in texts] == silent
+    for wrong, said in (
+        ({"messages": []}, "gives that to the template itself"),
+        ([], "row 1: chat_template"),
+    ):
+        (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | {"chat_template_kwargs": wrong or "[1]"}))
+        with pytest.raises(InterchangeError, match=said):
+            import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", thinking)
 
 
 def test_files_that_say_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
