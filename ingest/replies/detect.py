@@ -14,6 +14,7 @@ from rollbook.ingest.replies.family import Family
 from rollbook.ingest.replies.glm import GLM
 from rollbook.ingest.replies.gpt_oss import GPT_OSS
 from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.lfm2 import LFM2
 from rollbook.ingest.replies.llama_json import LLAMA_JSON
 from rollbook.ingest.replies.marked import MarkedFamily
 from rollbook.ingest.replies.mistral import MISTRAL
@@ -24,7 +25,7 @@ from rollbook.store.errors import ConfigError
 PLAIN = MarkedFamily("plain")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {f.name: f for f in (HERMES, QWEN_CODER, LLAMA_JSON, MISTRAL, DEEPSEEK, GLM, GPT_OSS, PLAIN)}
+    {f.name: f for f in (HERMES, QWEN_CODER, LLAMA_JSON, MISTRAL, DEEPSEEK, GLM, GPT_OSS, LFM2, PLAIN)}
 )
 
 # Family and what its templates hold, all of it. Hermes comes behind those that share its tag.
@@ -37,6 +38,7 @@ _RULES = (
     ("glm", ("<tool_call>", "<arg_key>")),
     ("qwen_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>", "arguments")),
+    ("lfm2", ("<|tool_call_start|>", "<|tool_call_end|>")),
     ("llama_json", ("<|start_header_id|>", "<|python_tag|>")),
     ("llama_json", ("<|start_header_id|>", '"parameters": ')),
 )

@@ -26,6 +26,7 @@ EXPECTED = {
     "deepseek": ["deepseek_r1_distill", "deepseekv3"],
     "glm": ["glm4moe"],
     "gpt_oss": ["gptoss"],
+    "lfm2": ["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"],
     "llama_json": ["llama3_1", "llama3_2"],
 }
 
@@ -46,10 +47,10 @@ def test_every_template_of_the_corpus_has_its_family(corpus: dict[str, str]) -> 
         ("{{ '[THINK]' + message.reasoning + '[/THINK]' }}", "mistral"),
         ("{{ '<｜DSML｜function_calls>' }}", "deepseek"),
         ("<|start_header_id|> ... <|python_tag|>", "llama_json"),
-        # Look-alikes that are read otherwise: Functionary, Gemma 4, LFM2, Hunyuan.
+        # Look-alikes that are read otherwise: Functionary, Gemma 4, Hunyuan.
         ("<function=example>{json}</function>", "plain"),
         ("<|tool_call>call:f{arguments}<tool_call|>", "plain"),
-        ("<|tool_call_start|>[f(arguments)]<|tool_call_end|>", "plain"),
+        ("<|tool_call_start|>[f(arguments)]<|tool_call_end|>", "lfm2"),
         ("{{ messages[0].content }}", "plain"),
         ("", "plain"),
     ],
@@ -62,7 +63,7 @@ def test_templates_that_the_corpus_lacks(source: str, family: str) -> None:
 def test_a_family_is_chosen_by_its_name() -> None:
     """Every family answers to the name it has in the registry."""
     assert {name: family_named(name).name for name in FAMILIES} == {name: name for name in FAMILIES}
-    assert len(FAMILIES) == 8
+    assert len(FAMILIES) == 9
 
 
 def test_an_unknown_name_is_told_the_choices() -> None:

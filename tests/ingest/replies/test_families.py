@@ -95,6 +95,19 @@ FORMS: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
     ("deepseek", _v3(*TWO, form=V31), TWO),
     ("deepseek", DSML.format(outer="function_calls"), ONE),
     ("deepseek", DSML.format(outer="tool_calls"), ONE),
+    ("lfm2", "<|tool_call_start|>[f(s='5', n=5)]<|tool_call_end|>", ONE),
+    ("lfm2", '<|tool_call_start|> [ f( s = "5", n=5 ,) ] <|tool_call_end|>\n', ONE),
+    ("lfm2", "<|tool_call_start|>[f(s='\\u00e9'), g()]<|tool_call_end|>", (("f", '{"s": "é"}'), TWO[1])),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(s='é')]<|tool_call_end|><|tool_call_start|>[g()]<|tool_call_end|>",
+        (("f", '{"s": "é"}'), TWO[1]),
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(o={'a': [1, None, true]}, b=False, x=-1.5e3)]<|tool_call_end|>",
+        (("f", '{"o": {"a":[1,null,true]}, "b": false, "x": -1.5e3}'),),
+    ),
     ("gpt_oss", HARMONY + '{"s": "5", "n": 5}', ONE),
     ("gpt_oss", HARMONY + '{"s": "5", "n": 5}<|call|>', ONE),
     ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"s": "5", "n": 5}', ONE),
@@ -165,6 +178,24 @@ JSON_BODIES = [
     '{"name": "f", "arguments": ' + '{"a":' * 10_000 + "1" + "}" * 10_000 + "}",
 ]
 MALFORMED = [
+    *(
+        ("lfm2", f"<|tool_call_start|>{call}")
+        for call in (
+            *(
+                "[f(s='5')",
+                "[f(s='5']<|tool_call_end|>",
+                "[f('5')]<|tool_call_end|>",
+                "[f(s=5 n=5)]<|tool_call_end|>",
+            ),
+            *(
+                "[]<|tool_call_end|>",
+                "[f(s='5)]<|tool_call_end|>",
+                "[f(s=x)]<|tool_call_end|>",
+                "f(s=5)<|tool_call_end|>",
+            ),
+            *("[f(o={'a': 1)]<|tool_call_end|>", "[f(o={1: 1})]<|tool_call_end|>", "[f()", "", "[" * 5000),
+        )
+    ),
     *(("hermes", f"<tool_call>{body}</tool_call>") for body in JSON_BODIES),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{oops</tool_call>'),
@@ -403,6 +434,7 @@ def test_markers_are_the_tokens_that_matter() -> None:
         },
         "hermes": {"<tool_call>", "</tool_call>", "<think>", "</think>"},
         "qwen_coder": {"<tool_call>", "</tool_call>", "<think>", "</think>"},
+        "lfm2": {"<|tool_call_start|>", "<|tool_call_end|>"},
         "plain": {"<think>", "</think>"},
     }
     assert {name for name in FAMILIES if not named[name] <= FAMILIES[name].markers} == set()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
 import pytest
 
+from rollbook.ingest.replies.detect import PLAIN
 from rollbook.ingest.replies.family import Call, Parsed
 from rollbook.ingest.replies.response_schema import ResponseTemplate, schema_family
-from rollbook.store.errors import ModelError
+from rollbook.ingest.replies.written import ReplyWriter
+from rollbook.store.errors import ModelError, ReplyError
 
 # In the style of Gemma 4, which ships one.
 TEMPLATE: dict[str, Any] = {
@@ -102,3 +105,18 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core install has none; the model's family is then told by its chat template."""
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
     assert schema_family(TEMPLATE) is None
+
+
+def test_a_chat_template_writes_what_it_reads(family: ResponseTemplate, real_chat: Any, tools: Any) -> None:
+    """Such a family has no writer: the text is the chat template's, taken if it is read back."""
+    writer = ReplyWriter(real_chat("gemma4_v5"), family)
+    arguments = {"s": "5", "n": 5}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    reply = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": [call]}
+    written = writer.write([{"role": "user", "content": "Hi"}], tools, reply)
+    assert written.text == (
+        '<|channel>thought\nHm\n<channel|><|tool_call>call:f{n:5,s:<|"|>5<|"|>}<tool_call|><|tool_response>'
+    )
+    plain = ReplyWriter(real_chat("gemma4_v5"), PLAIN)
+    with pytest.raises(ReplyError, match="reasoning and calls"):
+        plain.write([{"role": "user", "content": "Hi"}], tools, reply)

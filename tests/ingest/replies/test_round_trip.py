@@ -33,6 +33,7 @@ TEMPLATES: dict[str, tuple[str, str, int]] = {
     "llama3_1": (*LLAMA, 1),
     "llama3_2": (*LLAMA, 1),
     "gptoss": ("<|start|>assistant", "<|call|>", 1),
+    "lfm2_v2": (*CHATML, 3),
     "mistral_array": ("[/INST]", "</s>", 3),
     "mistral_named": ("[/INST]", "</s>", 3),
 }

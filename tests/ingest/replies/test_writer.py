@@ -65,6 +65,7 @@ OUTCOMES = {
     "mistral_named": "said reasoning said said said said said said",
     "llama3_1": "said reasoning said calls calls said said said",
     "llama3": "said reasoning calls calls calls said said said",
+    "lfm2_2_5": EVERYTHING,
     "lfm2": "said reasoning calls calls calls said said said",
     "phi3": "said reasoning calls calls calls said said said",
     "gemma3": "said reasoning calls calls calls said said said",
