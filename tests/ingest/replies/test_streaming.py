@@ -111,7 +111,7 @@ REAL = {
     "gpt_oss": "<|channel|>analysis<|message|>Hm<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>So: \n"
     '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"s": "x"}',
-    "lfm2": "<think>Hm</think>So: \n<|tool_call_start|>[f(s='5', n=5), g()]<|tool_call_end|>",
+    "lfm2": "<think>Hm</think>So: \n<|tool_call_start|>[f(s='x'), f()]<|tool_call_end|>",
     "plain": "<think>Hm</think>So <think>",
 }
 
