@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
+
 from rollbook import __version__
 from rollbook.ingest.engines.model_files import is_sharded
 from rollbook.replay.partial import Part, why_no_losses
@@ -16,7 +18,7 @@ from rollbook.replay.step import history_with, replay_step
 from rollbook.replay.step_contents import CONFIG, StepContents, contents_of_step, events_of_versions
 from rollbook.store import Store, format_cut
 from rollbook.store import open as open_store
-from rollbook.store.errors import ReplayError, RollbookError
+from rollbook.store.errors import CorruptionError, ReplayError, RollbookError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.bundle_file import member_of, unpack_bundle, write_bundle
@@ -33,6 +35,7 @@ from rollbook.store.interchange.destination import destination
 from rollbook.store.interchange.excerpt import Excerpt, rows_about, rows_at, write_excerpt
 from rollbook.store.interchange.redacted import Redaction
 from rollbook.store.marker import create_marker
+from rollbook.store.sealed.page_headers import GROUP_BYTES, PAGE_BYTES, refuse_large_pages
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.attach import end_with_units
 from rollbook.store.upkeep.verify import verify_store
@@ -217,10 +220,12 @@ def _unpacked(path: Path, folder: Path) -> Bundle:
     """Unpack a bundle into a folder, and see that it is a store that holds what the manifest tells."""
     create_marker(folder)
     bundle = unpack_bundle(path, folder)
+    sealed = [member.name for member in bundle.members if _is_sealed(member.name)]
     try:
-        for lane in sorted(
-            {member.name.split("/")[1] for member in bundle.members if _is_sealed(member.name)}
-        ):
+        for name in sealed:
+            if name.endswith(".parquet"):
+                _check_pages(folder / name, name)
+        for lane in sorted({name.split("/")[1] for name in sealed}):
             end_with_units(folder, lane)
         log = open_store(folder)
         wrong = _wrong(bundle, log)
@@ -229,6 +234,18 @@ def _unpacked(path: Path, folder: Path) -> Bundle:
     if wrong is not None:
         raise refused(path, wrong)
     return bundle
+
+
+def _check_pages(file: Path, name: str) -> None:
+    """See that a sealed file of a stranger takes no more memory than one of ours may, before it is decoded.
+
+    Raises:
+        CorruptionError: it would.
+    """
+    try:
+        refuse_large_pages(file, PAGE_BYTES, GROUP_BYTES)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptionError(f"{name} cannot be read: {error}") from error
 
 
 def _is_sealed(name: str) -> bool:

@@ -48,11 +48,11 @@ def files_of(folder: Path, kind: Callable[[Path], str | None]) -> list[Path]:
     if not found:
         raise InterchangeError(f"{folder}: holds no file of rows: name a file, or the folder that has them")
     _one(folder, "kinds of files", sorted(set(found.values())))
-    splits = {
+    named = {
         match[1] for file in found for part in file.relative_to(folder).parts if (match := SPLIT.match(part))
     }
-    if splits:
-        _one(folder, "splits", sorted(splits))
+    if named:
+        _one(folder, "splits", sorted(named))
     return list(found)
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollbook.store.errors import InterchangeError
+from rollbook.store.sealed.page_headers import refuse_large_pages
 
 BATCH = 256
 """Rows in memory at a time."""
@@ -24,6 +25,7 @@ def of_parquet(path: Path, packed: str | None) -> Iterator[tuple[int, Any]]:
     _refuse_packed(path, packed)
     number = 0
     try:
+        refuse_large_pages(path)
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(BATCH):
                 for row in batch.to_pylist():

@@ -63,6 +63,15 @@ def of_critic(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
     return log
 
 
+def test_what_would_take_too_much_memory(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealed files are refused by the headers of their pages, before any of them is decoded."""
+    monkeypatch.setattr("rollbook.replay.bundle.PAGE_BYTES", 10)
+    monkeypatch.setattr("rollbook.replay.bundle.end_with_units", None)
+    refusal = r"sealed/.*\.parquet cannot be read: .*has a page of \d+ bytes, of 10"
+    with pytest.raises(InterchangeError, match=refusal), opened_bundle(plain):
+        pass
+
+
 # Replayed -----------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from contextlib import closing, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollbook.store.events.batches import encode
 from rollbook.store.events.codec import decode
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, build_derived
+from rollbook.store.sealed.page_headers import refuse_large_pages
 from rollbook.store.sealed.parquet import checked_parquet
 from rollbook.store.sealed.point_read import trajectory_rows
 from rollbook.store.sealed.seal import seal_closed
@@ -176,6 +178,77 @@ def test_a_few_bytes_for_a_billion_values(tmp_path: Path) -> None:
     assert (tmp_path / "rows").stat().st_size < 1 << 16
     with (tmp_path / "rows").open("rb") as file, pytest.raises(pa.ArrowInvalid, match="2,097,152 rows"):
         checked_parquet(file)
+
+
+def test_pages_of_ours_pass(tmp_path: Path) -> None:
+    """Of every kind of column, compressed or not, with dictionaries and without, of both versions."""
+    rows = {
+        "a": pa.array([1, 2, None] * 300),
+        "s": pa.array(["x" * (i % 50) for i in range(900)]),
+        "l": pa.array([[1, 2], [], None] * 300, pa.list_(pa.int32())),
+        "d": pa.array([{"a": 1.5, "b": "x"}] * 900),
+    }
+    for version, compression, dictionary in product(("1.0", "2.0"), ("zstd", "none"), (True, False)):
+        pq.write_table(
+            pa.table(rows),
+            tmp_path / "rows",
+            data_page_version=version,
+            compression=compression,
+            use_dictionary=dictionary,
+            row_group_size=400,
+            data_page_size=500,
+            write_page_checksum=True,
+        )
+        refuse_large_pages(tmp_path / "rows", 1 << 20, 1 << 20)
+
+
+def test_pages_that_stand_for_gigabytes(tmp_path: Path) -> None:
+    """A large page, a dictionary whose entry each row repeats, values by their prefixes: all refused."""
+    text = "a" * (1 << 20)
+    repeated = pa.DictionaryArray.from_arrays(pa.array(np.zeros(4096, np.int32)), pa.array([text]))
+    plain: dict[str, Any] = {"use_dictionary": False, "compression": "zstd"}
+    for column, options, said in (
+        (pa.array([text * 2]), plain, r"column x has a page of 2,097,1\d\d bytes, of 1,100,000"),
+        (pa.array(["a", text * 2]), {"compression": "zstd"}, r"column x has a page of 2,097,1\d\d bytes"),
+        (repeated, {"compression": "zstd"}, r"row group 0 takes up to 4,29\d,\d\d\d,\d\d\d bytes"),
+        (
+            pa.array([text[:1000]] * 4096),
+            plain | {"column_encoding": {"x": "DELTA_BYTE_ARRAY"}},
+            "has values by their prefixes",
+        ),
+    ):
+        pq.write_table(pa.table({"x": column}), tmp_path / "rows", **options)
+        assert (tmp_path / "rows").stat().st_size < 1 << 16
+        with pytest.raises(pa.ArrowInvalid, match=said):
+            refuse_large_pages(tmp_path / "rows", 1_100_000, 1 << 31)
+
+
+def test_pages_that_their_footer_does_not_know(tmp_path: Path) -> None:
+    """A header that says more bytes than its footer, and any other spoiled byte: refused, or as it was."""
+    column = pa.table({"x": pa.array(["a" * 300_000])})
+    pq.write_table(column, tmp_path / "rows", use_dictionary=False, compression="zstd")
+    data = (tmp_path / "rows").read_bytes()
+    told, more = _zigzag(300_000 + 4 + 6), _zigzag((1 << 20) - 1)
+    assert data.count(told) == 1
+    assert len(told) == len(more)
+    (tmp_path / "rows").write_bytes(data.replace(told, more))
+    with pytest.raises(
+        pa.ArrowInvalid, match=r"1 values in pages of 1,048,\d+ bytes, and its footer says 1 in"
+    ):
+        refuse_large_pages(tmp_path / "rows")
+    for at in range(4, 60):
+        (tmp_path / "rows").write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        with suppress(pa.ArrowInvalid):
+            refuse_large_pages(tmp_path / "rows")
+
+
+def _zigzag(number: int) -> bytes:
+    """A number as thrift writes it."""
+    value, made = number << 1, []
+    while value > 127:
+        made.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*made, value])
 
 
 def test_a_sealed_file_of_that_kind(sealed: Store, monkeypatch: Any) -> None:
