@@ -20,6 +20,7 @@ from rollbook.ingest.datasets.files import rows_of, size_of
 from rollbook.ingest.datasets.first_look import FirstLook, Pieces, samples_of
 from rollbook.ingest.datasets.formats import AUTO, converted, renamed
 from rollbook.ingest.datasets.messages import RowError
+from rollbook.ingest.datasets.rows import Converted
 from rollbook.ingest.datasets.tokenized import tokenized
 from rollbook.ingest.replies.choose import AUTO as BY_TEMPLATE
 from rollbook.ingest.replies.choose import choose_family
@@ -51,6 +52,7 @@ class Reading:
         look: called once, with what was found, before anything is written.
         leave_out: parts of replies, of `LEFT_OUT`, that are left out where the template has no form for them.
         template_kwargs: what the chat template is given, beside what a row says itself.
+        imitated: whether all of it will be imitated: what somebody judged to be bad is refused then.
     """
 
     shape: str = AUTO
@@ -59,6 +61,7 @@ class Reading:
     look: Callable[[FirstLook], None] = lambda found: None
     leave_out: Collection[str] = ()
     template_kwargs: Json = field(default_factory=dict)
+    imitated: bool = False
 
 
 @dataclass(slots=True)
@@ -157,6 +160,8 @@ def _convert(
             made = converted(renamed(row, reading.keys), same[digest], reading.shape)
             lines = [orjson.dumps(_with_kwargs(line, reading.template_kwargs)) for line in made.lines]
             _check_names(made.lines, read.names)
+            if reading.imitated:
+                _check_good(made, row)
             tried = [_tried(read_chat(line, where, split), writer) for line in lines]
         except (RowError, RequestError, ReplyError, TypeError) as error:
             _leave_out(f"{where}: {error}{_without(error)}", read, skip_bad=skip_bad, cause=error)
@@ -193,6 +198,18 @@ def _with_kwargs(line: Json, given: Json) -> Json:
     kwargs = given | own
     check_template_kwargs(kwargs)
     return line | {"chat_template_kwargs": kwargs} if kwargs else line
+
+
+def _check_good(made: Converted, row: Json) -> None:
+    """Refuse an answer that somebody judged to be bad."""
+    if len(made.names) == 2:
+        raise RowError(
+            "this algorithm imitates all that it is given, also the rejected answer: train on pairs, as dpo "
+            "does, or take the chosen alone by --format messages --key messages=chosen, or by --format "
+            "prompt-completion --key completion=chosen"
+        )
+    if row.get("label") is False:
+        raise RowError("label is false, and this algorithm imitates all that it is given: leave the row out")
 
 
 def _check_names(lines: Sequence[Json], names: Mapping[str, str]) -> None:

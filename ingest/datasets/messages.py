@@ -5,7 +5,8 @@
 - A text that spells a dialogue, as those of hh-rlhf ("\\n\\nHuman: ... \\n\\nAssistant: ...") or of Guanaco
   ("### Human: ... ### Assistant: ..."), is that dialogue.
 - Any other text is one message, of the role that its key implies. A text that holds the marks of somebody's
-  chat template is refused: within a message they would be read as what a person wrote.
+  chat template is refused: within a message they would be read as what a person wrote. So is an answer that
+  ends with an end of turn.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ DIALOGUES = (
 IMAGES = frozenset(("image", "image_url", "input_image"))
 RENDERED = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(?:user|assistant)\|>"
-    r"|<｜(?:User|Assistant)｜>|<\|turn>"
+    r"|<｜(?:User|Assistant)｜>|<\|turn>|(?:### ?(?:Response|Assistant)|ASSISTANT|<\|assistant\|>):?\s*\Z"
 )
-"""Marks by which chat templates begin a message."""
+"""Marks by which chat templates begin a message, or an answer that is to come."""
+ENDED = re.compile(
+    r"(?:</s>|<\|(?:endoftext|end_of_text|eot_id|im_end|end|eom_id|return)\|>|<end_of_turn>|<eos>"
+    r"|<｜end▁of▁sentence｜>)\s*\Z"
+)
+"""Tokens by which templates end a turn, at the end of an answer."""
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'")
 
 
@@ -121,6 +127,7 @@ def _of_text(key: str, text: str, role: str | None) -> list[Json]:
         raise RowError(
             f"{key} holds {mark[0]}, the mark of a chat template: write what was said, as messages"
         )
+    _refuse_ended(key, role, text)
     if role is None:
         raise RowError(
             f"{key} is {shown(text)}: no list of messages, and no dialogue of Human: and Assistant:"
@@ -177,6 +184,7 @@ def _message(where: str, value: Any) -> Json:
     saying = next((key for key in SAYINGS if key in value), "content")
     said, calls = value.get(saying), value.get("tool_calls")
     _refuse_images(f"{where}.{saying}", said)
+    _refuse_ended(f"{where}.{saying}", role, said)
     if word == "function_call":
         said, calls = "", _calls(f"{where}.{saying}", said)
     elif calls:
@@ -186,6 +194,17 @@ def _message(where: str, value: Any) -> Json:
         return value
     rest = {key: entry for key, entry in value.items() if key not in (speaker, saying, "tool_calls")}
     return {"role": role, "content": said} | ({"tool_calls": calls} if calls else {}) | rest
+
+
+def _refuse_ended(where: str, role: str | None, content: Any) -> None:
+    """Refuse an answer with an end of turn of its own: the model's follows it anyway."""
+    if role != "assistant" or not isinstance(content, str):
+        return
+    end = ENDED.search(content)
+    if end is not None and not (end[0].startswith("</s>") and "<s>" in content):
+        raise RowError(
+            f"{where} ends with {end[0].strip()}, the end of a turn in a chat template: leave it out"
+        )
 
 
 def _refuse_images(where: str, content: Any) -> None:

@@ -67,6 +67,9 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         log = rb.open("runs")
         assert len(log.trajectories()) == 4
         assert sum(1 for _ in log.events_of({StepCommitted.KIND})) == steps
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    refused = CliRunner().invoke(app, shlex.split(trains)[1:])
+    assert "also the rejected answer" in str(refused.exception)
     for more in ("--source tail", "--as-of step:1"):
         assert CliRunner().invoke(app, [*shlex.split(trains)[1:], *more.split()]).exit_code == 2
     without = [word for word in shlex.split(trains)[1:] if word not in ("--data", "chats.jsonl")]

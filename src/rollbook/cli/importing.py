@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -87,7 +88,8 @@ def training_data(
     Raises:
         InterchangeError: an option cannot be used.
     """
-    reading, splits = reading_of(shape, keys, 1), config.recipe.splits
+    imitated = config.algorithm.needs.isdisjoint(("pairs", "rewards"))
+    reading, splits = replace(reading_of(shape, keys, 1), imitated=imitated), config.recipe.splits
     split = SPLIT if SPLIT in splits else splits[0]
 
     def bring() -> None:

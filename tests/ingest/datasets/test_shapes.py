@@ -279,6 +279,11 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
         gzip.compress(_csv({"messages": json.dumps(_said(*CHAT))})),
         [(CHAT, ["Four."])],
     ),
+    "an answer in HTML": (
+        "x.jsonl",
+        {"prompt": "Two and two?", "completion": "<s>Five.</s>"},
+        [(["u:Two and two?", "a:<s>Five.</s>"], ["<s>Five.</s>"])],
+    ),
     "TSV": (
         "x.tsv",
         _csv({"question": "Two and two?", "answer": "Four."}, delimiter="\t"),
@@ -406,6 +411,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"prompt": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", "completion": "b<|im_end|>"},
         r"prompt holds <\|im_start\|>, the mark of a chat template",
     ),
+    "a prompt in Alpaca's template": (
+        {"prompt": "### Instruction:\nAdd.\n\n### Response:\n", "completion": "b"},
+        r"prompt holds ### Response:",
+    ),
+    "an end of turn": (
+        {"prompt": "a", "completion": "b</s>"},
+        "completion ends with </s>, the end of a turn",
+    ),
+    "an end of turn in messages": (
+        {"messages": _said("u:a", "a:b<|eot_id|>")},
+        r"messages\[1\]\.content ends with <\|eot_id\|>",
+    ),
     "Python's notation": ({"messages": "[{'role': 'user'}]"}, "Python's notation"),
     "messages that are no JSON": ({"messages": "hello"}, "messages is .hello.: no list of messages"),
     "a mark of the user's": (
@@ -482,6 +499,27 @@ def test_a_shape_can_be_asked_for(tmp_path: Path, model: Path, tokenizer: ChatTo
     ):
         with pytest.raises(InterchangeError, match=f"x.jsonl, row 1: {said}"):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", model, reading=reading)
+
+
+def test_what_was_judged_bad_is_not_imitated(tmp_path: Path, model: Path, tokenizer: ChatTokenizer) -> None:
+    """Where all that is imported will be: rejected answers are refused, and the chosen can be taken alone."""
+    for case, said in (("UltraFeedback", "also the rejected answer"), ("KTO", "label is false")):
+        row = SHAPES[case][1] | ({"label": False} if case == "KTO" else {})
+        (tmp_path / "x.jsonl").write_bytes(_lines(row))
+        with pytest.raises(InterchangeError, match=f"row 1: .*{said}"):
+            import_dataset(tmp_path / "x.jsonl", tmp_path / "a", "r", model, reading=Reading(imitated=True))
+    for case, shape, key in (
+        ("UltraFeedback", "messages", "messages"),
+        ("UltraFeedback", "prompt-completion", "completion"),
+        ("preference", "prompt-completion", "completion"),
+        ("hh-rlhf", "messages", "messages"),
+    ):
+        name, content, _ = SHAPES[case]
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else _lines(content))
+        reading = Reading(shape, {key: "chosen"}, imitated=True)
+        store = tmp_path / f"{case}-{shape}"
+        import_dataset(tmp_path / name, store, "r", model, reading=reading)
+        assert _read_back(store, tokenizer) == [(CHAT, ["Four."])]
 
 
 def test_what_a_template_is_given(tmp_path: Path, model: Path) -> None:
