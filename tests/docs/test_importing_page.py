@@ -77,8 +77,8 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_its_tables(page: str) -> None:
-    """Of shapes, in the order in which they are looked for, and of files."""
-    shapes, files = (table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE))
+    """Of shapes, in the order in which they are looked for, and of files; another test holds that of replies."""
+    shapes, _, files = (table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE))
     assert [re.findall(r"`([\w-]+)`", line)[0] for line in shapes] == list(SHAPES)
     named = set(re.findall(r"`(\.[a-z.]+)`", "".join(files)))
     assert {name for name in named if name.count(".") == 1} == READERS.keys()

@@ -81,7 +81,14 @@ def run_import(
 
 
 def training_data(
-    file: Path, config: TrainConfig, store: Path, shape: str, keys: Sequence[str], *, skip_bad: bool
+    file: Path,
+    config: TrainConfig,
+    store: Path,
+    shape: str,
+    keys: Sequence[str],
+    *,
+    skip_bad: bool,
+    leave_out: str,
 ) -> Callable[[], None]:
     """What imports a file for a training, into its run; what is there already stays.
 
@@ -89,7 +96,8 @@ def training_data(
         InterchangeError: an option cannot be used.
     """
     imitated = config.algorithm.needs.isdisjoint(("pairs", "rewards"))
-    reading, splits = replace(reading_of(shape, keys, 1), imitated=imitated), config.recipe.splits
+    reading = replace(reading_of(shape, keys, 1, leave_out), imitated=imitated)
+    splits = config.recipe.splits
     split = SPLIT if SPLIT in splits else splits[0]
 
     def bring() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollbook.cli.options import AsOf, RowFormat, RowKeys, SkipBad, Source, StoreOption
+from rollbook.cli.options import AsOf, LeaveOut, RowFormat, RowKeys, SkipBad, Source, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.train.config.config import TrainConfig
@@ -59,6 +59,7 @@ def train(
     format: RowFormat = "auto",
     key: RowKeys = None,
     skip_bad: SkipBad = False,
+    leave_out: LeaveOut = "",
     show_config: ShowConfig = False,
     plan: Plan = False,
     json: Annotated[bool, typer.Option("--json", help="With --plan: one JSON object.")] = False,
@@ -88,7 +89,7 @@ def train(
 
         print_plan(settings, store, as_of, ranks, as_json=json)
         return
-    placing, rows = (launch, strategy, place_within), (data, format, key or [], skip_bad)
+    placing, rows = (launch, strategy, place_within), (data, format, key or [], skip_bad, leave_out)
     _train(settings, store, source, as_of, lane, abandon_after, ranks, placing, rows)
 
 
@@ -101,20 +102,21 @@ def _train(
     abandon_after: int | None,
     ranks: int | None,
     placing: tuple[str, str, float],
-    rows: tuple[Path | None, str, list[str], bool],
+    rows: tuple[Path | None, str, list[str], bool, str],
 ) -> None:
     """Train, after the import that was asked for."""
     from rollbook.cli.training import run_train
 
-    (file, shape, keys, skip_bad), (launch, strategy, within_s) = rows, placing
+    (file, shape, keys, skip_bad, leave_out), (launch, strategy, within_s) = rows, placing
     bring = None
     if file is not None:
         from rollbook.cli.importing import training_data
 
         if source is not Source.cut or as_of != "head":
             raise typer.BadParameter("goes with --source cut, as of head", param_hint="--data")
-        bring = training_data(file, config, store, shape, keys, skip_bad=skip_bad)
-    elif keys or skip_bad or shape != "auto":
-        raise typer.BadParameter("goes with --data alone", param_hint="--format, --key and --skip-bad")
+        bring = training_data(file, config, store, shape, keys, skip_bad=skip_bad, leave_out=leave_out)
+    elif keys or skip_bad or leave_out or shape != "auto":
+        options = "--format, --key, --skip-bad and --leave-out"
+        raise typer.BadParameter("goes with --data alone", param_hint=options)
     placed = (strategy, within_s) if launch == "ray" else None
     run_train(config, store, source.value, as_of, lane, abandon_after, ranks, placed, bring)

@@ -140,8 +140,8 @@ def test_every_kind_of_reply_is_said_or_refused_by_name(writer: Writers, name: s
 
 
 def test_the_page_says_so(root: Path) -> None:
-    """The table of docs/preferences.md is this one."""
-    page = (root / "docs" / "preferences.md").read_text()
+    """The table of docs/importing.md is this one."""
+    page = (root / "docs" / "importing.md").read_text()
     rows = re.findall(r"^\| .*\(`(\w+)`\) \| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", page, re.M)
     said = {name: [{"yes": True, "no": False}[word] for word in words] for name, _, *words in rows}
     assert said == {name: [word == "said" for word in row.split()[1:5]] for name, row in OUTCOMES.items()}
