@@ -77,7 +77,7 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_its_tables(page: str) -> None:
-    """Of shapes, in the order in which they are looked for, and of files; that of replies is held elsewhere."""
+    """Of shapes, in the order in which they are looked for, and of files."""
     shapes, _, files = (table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE))
     assert [re.findall(r"`([\w-]+)`", line)[0] for line in shapes] == list(SHAPES)
     named = set(re.findall(r"`(\.[a-z.]+)`", "".join(files)))
