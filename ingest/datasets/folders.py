@@ -7,7 +7,7 @@ which is meant.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import orjson
@@ -33,7 +33,7 @@ def files_of(folder: Path, kind: Callable[[Path], str | None]) -> list[Path]:
     """
     if (folder / DATASETS).is_file():
         splits = _listed(folder, DATASETS, "splits")
-        return files_of(folder / _one(folder, "splits", splits), kind)
+        return files_of(_one(folder, "splits", {one: place_inside(folder, one) for one in splits}), kind)
     if (folder / STATE).is_file():
         return _saved(folder)
     found: dict[Path, str] = {}
@@ -47,25 +47,29 @@ def files_of(folder: Path, kind: Callable[[Path], str | None]) -> list[Path]:
             raise InterchangeError(f"{folder}: holds more than {MOST_FILES:,} files: name one below it")
     if not found:
         raise InterchangeError(f"{folder}: holds no file of rows: name a file, or the folder that has them")
-    _one(folder, "kinds of files", sorted(set(found.values())))
-    named = {
-        match[1] for file in found for part in file.relative_to(folder).parts if (match := SPLIT.match(part))
-    }
-    if named:
-        _one(folder, "splits", sorted(named))
+    _one(folder, "kinds of files", {read: file.parent / f"*{read}" for file, read in found.items()})
+    splits = {split: where for file in found for split, where in _splits(folder, file)}
+    if splits:
+        _one(folder, "splits", splits)
     return list(found)
+
+
+def _splits(folder: Path, file: Path) -> Iterator[tuple[str, Path]]:
+    """The splits that the names on the way to a file say, and what names all files of each."""
+    where = folder
+    for part in file.relative_to(folder).parts:
+        if match := SPLIT.match(part):
+            yield match[1], where / (f"{match[1]}*" if where / part == file else part)
+        where = where / part
 
 
 def _saved(folder: Path) -> list[Path]:
     """The files of a data set that `save_to_disk` wrote, in its order."""
-    if _state(folder).get("_indices_files") or _state(folder).get("_indices_data_files"):
+    files = [place_inside(folder, name) for name in _listed(folder, STATE, "_data_files")]
+    state = orjson.loads(read_small(folder / STATE))
+    if state.get("_indices_files") or state.get("_indices_data_files"):
         raise InterchangeError(f"{folder}: a selection of rows: save it after flatten_indices()")
-    return [place_inside(folder, name) for name in _listed(folder, STATE, "_data_files")]
-
-
-def _state(folder: Path) -> dict[str, object]:
-    value = orjson.loads(read_small(folder / STATE))
-    return value if isinstance(value, dict) else {}
+    return files
 
 
 def _listed(folder: Path, name: str, key: str) -> list[str]:
@@ -80,10 +84,13 @@ def _listed(folder: Path, name: str, key: str) -> list[str]:
     return names
 
 
-def _one(folder: Path, what: str, names: list[str]) -> str:
-    if len(names) > 1:
-        raise InterchangeError(
-            f"{folder}: holds {what} {', '.join(names)}: import one, such as {folder / names[0]}, or by a "
-            f"pattern such as '{folder}/{names[0]}*'"
-        )
-    return names[0]
+def _one(folder: Path, what: str, found: Mapping[str, Path]) -> Path:
+    """The only one of what was found, each with how it is named.
+
+    Raises:
+        InterchangeError: there are several.
+    """
+    if len(found) > 1:
+        ways = ", ".join(f"'{found[name]}'" for name in sorted(found))
+        raise InterchangeError(f"{folder}: holds {what} {', '.join(sorted(found))}: import one of {ways}")
+    return next(iter(found.values()))

@@ -57,7 +57,7 @@ def import_chats(
     if not run:
         raise InterchangeError("the run has no name: give one with --run")
     size = file.stat().st_size if file.is_file() else 0
-    with progress(f"check {file.name}", size) as advance:
+    with progress(f"check {(origin or file).name}", size) as advance:
         chats = ChatFile(file, run, split, advance)
     with chats:
         log = open_store(store, create=True)

@@ -126,7 +126,12 @@ def _page(file: IO[bytes], at: int, end: int, where: str) -> Page:
             continue
         kind = next((one for one in (_DATA, _DICTIONARY, _DATA_2) if isinstance(fields.get(one), dict)), 0)
         told = fields.get(kind, {})
-        numbers = fields.get(2), fields.get(3), told.get(1, 0), told.get(_ENCODING.get(kind, 0), 0)
+        numbers: tuple[Any, ...] = (
+            fields.get(2),
+            fields.get(3),
+            told.get(1, 0),
+            told.get(_ENCODING.get(kind, 0), 0),
+        )
         if not all(isinstance(number, int) for number in numbers):
             raise pa.ArrowInvalid(f"{where}: no page begins at byte {at:,}")
         return Page(kind, numbers[0], numbers[1], header.at, numbers[2], numbers[3])

@@ -579,7 +579,7 @@ def test_folders_that_hold_several_things(tmp_path: Path) -> None:
     for names, said in (
         (
             ("train-0.jsonl", "test-0.jsonl"),
-            r"holds splits test, train: import one, .*pattern such as '.*test\*'",
+            r"holds splits test, train: import one of '.*test\*', '.*train\*'",
         ),
         (("train/a.jsonl", "validation/a.jsonl"), "holds splits train, validation"),
         (("a.jsonl", "a.json"), r"holds kinds of files \.json, \.jsonl"),
