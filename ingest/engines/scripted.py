@@ -33,9 +33,6 @@ DigestOf = Callable[[Sequence[Json]], bytes]
 class Tokenizer(Protocol):
     """The model's tokenizer, as far as pieces of an answer need it."""
 
-    @property
-    def stop_ids(self) -> Sequence[int]: ...
-
     def encode(self, text: str) -> TokenIds: ...
 
 
@@ -51,6 +48,9 @@ class Writer(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def end_of_text(self) -> int: ...
 
     def write(self, messages: Sequence[Json], tools: Sequence[Json] | None, reply: Json) -> Sampled: ...
 
@@ -122,7 +122,7 @@ class ScriptedEngine:
                         return _generation(made, "abort")
         finally:
             del self._aborted[request_id]
-        stop = self._tokenizer.stop_ids[0]
+        stop = self._writer.end_of_text
         on_tokens([stop], None)
         return _generation([*made, stop], "stop")
 

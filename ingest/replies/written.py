@@ -101,6 +101,13 @@ class ReplyWriter:
         whose = f"the chat template of {self.tokenizer.name} (replies of {self.family.name})"
         return ReplyError(f"the reply's {_and(parts)} cannot be said with {whose}: {refusal}", parts)
 
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends a reply of text: that which family or template put there."""
+        stops = stops_of(self.tokenizer)
+        end = self._end(Parsed(None, ""))
+        return self.tokenizer.stop_ids[stops.index(end) if end in stops else 0]
+
     def _written(
         self, prompt: str, messages: Sequence[Json], tools: Sequence[Json] | None, reply: Json, kwargs: Json
     ) -> tuple[str, TokenIds]:
