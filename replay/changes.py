@@ -15,7 +15,7 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm, recorded_algorithm
 from rollbook.train.config.config import OptimizerConfig, said_wrong
 from rollbook.train.config.fitting import check_recipe
-from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.table import Table
 
 TABLES = ("algorithm", "recipe", "optimizer")
@@ -73,7 +73,9 @@ class Changes:
         """
         values: Json = {
             "algorithm": plan.algorithm,
-            "recipe": plan.recipe if self.recipe is None else self.recipe.model_dump(mode="json"),
+            "recipe": recorded_recipe(plan.recipe).model_dump(mode="json")
+            if self.recipe is None
+            else self.recipe.model_dump(mode="json"),
             "optimizer": plan.optimizer,
         }
         asked: Json = {}

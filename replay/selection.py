@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import orjson
 import pyarrow as pa
 
 from rollbook.replay.claims import Claim
@@ -26,7 +25,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.data.candidates import candidates_in
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.others import dropped_members
@@ -59,6 +58,8 @@ AHEAD = 64
 """Steps whose drops are read at once: steps are replayed in order, and a query costs more than they do."""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
+_OF_ANOTHER_RUN: Json = {"max_staleness": None, "other_policies": None}
+"""Of a recipe, for samples of another run: its policies and versions say nothing of those in training."""
 COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
 """Rules that compare the samples of a group, in the order in which they are applied."""
 
@@ -111,7 +112,7 @@ class Selections:
         if batch is not None and "samples" not in batch:
             return "its rollout batch was chosen for an earlier step"
         try:
-            recipe = RecipeConfig.model_validate_json(orjson.dumps(plan.recipe))
+            recipe = recorded_recipe(plan.recipe)
         except ValueError as error:
             return Claim({"recipe": plan.recipe}, {"recipe": f"none that can be: {error}"})
         if self.excerpt and (why := _beyond_excerpts(plan, recipe)) is not None:
@@ -235,7 +236,7 @@ class Selections:
             for unit in _units(each, named, algorithm):
                 # Versions of another run say nothing of a sample's age, but that they are known.
                 own = unit[0].run == self.history.run
-                rules = recipe if own else recipe.model_copy(update={"max_staleness": None})
+                rules = recipe if own else recipe.model_copy(update=_OF_ANOTHER_RUN)
                 left, gone = select(unit, rules, algorithm, version, self.limits)
                 kept += left
                 dropped += gone
@@ -281,7 +282,8 @@ class Selections:
                 continue
             trajectory_id = trajectory.opened.trajectory_id
             trajectory = trajectory if self.rewarded is None else self.rewarded(trajectory)
-            samples = candidates_in(trajectory, recipe, check)
+            policy = self.history.policy if trajectory.run == run else None
+            samples = candidates_in(trajectory, recipe, check, policy)
             # One path of a trajectory is trained, ever: another would train the turns that they share again.
             if recipe.paths != "all" and trajectories.get(trajectory_id, never) < before:
                 samples = [replace(sample, preferred=False) for sample in samples]
@@ -300,8 +302,9 @@ class Selections:
         seed, version = plan.schedule["seed"], first.policy_version
         made_of = digest_json([plan.cut, plan.recipe, plan.algorithm, seed, version])
         if self._units is None or self._units[0] != made_of:
-            which = (self.history.run, recipe, recorded_algorithm(plan.algorithm), seed, version, self.limits)
-            self._units = made_of, EpochUnits(self.log, parse_cut(plan.cut), *which)
+            which = (self.history.run, recipe, recorded_algorithm(plan.algorithm), seed, version)
+            units = EpochUnits(self.log, parse_cut(plan.cut), *which, self.limits, plan.policy)
+            self._units = made_of, units
         units = self._units[1]
         return units.samples(number), units.drops() if first.step == plan.step else []
 

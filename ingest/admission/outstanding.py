@@ -56,8 +56,8 @@ class _Trajectory:
     sampled: set[str] | None = None
     """Turns that may be trained once they are delivered."""
     productive: bool = False
-    oldest: int | None = None
-    """Version of its oldest token."""
+    oldest: dict[str, int] | None = None
+    """Policy -> version of the oldest token that it sampled."""
     void: bool = False
     """Whether it ended as `void`, before its beginning was read."""
 
@@ -172,7 +172,7 @@ class Outstanding:
         running: bool,
         given_up: bool,
         productive: bool,
-        oldest: int | None,
+        oldest: dict[str, int] | None,
         sampled: Iterable[str],
     ) -> None:
         """Take what a trajectory's events came to, instead of them, before any event of another one.
@@ -209,8 +209,10 @@ class Outstanding:
         elif record.version_spans and not record.logprob_semantics.get("altered"):
             known.sampled = known.sampled or set()
             known.sampled.add(record.turn_id)
-            oldest = min(span.version for span in record.version_spans)
-            known.oldest = oldest if known.oldest is None else min(known.oldest, oldest)
+            known.oldest = known.oldest or {}
+            for span in record.version_spans:
+                before = known.oldest.get(span.policy, span.version)
+                known.oldest[span.policy] = min(before, span.version)
 
     def _finish(self, record: TrajectoryFinished) -> None:
         known = self._trajectories.get(record.trajectory_id)
@@ -351,8 +353,10 @@ class Outstanding:
             self._remove(name)
 
     def _too_old(self, known: _Trajectory) -> bool:
-        limit = None if self.training is None else self.training.policy.max_staleness
-        return limit is not None and known.oldest is not None and self.version - known.oldest > limit
+        if self.training is None or (limit := self.training.policy.max_staleness) is None:
+            return False
+        oldest = (known.oldest or {}).get(self.training.name)
+        return oldest is not None and self.version - oldest > limit
 
     def _remove(self, name: str) -> None:
         prompt_group = self._groups.pop(name)

@@ -48,14 +48,19 @@ _CANDIDATES = """
 _RESTORED = f"""
     WITH candidate AS MATERIALIZED ({_CANDIDATES})
     SELECT c.trajectory_id, c."group", c.split, c.status, epoch_us(c.finished),
-           coalesce(t.productive, false), t.oldest, coalesce(t.sampled, [])
+           coalesce(t.productive, false), t.policies, t.oldest, coalesce(t.sampled, [])
     FROM candidate c
     LEFT JOIN (
-      SELECT trajectory_id, bool_or(delivered IS NOT NULL) AS productive, min(min_version) AS oldest,
-             list(turn_id) FILTER (delivered IS NULL) AS sampled
-      FROM internal.turn_scalars
-      WHERE trajectory_id IN (SELECT trajectory_id FROM candidate)
-        AND min_version IS NOT NULL AND NOT coalesce(altered, false)
+      SELECT trajectory_id, bool_or(productive) AS productive, list(policy) AS policies,
+             list(oldest) AS oldest, flatten(list(sampled)) AS sampled
+      FROM (
+        SELECT trajectory_id, policy, bool_or(delivered IS NOT NULL) AS productive,
+               min(min_version) AS oldest,
+               coalesce(list(turn_id) FILTER (delivered IS NULL), []) AS sampled
+        FROM internal.turn_scalars
+        WHERE trajectory_id IN (SELECT trajectory_id FROM candidate)
+          AND min_version IS NOT NULL AND NOT coalesce(altered, false)
+        GROUP BY trajectory_id, policy)
       GROUP BY trajectory_id) t USING (trajectory_id)
     ORDER BY c.opened, c.trajectory_id"""
 
@@ -92,7 +97,7 @@ class RunReader:
             self._open = dict.fromkeys(row[0] for row in found)
             rows = connection.execute(_RESTORED, given).fetchall()
         finished = []
-        for trajectory_id, group, split, status, finished_us, productive, oldest, sampled in rows:
+        for trajectory_id, group, split, status, finished_us, productive, policies, oldest, sampled in rows:
             self.outstanding.restore(
                 trajectory_id,
                 group,
@@ -100,7 +105,7 @@ class RunReader:
                 running=finished_us is None,
                 given_up=status == "aborted",
                 productive=productive,
-                oldest=oldest,
+                oldest=dict(zip(policies or (), oldest or (), strict=True)),
                 sampled=sampled,
             )
             if finished_us is not None:

@@ -161,8 +161,12 @@ TURNS = (
     ViewColumn("error", "VARCHAR", "why it failed"),
     ViewColumn("flags", "JSON", "list of oddities, such as malformed_tool_call"),
     ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine reports them"),
-    ViewColumn("min_version", "BIGINT", "oldest policy version that sampled one of its tokens"),
-    ViewColumn("max_version", "BIGINT", "newest policy version that sampled one of its tokens"),
+    ViewColumn(
+        "min_version", "BIGINT", "oldest version, of whichever policy, that sampled one of its tokens"
+    ),
+    ViewColumn(
+        "max_version", "BIGINT", "newest version, of whichever policy, that sampled one of its tokens"
+    ),
     ViewColumn("min_logprob", "FLOAT", "of its least likely sampled token"),
     ViewColumn("sum_logprob", "DOUBLE", "natural-log probability of the whole completion"),
     ViewColumn("endpoint", "VARCHAR", "path of the API that the request came to"),
@@ -190,8 +194,8 @@ TRAJECTORIES = (
     ViewColumn("success", "BOOLEAN", "as the client reported at the finish"),
     ViewColumn("reward", "DOUBLE", "the agent's reward that is not superseded"),
     ViewColumn("turns", "BIGINT", "completed turns"),
-    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token"),
-    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token"),
+    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token, of whichever policy"),
+    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token, of whichever policy"),
     ViewColumn("opened", "TIMESTAMP", "UTC"),
     ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
     LANE,
@@ -306,8 +310,8 @@ PATHS = (
     ViewColumn("turns", "BIGINT", "turns on the path"),
     ViewColumn("length", "BIGINT", "tokens of the whole sequence: the leaf's prompt and completion"),
     ViewColumn("sampled", "BIGINT", "tokens of it that were sampled, in all its turns"),
-    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token"),
-    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token"),
+    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token, of whichever policy"),
+    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token, of whichever policy"),
 )
 
 BODIES = (

@@ -20,13 +20,17 @@ class Example:
 EXAMPLES: tuple[Example, ...] = (
     Example(
         "How does the reward move with the policy version?",
-        "`max_version` is the newest version that sampled a token of the trajectory; a teacher has none.",
+        "Of each policy by itself: versions of two have nothing to do with each other. A trajectory counts\n"
+        "for the newest version that sampled a turn of it; a teacher has none.",
         """\
-SELECT max_version AS version, count(*) AS trajectories, avg(reward) AS reward,
-       avg(success::INT) AS success_rate
-FROM trajectories
-WHERE split = 'train' AND max_version IS NOT NULL
-GROUP BY version ORDER BY version""",
+WITH sampled AS (
+  SELECT trajectory_id, policy, max(policy_version) AS version
+  FROM turns WHERE policy IS NOT NULL GROUP BY ALL
+)
+SELECT policy, version, count(*) AS trajectories, avg(reward) AS reward, avg(success::INT) AS success_rate
+FROM sampled JOIN trajectories USING (trajectory_id)
+WHERE split = 'train'
+GROUP BY ALL ORDER BY policy, version""",
     ),
     Example(
         "Which turns were slowest?",
@@ -79,22 +83,25 @@ ORDER BY requested""",
     Example(
         "How stale were the samples that each step consumed?",
         "A sample is a path of turns; its staleness is the version the step started from less that of the\n"
-        "oldest token in it. (Where leaves share turns, only the first is trained on those.)",
+        "oldest token in it that its policy sampled. (Where leaves share turns, only the first is trained\n"
+        "on those.)",
         """\
 WITH RECURSIVE path AS (
-  SELECT run, step, position, policy_version, turn_id AS node FROM samples WHERE status = 'committed'
+  SELECT run, policy, step, position, policy_version, turn_id AS node
+  FROM samples WHERE status = 'committed'
   UNION ALL
-  SELECT path.run, step, position, path.policy_version, turns.parent_turn_id
+  SELECT path.run, path.policy, step, position, path.policy_version, turns.parent_turn_id
   FROM path JOIN turns ON turns.turn_id = node WHERE turns.parent_turn_id IS NOT NULL
 ), oldest AS (
-  SELECT path.run, step, position, any_value(path.policy_version) AS input_version,
-         min(list_min(list_transform(version_spans, lambda s: s.version))) AS version
+  SELECT path.run, path.policy, step, position, any_value(path.policy_version) AS input_version,
+         min(list_min(list_transform(list_filter(version_spans, lambda s: s.policy = path.policy),
+                                     lambda s: s.version))) AS version
   FROM path JOIN turns ON turns.turn_id = node GROUP BY ALL
 )
-SELECT run, step, count(*) AS samples, avg(input_version - version) AS mean_staleness,
+SELECT run, policy, step, count(*) AS samples, avg(input_version - version) AS mean_staleness,
        max(input_version - version) AS worst
 FROM oldest WHERE version IS NOT NULL
-GROUP BY run, step ORDER BY run, step""",
+GROUP BY ALL ORDER BY run, policy, step""",
     ),
     Example(
         "Which step trained on this trajectory?",

@@ -67,13 +67,13 @@ def test_computed_answers_are_right(one_of_everything: Store) -> None:
     """Where a query does more than look up, its numbers are right."""
     ask = rb.connect(one_of_everything.path)
     assert _answer(ask, "reward move") == [
-        (0, 3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
-        (1, 1, 1.0, 1.0),
+        ("actor", 0, 3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
+        ("actor", 1, 1, 1.0, 1.0),
     ]
     unlikely = [("task-1-0", f"task-1-0-{n}", 1, 4, " 4", -12.0, 0) for n in (1, 2)]
     assert sorted(_answer(ask, "very unlikely")) == unlikely
     assert [row[1] for row in _answer(ask, "perhaps never get")] == ["task-2-0-2"]
-    assert _answer(ask, "How stale") == [("demo", 0, 2, 0.0, 0), ("demo", 1, 1, 0.0, 0)]
+    assert _answer(ask, "How stale") == [("demo", "actor", 0, 2, 0.0, 0), ("demo", "actor", 1, 1, 0.0, 0)]
     assert _answer(ask, "Which step trained") == [("task-1-0", 0, 0, "task-1-0-2")]
     assert [row[:2] for row in _answer(ask, "did this step")] == [(0, "task-1-0"), (1, "task-1-1")]
     assert _answer(ask, "tokens did each version") == [("demo", 0, 12, 8), ("demo", 1, 4, 4)]

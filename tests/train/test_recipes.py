@@ -205,11 +205,14 @@ def test_groups_of_two_runs_are_two(fabric: Any, log: Store) -> None:
 
 
 def test_old_tokens_count_less(fabric: Any, log: Store) -> None:
-    """A token's loss is multiplied by the decay for each version of its age; the step replays."""
+    """A token's loss is multiplied by the decay for each version of its age; the step replays. A token of a
+    version that is still to come has none, and would count for more than a new one: it is not trained on."""
+    fabric.append(log, fabric.rollout_records(2, 4, first=60))
     _train(fabric, log, {"age_decay": 0.5}, groups=2)
     [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
     [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
     assert plan.recipe["age_decay"] == 0.5
+    assert {e.record.rule for e in log.events() if isinstance(e.record, SampleDropped)} == {"newer_version"}
     assert "importance_weights" in done.digests
     result = replay_step(log, 0)
     assert (result.bit_for_bit, "importance_weights" in result.stages) == (True, True)

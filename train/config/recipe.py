@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
+import orjson
 from pydantic import Field
 
-from rollbook.store.events import SPLITS
+from rollbook.store.events import SPLITS, Json
 from rollbook.train.table import Count, Positive, Table
 
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
@@ -30,7 +31,11 @@ class RecipeConfig(Table):
     reward_source: str = "agent"
     """The reward source to train on: the `source` of `reward.assigned`."""
     max_staleness: Count | None = None
-    """Drop samples whose oldest token is more than this many versions old; absent: never."""
+    """Drop samples whose oldest token is more than this many versions old; absent: never. Versions are those
+    of the policy in training."""
+    other_policies: tuple[Name, ...] | None = ()
+    """Policies whose tokens are trained on as well, of any version and never stale, as of a teacher that is
+    served in the same run; a sample with a token of any other policy is dropped."""
     stale_tokens: Literal["drop", "mask"] = "drop"
     """With max_staleness: drop a sample for one token that is too old, or mask such tokens, and drop a sample
     of which all are."""
@@ -85,6 +90,16 @@ class RecipeConfig(Table):
         """Whether preferences of a source count."""
         return not self.preference_sources or source in self.preference_sources
 
+    def own(self, policy: str | None) -> str | None:
+        """The policy in training, whose versions alone are compared; None: those of all are, as if they were
+        one policy's."""
+        return None if self.other_policies is None else policy
+
+    @property
+    def counts_ages(self) -> bool:
+        """Whether it matters how old a token is."""
+        return self.max_staleness is not None or self.age_decay != 1
+
     @property
     def deciding_share(self) -> float:
         """Share of a sample's trained tokens that may be too old: 0 to 1, where 1 leaves the newest one."""
@@ -100,3 +115,12 @@ class RecipeConfig(Table):
     def runs(self, own: str) -> tuple[str, ...]:
         """The runs whose trajectories are trained on."""
         return self.source_runs or (own,)
+
+
+def recorded_recipe(said: Json) -> RecipeConfig:
+    """The recipe of a record. One without `other_policies` was applied when policies were not told apart.
+
+    Raises:
+        ValueError: it is none that can be.
+    """
+    return RecipeConfig.model_validate_json(orjson.dumps({"other_policies": None} | said))

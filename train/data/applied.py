@@ -59,7 +59,7 @@ def apply_recipe(
     """
     if version is None:
         version = fold_history(log.events_of(KINDS, cut), run, policy).version
-    found = find_references(log, cut, run, recipe, mixture=mixture_in(limits))
+    found = find_references(log, cut, run, recipe, mixture=mixture_in(limits), policy=policy)
     sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version, limits)
     kept = np.unique(sorted_out.units)
     refs = dict(zip(kept.tolist(), found.refs(kept), strict=True))

@@ -72,7 +72,8 @@ class Backlog:
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
         with connect_at(log, format_cut(cut)) as connection:
-            self._found = references_over(connection, log, cut, config.run, recipe, used, mixture)
+            of = (config.run, recipe, used, mixture, config.policy)
+            self._found = references_over(connection, log, cut, *of)
             given = {"run": config.run, "splits": sorted(recipe.splits)}
             running = connection.execute(_OPEN, given).fetchall()
             connection.register("used", pa.table({"trajectory_id": pa.array(sorted(used), pa.string())}))

@@ -80,6 +80,7 @@ def _of_eval(config: TrainConfig) -> RecipeConfig:
             "splits": (SPLIT,),
             "source_runs": runs,
             "max_staleness": None,
+            "other_policies": None,
             "refill": False,
             "too_long": "drop",
         }
@@ -102,17 +103,19 @@ class HeldOutReward:
     newest_version: int
 
 
-def held_out_rewards(log: Store, cut: Cut, run: str, source: str, version: int) -> dict[str, HeldOutReward]:
+def held_out_rewards(
+    log: Store, cut: Cut, run: str, policy: str, source: str, version: int
+) -> dict[str, HeldOutReward]:
     """Trajectory -> its reward, of those of split `eval` that finished with one.
 
     Args:
         source: of the rewards.
-        version: trajectories without a token of this or a newer version do not count.
+        version: trajectories without a token of this or a newer version of the policy do not count.
 
     Raises:
         CorruptionError: a file is damaged.
     """
-    given = {"run": run, "split": SPLIT, "source": source, "version": version}
+    given = {"run": run, "split": SPLIT, "source": source, "policy": policy, "version": version}
     with connect_at(log, format_cut(cut)) as connection:
         rows = connection.execute(_REWARDS, given).fetchall()
     return {trajectory_id: HeldOutReward(*row) for trajectory_id, *row in rows}
@@ -120,8 +123,10 @@ def held_out_rewards(log: Store, cut: Cut, run: str, source: str, version: int) 
 
 _REWARDS = """
     SELECT o.trajectory_id, arg_max(r.reward, (r.lane, r.seq)), any_value(o.success),
-           any_value(o.min_version), any_value(o.max_version)
+           any_value(t.min_version), any_value(t.max_version)
     FROM internal.trajectory_scalars o JOIN rewards r USING (trajectory_id)
-    WHERE o.run = $run AND o.split = $split AND o.finished IS NOT NULL AND o.max_version >= $version
+    JOIN (SELECT trajectory_id, min(min_version) AS min_version, max(max_version) AS max_version
+          FROM internal.turn_scalars WHERE policy = $policy GROUP BY trajectory_id) t USING (trajectory_id)
+    WHERE o.run = $run AND o.split = $split AND o.finished IS NOT NULL AND t.max_version >= $version
       AND r.turn_id IS NULL AND NOT r.superseded AND r.source = $source
     GROUP BY o.trajectory_id"""

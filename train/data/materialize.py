@@ -6,7 +6,7 @@ What comes out equals `samples_of` of the folded trajectory, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
 from rollbook.train.data.path_columns import Bools, Ints
 from rollbook.train.data.references import References, SampleRef
 from rollbook.train.data.routed_turns import routed_turns
-from rollbook.train.data.samples import Sample
+from rollbook.train.data.samples import OF_ANOTHER, Sample
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -64,6 +64,7 @@ class Materializer:
         turn = self._tokens.read(
             chosen["completed_lane"].to_pylist(), chosen["completed_seq"].to_numpy(), ids.to_pylist()
         )
+        turn = _apart(turn, chosen["turn_id"].to_pylist(), of.others) if of.others else turn
         temperature = chosen["temperature"].to_numpy()[back].astype(np.float32)
         arrays = _assemble(turn, back.tolist(), of.sampled[entries], of.trained[entries], temperature)
         ends = np.cumsum(np.add.reduceat(arrays.turn_lengths, np.cumsum(counts) - counts))
@@ -141,6 +142,7 @@ class Materializer:
             status=ref.status,
             preferred=ref.preferred,
             misrouted=ref.misrouted,
+            stranger=ref.stranger,
         )
 
 
@@ -160,6 +162,17 @@ class _Arrays:
     versions: Ints
     temperatures: npt.NDArray[np.float32]
     some_erased: bool
+
+
+def _apart(
+    turns: TurnViews, ids: Sequence[str], others: Mapping[str, Sequence[tuple[int, int]]]
+) -> TurnViews:
+    """The turns with what other policies sampled set apart: of them a version says nothing."""
+    spans = (
+        [*held, *((OF_ANOTHER, start, end) for start, end in others.get(turn_id, ()))]
+        for held, turn_id in zip(turns.spans, ids, strict=True)
+    )
+    return replace(turns, spans=list(spans))
 
 
 def _assemble(

@@ -31,8 +31,8 @@ class PathColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Sums and minima over runs of an array, whose beginnings, and end, are `starts`; every run has at least
-    one value."""
+    """Sums, minima and maxima over runs of an array, whose beginnings, and end, are `starts`; each run has at
+    least one value."""
 
     starts: Ints
 
@@ -43,6 +43,10 @@ class Sums:
     def least(self, values: Ints) -> Ints:
         """The least value of each."""
         return np.minimum.reduceat(values, self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
+
+    def greatest(self, values: Ints) -> Ints:
+        """The greatest value of each."""
+        return np.maximum.reduceat(values, self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
 
 
 _EMPTY = np.empty(0, np.int64)

@@ -27,6 +27,7 @@ from rollbook.train.data.sorting import select
 
 POLL_S = 0.02
 BROKEN_OFF = ("aborted", "failed")
+NEWER = "newer_version"
 COMPARED = ("zero_variance", "group_incomplete", "no_reward")
 """Rules by which a reward that is still to come may decide otherwise."""
 
@@ -242,10 +243,8 @@ class QueueSource:
 
     def _fitting(self, group: CompleteGroup, version: int) -> tuple[list[Candidate], list[Drop]]:
         """What the recipe keeps and drops of a group, by every event handed out: a replay sees the same."""
-        if self._policy.max_staleness is None:
-            version = 0  # nothing else depends on it
         held = self._fit.get(group.name)
-        if held is None or held[0] != version:
+        if held is None or not self._still_fits(held[0], held[2], version):
             samples = [
                 sample
                 for trajectory_id in group.trajectories
@@ -256,10 +255,18 @@ class QueueSource:
             held = self._fit[group.name] = (version, *fit)
         return held[1], held[2]
 
+    def _still_fits(self, at: int, drops: Sequence[Drop], version: int) -> bool:
+        """Whether what the recipe made of a group for one version is what it makes of it for another."""
+        if at == version:
+            return True
+        ages = self._policy.max_staleness is not None  # nothing else becomes another with a later version
+        return not ages and at < version and all(drop.rule != NEWER for drop in drops)
+
     def _samples(self, trajectory_id: str) -> Sequence[Candidate]:
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].samples
-        candidates = candidates_in(self._folding[trajectory_id], self._config.recipe, self._check)
+        config = self._config
+        candidates = candidates_in(self._folding[trajectory_id], config.recipe, self._check, config.policy)
         if trajectory_id in self._trained:
             return [replace(sample, preferred=False) for sample in candidates]
         return candidates
@@ -342,7 +349,9 @@ class QueueSource:
                 ages = (self._served_before, self._served)
                 self._running.begin(trajectory_id, group, self._place(trajectory_id), ages)
         elif isinstance(record, TurnCompleted):
-            self._running.sampled(trajectory_id, (span.version for span in record.version_spans))
+            own = self._config.recipe.own(self._config.policy)
+            spans = (span.version for span in record.version_spans if own in (None, span.policy))
+            self._running.sampled(trajectory_id, spans)
 
     def _place(self, trajectory_id: str) -> int:
         """Its place in the order in which trajectories began."""

@@ -55,6 +55,10 @@ class Candidate(Protocol):
     def exact(self) -> bool: ...
     @property
     def oldest_version(self) -> int | None: ...
+    @property
+    def newest_version(self) -> int | None: ...
+    @property
+    def stranger(self) -> str: ...
     def deciding_version(self, share: float) -> int | None: ...
     @property
     def success(self) -> bool | None: ...
@@ -98,7 +102,9 @@ class Candidates:
         turn_rewards: float64, the first reward of a trained turn that is no number, or 0.
         chosen: whether the recipe's SQL conditions hold.
         unknown: number of trained tokens of unknown version.
-        oldest: version of the oldest token, or `NOWHERE`; deciding: that by which it becomes too old.
+        strangers: str, a policy that sampled a trained token, and that the recipe does not name, or empty.
+        oldest, newest: versions of the oldest and the newest token of the policy in training, or `NOWHERE`;
+            deciding: that by which it becomes too old.
         exact: whether each trained token has a logprob.
         learnable: number of trained tokens that are not the first of the path; lengths: of whole paths, in
             tokens.
@@ -118,7 +124,9 @@ class Candidates:
     rewards: npt.NDArray[np.float64]
     rewarded: Bools
     unknown: Ints
+    strangers: npt.NDArray[np.str_]
     oldest: Ints
+    newest: Ints
     deciding: Ints
     exact: Bools
     erased: Bools
@@ -186,6 +194,19 @@ class Rule:
 
     drops: Callable[[Candidates, Held], Bools]
     detail: Callable[[Candidates, Held, int], Json] = lambda of, held, at: {}
+
+
+def _compares_policies(held: Held) -> bool:
+    """Whether it counts which policy sampled a token: not where the model that is trained samples none."""
+    return held.recipe.other_policies is not None and not held.algorithm.head_width
+
+
+def _of_another_policy(of: Candidates, held: Held) -> Bools:
+    return np.asarray((of.strangers != "") & _compares_policies(held), np.bool_)
+
+
+def _too_new(of: Candidates, held: Held) -> Bools:
+    return (of.newest > held.version) & (_compares_policies(held) and held.recipe.counts_ages)
 
 
 def _too_old(of: Candidates, held: Held) -> Bools:
@@ -273,6 +294,17 @@ RULES: Mapping[str, Rule] = {
     "not_chosen": Rule(lambda of, held: ~of.chosen),
     "status": Rule(_of_another_status, _status),
     "success": Rule(_another_end, lambda of, held, at: {"wanted": held.recipe.success}),
+    "other_policy": Rule(
+        _of_another_policy,
+        lambda of, held, at: {
+            "policy": str(of.strangers[at]),
+            "other_policies": list(held.recipe.other_policies or ()),
+        },
+    ),
+    # A version that is still to be made: of weights that were given up, or of another line of them.
+    "newer_version": Rule(
+        _too_new, lambda of, held, at: {"newest_version": int(of.newest[at]), "version": held.version}
+    ),
     "staleness": Rule(_too_old, _age),
     # Importance ratios need the probability under the sampling policy, which is unknown without a version.
     # SFT needs no version.
@@ -307,8 +339,9 @@ def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
 
 def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
     """The values of candidates, one by one; `share` is the recipe's deciding one."""
-    oldest, deciding = (
+    oldest, newest, deciding = (
         [one.oldest_version for one in candidates],
+        [one.newest_version for one in candidates],
         [one.deciding_version(share) for one in candidates],
     )
     return Candidates(
@@ -327,8 +360,10 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
         chosen=np.array([one.chosen for one in candidates], np.bool_),
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),
-        oldest=np.array([NOWHERE if one is None else one for one in oldest], np.int64),
-        deciding=np.array([NOWHERE if one is None else one for one in deciding], np.int64),
+        strangers=np.array([one.stranger for one in candidates], np.str_),
+        oldest=_versions(oldest),
+        newest=_versions(newest),
+        deciding=_versions(deciding),
         exact=np.array([one.exact for one in candidates], np.bool_),
         erased=np.array([one.erased for one in candidates], np.bool_),
         learnable=np.array([one.learnable for one in candidates], np.int64),
@@ -337,3 +372,7 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
         highest=np.array([one.highest_token for one in candidates], np.int64),
         misrouted=np.array([one.misrouted for one in candidates], np.str_),
     )
+
+
+def _versions(of: Sequence[int | None]) -> Ints:
+    return np.array([NOWHERE if one is None else one for one in of], np.int64)

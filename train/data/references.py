@@ -23,7 +23,14 @@ from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
-from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
+from rollbook.train.data.deciding import (
+    Spans,
+    Versions,
+    deciding_versions,
+    odd_rewards,
+    spans_of_several,
+    versions_of,
+)
 from rollbook.train.data.numbering import numbered
 from rollbook.train.data.path_columns import Bools, Ints, PathColumns, Sums, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
@@ -56,6 +63,7 @@ _TURN_REWARDS = """
 _TURNS = """
     SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version, s.max_version,
+           s.policy, s.one_version,
            s.finish_reason,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
            s.lowest_token, s.highest_token, s.prompt_sha256, s.sum_logprob
@@ -71,9 +79,10 @@ class SampleRef:
         trained: tokens with loss; 0 where some of its path were erased.
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
-        oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
+        oldest_version, newest_version: of its oldest and newest trained token of the policy in training; None
+            if none has a version of it.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred, infinite, turn_reward, misrouted: see `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -106,6 +115,7 @@ class SampleRef:
     highest_token: int
     learnable: int
     misrouted: str = ""
+    stranger: str = ""
 
     def deciding_version(self, share: float) -> int | None:
         """The version by which it becomes too old: `share` is that of its recipe."""
@@ -132,7 +142,8 @@ class References:
         length, trained_tokens, learnable, unknown: in tokens.
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
-        exact, erased: see `SampleRef`; preferred, infinite, turn_reward, misrouted: see `Sample`.
+        exact, erased: see `SampleRef`; preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
+        others: turn -> where tokens begin and end that other policies sampled than the one in training.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
 
@@ -160,7 +171,9 @@ class References:
     infinite: Bools
     turn_reward: npt.NDArray[np.float64]
     misrouted: Texts
+    stranger: Texts
     turn_rewards: Mapping[str, float]
+    others: Mapping[str, Sequence[tuple[int, int]]]
 
     def __len__(self) -> int:
         return len(self.leaf)
@@ -187,7 +200,9 @@ class References:
             rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
             rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
             unknown=self.unknown[at],
+            strangers=self.stranger[at],
             oldest=self.oldest[at],
+            newest=self.newest[at],
             deciding=self.deciding[at],
             exact=self.exact[at],
             erased=self.erased[at],
@@ -225,6 +240,7 @@ class References:
                 highest_token=int(self.highest[sample]),
                 learnable=int(self.learnable[sample]),
                 misrouted=str(self.misrouted[sample]),
+                stranger=str(self.stranger[sample]),
                 **names,
             )
             for sample, leaf, names in zip(at.tolist(), leaves, named, strict=True)
@@ -245,6 +261,7 @@ def find_references(
     recipe: RecipeConfig,
     without: Collection[str] = (),
     mixture: Mixture | None = None,
+    policy: str | None = None,
 ) -> References:
     """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and splits.
 
@@ -252,13 +269,14 @@ def find_references(
         run: that is trained; tokens of others have no version of its own.
         without: trajectories that are left out.
         mixture: of a model that is to replay the routing that turns record; None: nobody asks.
+        policy: in training; None: versions of all policies count, as if they were one.
 
     Raises:
         CorruptionError: a file is damaged.
         ConfigError: a condition is not SQL, or is no condition on the view `trajectories`.
     """
     with connect_at(log, format_cut(cut)) as connection:
-        return references_over(connection, log, cut, run, recipe, without, mixture)
+        return references_over(connection, log, cut, run, recipe, without, mixture, policy)
 
 
 def references_over(
@@ -269,6 +287,7 @@ def references_over(
     recipe: RecipeConfig,
     without: Collection[str] = (),
     mixture: Mixture | None = None,
+    policy: str | None = None,
 ) -> References:
     """`find_references` over a connection to the log at the cut, for who asks it other things too.
 
@@ -293,12 +312,17 @@ def references_over(
     connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
     turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
     rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
-    several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
-    spans = spans_of_several(connection) if several else {}
+    own = recipe.own(policy)
+    # The oldest and the newest token are known of each turn, but not of which policies they are.
+    several = 0 < recipe.deciding_share < 1 or own is not None
+    some = several and not pc.all(turns["one_version"], min_count=0).as_py()
+    spans = spans_of_several(connection) if some else {}
     turns = in_turn_order(log, cut, trajectories, turns)
     paths = path_columns(turns, recipe.paths)
     wrong = misrouted_paths(log, cut, trajectories, turns, paths, mixture)
-    return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans, wrong)
+    versions = versions_of(turns, own, recipe.other_policies or (), spans)
+    share = recipe.deciding_share
+    return _references(run, trajectories, turns, paths, rewards, share, versions, spans, wrong)
 
 
 def _references(
@@ -308,6 +332,7 @@ def _references(
     paths: PathColumns,
     rewards: Mapping[str, float],
     share: float,
+    versions: Versions,
     spans: Spans,
     misrouted: Texts,
 ) -> References:
@@ -319,7 +344,9 @@ def _references(
     leaf, root = path[starts[1:] - 1], starts[:-1]
     # The first token is predicted from nothing.
     first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
-    oldest, newest, deciding = _versions(turns, paths, known, share, spans)
+    by_policy = np.where(trained, versions.tokens[path], 0)
+    oldest, newest, deciding = _versions(turns, paths, versions, by_policy, share, spans)
+    strangers = of_sample.greatest(np.where(tokens > 0, versions.strangers[path], 0))
     own = pc.equal(trajectories["run"], run).to_numpy()[turns["place"].to_numpy()[leaf]]
     return References(
         trajectories=trajectories,
@@ -339,14 +366,16 @@ def _references(
         truncated=_truncated(trajectories, turns, leaf),
         learnable=of_sample.sum(tokens) - first,
         lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
-        highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
+        highest=of_sample.greatest(_numbers(turns, "highest_token")[path]),
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,
         preferred=paths.preferred,
         infinite=of_sample.sum((tokens > 0) & ~_finite(turns["sum_logprob"])[path]) > 0,
         turn_reward=odd_rewards(rewards, turns, paths, tokens),
         misrouted=misrouted,
+        stranger=versions.names[np.where(own, strangers, 0)],
         turn_rewards=rewards,
+        others=versions.others,
     )
 
 
@@ -369,15 +398,16 @@ def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
 
 
 def _versions(
-    turns: pa.Table, paths: PathColumns, known: Ints, share: float, spans: Spans
+    turns: pa.Table, paths: PathColumns, versions: Versions, known: Ints, share: float, spans: Spans
 ) -> tuple[Ints, Ints, Ints]:
     """Of each path the versions of its oldest and its newest token, and the one that decides on staleness."""
     of_path, none = Sums(paths.starts), np.iinfo(np.int64).max
-    least = of_path.least(np.where(known > 0, _numbers(turns, "min_version")[paths.path], none))
+    least = of_path.least(np.where(known > 0, versions.least[paths.path], none))
     oldest = np.where(least == none, NOWHERE, least)
-    newest = -of_path.least(-np.where(known > 0, _numbers(turns, "max_version")[paths.path], NOWHERE))
+    newest = of_path.greatest(np.where(known > 0, versions.greatest[paths.path], NOWHERE))
     if 0 < share < 1:
-        return oldest, newest, deciding_versions(share, turns, paths, known, spans)
+        of_which = (versions.least, spans, versions.policy)
+        return oldest, newest, deciding_versions(share, turns, paths, known, *of_which)
     return oldest, newest, oldest if share == 0 else newest
 
 

@@ -5,7 +5,7 @@ Each sampled token belongs to exactly one sample (`fold.path_tokens` says to whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +18,8 @@ from rollbook.store.fold.trajectory import Trajectory
 from rollbook.train.config.recipe import Paths
 from rollbook.train.data.leaves import preferred_turn
 
+OF_ANOTHER = -2
+"""In `versions`: another policy than the one in training sampled the token."""
 TRUNCATED = "truncated"
 """Status of a trajectory that was cut off."""
 CUT_OFF = "length"
@@ -34,7 +36,8 @@ class Sample:
         loss_mask: bool [T]; true where the token was sampled in this sample and may be trained.
         logprobs: float32 [T]; log-probability of the token when it was sampled; 0 where the mask is
             false, NaN where the engine gave none (a teacher).
-        versions: int64 [T]; policy version that sampled the token, else -1.
+        versions: int64 [T]; version of the policy in training that sampled the token; -1 where none is known,
+            `OF_ANOTHER` where another policy did.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
         routed: turn id -> the experts that its tokens went to, packed as the log has them, of the turns that
@@ -44,6 +47,7 @@ class Sample:
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
         preferred: whether it is of a path that the recipe's `paths` takes.
         chosen: whether the recipe's conditions on trajectories hold.
+        stranger: a policy that sampled a trained token, and that the recipe does not name; empty: none did.
         misrouted: why the model cannot replay `routed`; empty where it can, or nobody asked.
         cut_to: tokens that are left of a path that is longer than the model's context; None: all are.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
@@ -73,6 +77,7 @@ class Sample:
     chosen: bool = True
     routed: dict[str, Json] = field(default_factory=dict)
     misrouted: str = ""
+    stranger: str = ""
     cut_to: int | None = None
 
     def __len__(self) -> int:
@@ -106,7 +111,7 @@ class Sample:
     @property
     def unknown(self) -> int:
         """Trained tokens of unknown policy version."""
-        return int((self.versions[self.loss_mask] < 0).sum())
+        return int((self.versions[self.loss_mask] == NO_VERSION).sum())
 
     @property
     def exact(self) -> bool:
@@ -199,7 +204,13 @@ def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[
 
 
 def samples_of(
-    trajectory: Trajectory, source: str = "agent", paths: Paths = "all", *, chosen: bool = True
+    trajectory: Trajectory,
+    source: str = "agent",
+    paths: Paths = "all",
+    *,
+    chosen: bool = True,
+    policy: str | None = None,
+    others: Collection[str] = (),
 ) -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
@@ -207,11 +218,27 @@ def samples_of(
     altered logits (a constraint, a penalty); a path with erased tokens has no
     loss at all. Rewards are those of `source`. `paths` is the recipe's: a leaf that it prefers owns all of
     its path, and the others are not preferred. `chosen` says whether its conditions hold.
+    Versions are those of `policy` (None: of any), and `others` are policies that the recipe names beside it.
     """
     before = preferred_turn(paths, trajectory)
     for path in path_tokens(trajectory, before):
         preferred = before in (None, path.turns[-1].turn_id)
-        yield _sample(trajectory, path, source, preferred=preferred, chosen=chosen)
+        made = _sample(trajectory, path, source, preferred=preferred, chosen=chosen)
+        yield made if policy is None else _of_policy(made, path, policy, others)
+
+
+def _of_policy(sample: Sample, path: PathTokens, policy: str, others: Collection[str]) -> Sample:
+    """The sample with the versions of one policy alone."""
+    strangers: set[str] = set()
+    for turn, place in path.sampled:
+        assert turn.completed is not None
+        for span in turn.completed.version_spans:
+            if span.policy != policy:
+                at = slice(place.start + span.start, place.start + span.end)
+                sample.versions[at] = OF_ANOTHER
+                if span.policy not in others and sample.loss_mask[at].any():
+                    strangers.add(span.policy)
+    return replace(sample, stranger=max(strangers)) if strangers else sample
 
 
 def _sample(

@@ -40,7 +40,7 @@ class EpochUnits:
         seed: of the training, which decides the order.
         version: of the policy when the first step was taken.
         limits: of the model.
-
+        policy: that is trained; None: versions of all policies count, as if they were one.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class EpochUnits:
         seed: int,
         version: int,
         limits: ModelLimits | None = None,
+        policy: str | None = None,
     ) -> None:
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         mixture = mixture_in(limits)
-        self._found = find_references(log, cut, run, recipe, mixture=mixture)
+        self._found = find_references(log, cut, run, recipe, mixture=mixture, policy=policy)
         applied = sort_units(self._found, log, cut, run, recipe, algorithm, version, limits)
         self._dropped: Units | None = applied
         self._units = replace(applied, drops=())
@@ -189,7 +190,8 @@ def make_source(
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
     which = (config.run, config.recipe, config.algorithm, config.seed)
-    epochs = EpochSource(EpochUnits(log, cut, *which, start, limits), cut, len(earlier))
+    units = EpochUnits(log, cut, *which, start, limits, config.policy)
+    epochs = EpochSource(units, cut, len(earlier))
     if earlier and (skipped := sum(history.attempts.values()) - len(history.attempts)):
         epochs.go_on_after(earlier[-1].planned.samples, skipped)
     return epochs

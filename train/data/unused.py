@@ -44,7 +44,8 @@ def explain(
     with connect_at(log, format_cut(cut)) as connection:
         counted = connection.execute(_APART).fetchall()
         mixture = mixture_in(limits)
-        found = references_over(connection, log, cut, config.run, config.recipe, mixture=mixture)
+        which = (config.run, config.recipe)
+        found = references_over(connection, log, cut, *which, mixture=mixture, policy=config.policy)
     total, reasons = sum(count for *_, count in counted), Counter[str]()
     for run, split, ended, count in counted:
         if (reason := _apart(run, split, config, ended=ended)) is not None:

@@ -112,8 +112,9 @@ class Evaluation:
     def _rewards(self, cut: str) -> dict[str, HeldOutReward]:
         if self._config.algorithm.head_width:
             return {}  # no trajectory is sampled by a reward model
-        source = self._config.recipe.reward_source
-        return held_out_rewards(self._log, parse_cut(cut), self._config.run, source, self._first)
+        config = self._config
+        of = (config.run, config.policy, config.recipe.reward_source, self._first)
+        return held_out_rewards(self._log, parse_cut(cut), *of)
 
     def _scored(self, held_out: HeldOutSamples) -> tuple[Json, int]:
         """The loss and what the algorithm measures of the held-out samples; and how many tokens it is of."""

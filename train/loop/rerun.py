@@ -63,7 +63,9 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
     wanted = {ref["trajectory_id"] for ref in named}
     source, paths = plan.recipe["reward_source"], plan.recipe.get("paths", "all")
     trajectories = log.trajectories(parse_cut(plan.cut), wanted)
-    samples = {s.leaf_turn_id: s for t in trajectories.values() for s in samples_of(t, source, paths)}
+    own = None if plan.recipe.get("other_policies") is None else plan.policy
+    made = (s for t in trajectories.values() for s in samples_of(t, source, paths, policy=own))
+    samples = {sample.leaf_turn_id: sample for sample in made}
     samples |= {leaf: of_another_run(s) for leaf, s in samples.items() if s.run != run}
     missing = [ref for ref in named if ref["turn_id"] not in samples]
     if missing:

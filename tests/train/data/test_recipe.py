@@ -76,7 +76,7 @@ def test_staleness_by_share(fabric: Any, versions: list[int], version: int, shar
     [sample] = _samples(fabric, fabric.records("a", [turn]))
     told = np.full(len(sample), -1)
     told[sample.loss_mask] = versions
-    recipe = RecipeConfig(max_staleness=2, stale_share=share)
+    recipe = RecipeConfig(max_staleness=2, stale_share=share, other_policies=None)
     kept, _ = select([replace(sample, versions=told)], recipe, SFT, version)
     known = [v for v in versions if v >= 0]
     stale = sum(version - v > 2 for v in known)
