@@ -496,8 +496,11 @@ def test_what_cannot_be_exported(
         export_step(log, out, 5, policy="critic")
 
 
-def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Which other commands read, and which says that it is an excerpt; a folder in use is not taken."""
+def test_it_is_extracted_into_a_store(
+    fabric: Any, plain: Path, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Which other commands read, and which says that it is an excerpt; a folder in use is not taken, and no
+    training goes on in one."""
     code, out, _ = cli("replay", "open", plain, "--extract", tmp_path / "made", "--no-replay")
     assert (code, "extracted to" in out) == (0, True)
     code, out, _ = cli("store", "verify", "--store", tmp_path / "made")
@@ -508,6 +511,10 @@ def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_
     assert out.split() == ["step", "9", "10"]
     code, _, err = cli("replay", "open", plain, "--extract", tmp_path / "made")
     assert (code, "--extract" in err) == (2, True)
+    head = rb.open(tmp_path / "made").head()
+    with pytest.raises(TrainError, match="made is an excerpt: it was taken from another store"):
+        fabric.train(rb.open(tmp_path / "made"), fabric.config(fabric.SFT, steps=20))
+    assert rb.open(tmp_path / "made").head() == head
     assert all(unit.left_out for unit in current_units(tmp_path / "made", "serve"))
 
 

@@ -15,6 +15,7 @@ from rollbook.store.events import RunOpened
 from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
+from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.upkeep.checkpoints import finish_removals
 from rollbook.train.algorithms.trial import try_out
@@ -59,10 +60,12 @@ def train(
         ranks: that it is spread over; None: this process alone.
 
     Raises:
+        TrainError: the log is an excerpt of another store.
         RollbookError: the configuration, the model or the log cannot be used.
     """
     log = store.open(path)
     _check(config, source, as_of)
+    _check_whole(log)
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
@@ -100,6 +103,20 @@ def _check(config: TrainConfig, source: str, as_of: str) -> None:
     elif config.evaluation is not None and config.evaluation.wait_s:
         raise ConfigError("evaluation.wait_s goes with --source tail: at a cut no agents run")
     try_out(config.algorithm)
+
+
+def _check_whole(log: Store) -> None:
+    """Check that a store has all that was recorded in it.
+
+    Raises:
+        TrainError: it is an excerpt.
+    """
+    if is_excerpt(log):
+        raise TrainError(
+            f"{log.path} is an excerpt: it was taken from another store to replay a step, without what that "
+            "step did not need. A training would choose from what happens to be left: train on the store "
+            "that it was taken from"
+        )
 
 
 def _check_tail(config: TrainConfig, as_of: str) -> None:
