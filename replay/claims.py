@@ -15,10 +15,12 @@ class Claim:
 
     Attributes:
         said: as recorded; due: as it follows. Both have the same keys.
+        open: what of it is taken as recorded.
     """
 
     said: Json
     due: Json
+    open: str = ""
 
 
 def judged(stage: str, claim: Claim | str) -> StageReplay:
@@ -34,7 +36,7 @@ def judged(stage: str, claim: Claim | str) -> StageReplay:
         if said != claim.due.get(key):
             place = _place(key, said, claim.due.get(key))
             return StageReplay(stage, Verdict.differs, *digests, why=place.said(), place=place)
-    return StageReplay(stage, Verdict.equal, *digests)
+    return StageReplay(stage, Verdict.equal, *digests, why=claim.open)
 
 
 def _place(key: str, said: object, due: object) -> Place:

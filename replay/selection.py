@@ -1,9 +1,9 @@
 """Whether the recipe, applied to the log at a step's cut, keeps and drops what the step's manifest says.
 
-What hung on the clock is taken as recorded: which groups were complete when the step took its own, in which
-order, and when a group that could never be used was let go. All else is decided again: which trajectories
-may be trained on, which samples of them the recipe keeps, which rule drops each of the others, and, of
-algorithms that go over their samples in epochs, which of all the log's samples come at this step.
+Of samples that are used once, the choice is made again (`replay.choices`); of algorithms that go over their
+samples in epochs, all samples of the cut are gone over. Where that cannot be, as in an excerpt, what is named
+is decided again: whether it may be trained on, which samples of it the recipe keeps, and which rule drops the
+others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import cached_property
 
 import pyarrow as pa
 
+from rollbook.replay.attempts import GIVEN, as_they_came, drops_of
+from rollbook.replay.choices import Choice, Choices
 from rollbook.replay.claims import Claim
 from rollbook.store import Store, parse_cut
 from rollbook.store.digest import digest_json
@@ -22,46 +24,22 @@ from rollbook.store.fold.history import CommittedStep, History, all_samples, fam
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.data.candidates import candidates_in
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.others import dropped_members
-from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
+from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, mixture_in
 from rollbook.train.data.routing import FitCheck
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
-_ATTEMPT = f"CAST(coalesce({text('attempt')}, '1') AS BIGINT)"
-_DROPS = f"""
-    WITH marks AS (
-        SELECT lane, seq, kind, policy, step, {_ATTEMPT} AS attempt,
-               coalesce(lag(seq) OVER (PARTITION BY lane ORDER BY seq), -1) AS before
-        FROM internal.mark_events WHERE run = $run AND kind IN ('run.opened', 'step.planned')),
-    plans AS (
-        SELECT * FROM marks
-        WHERE kind = 'step.planned' AND policy = $policy AND step BETWEEN $first AND $last
-        QUALIFY row_number() OVER (PARTITION BY step, attempt ORDER BY seq DESC) = 1)
-    SELECT d.trajectory_id, d.turn_id, d.rule, d.recipe, d.step, d.attempt, d.policy_version, d.cut
-    FROM (SELECT lane, seq, step, {_ATTEMPT} AS attempt, trajectory_id, turn_id, {text("rule")} AS rule,
-                 {text("recipe")} AS recipe, policy_version, {text("cut")} AS cut
-          FROM internal.mark_events
-          WHERE kind = 'sample.dropped' AND run = $run AND step BETWEEN $first AND $last) d
-    JOIN plans p ON p.lane = d.lane AND p.step = d.step AND p.attempt = d.attempt
-    WHERE d.seq > p.before AND d.seq < p.seq
-    ORDER BY d.lane, d.seq"""
-"""Those since its training began: one that ended before could fill no step, and its drops count for none."""
 AHEAD = 64
 """Steps whose drops are read at once: steps are replayed in order, and a query costs more than they do."""
-GIVEN = ("not_finite", "all_rejected")
-"""Rules by which a step that was skipped drops its samples: no recipe decides on them."""
 _OF_ANOTHER_RUN: Json = {"max_staleness": None, "other_policies": None}
 """Of a recipe, for samples of another run: its policies and versions say nothing of those in training."""
-COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
-"""Rules that compare the samples of a group, in the order in which they are applied."""
 
 
 @dataclass(eq=False)
@@ -124,22 +102,53 @@ class Selections:
         if opened and digest not in opened:
             due["recipe"] = opened[-1]
         drops = self.dropped_with(plan)
-        kept, dropped = self._due(step, recipe, drops)
-        gone = {d.turn_id for d in drops if d.rule in GIVEN} - {ref["turn_id"] for ref in all_samples(plan)}
+        given = self._given(plan, drops)
         said |= {
             "samples": [_named(ref) for ref in all_samples(plan)],
-            "drops": sorted([d.turn_id, d.rule] for d in drops if d.rule not in GIVEN),
+            "drops": sorted([d.turn_id, d.rule] for d in drops),
             "others": _by_name(plan.others),
         }
+        if (choice := self._choice(plan)) is None:
+            kept, dropped = self._due(step, recipe, drops)
+            gone = {turn_id for turn_id, _ in given} - {ref["turn_id"] for ref in all_samples(plan)}
+            due |= {
+                "samples": [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone],
+                "drops": sorted([*given, *([d.sample.leaf_turn_id, d.rule] for d in dropped)]),
+                "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
+            }
+            return Claim(said, due)
+        context = self.limits.context if recipe.too_long == "cut" else None
         due |= {
-            "samples": [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone],
-            "drops": sorted([d.sample.leaf_turn_id, d.rule] for d in dropped),
-            "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
+            "samples": [_named(_reference(sample, context)) for sample in choice.samples],
+            "drops": sorted([*given, *map(list, choice.drops)]),
+            "others": _by_name(choice.others if _compares(recipe) else plan.others),
+            "groups": choice.groups[0],
         }
-        return Claim(said, due)
+        return Claim(said | {"groups": choice.groups[1]}, due, choice.open)
+
+    def _given(self, plan: StepPlanned, drops: Sequence[SampleDropped]) -> list[list[str]]:
+        """What the step has to drop because earlier attempts at it were skipped."""
+        if self.excerpt or self._choices.attempt(plan) is None:
+            return [[d.turn_id, d.rule] for d in drops if d.rule in GIVEN]
+        return [list(one) for one in self._choices.given(plan)]
+
+    def _choice(self, plan: StepPlanned) -> Choice | None:
+        """The step's choice made anew, of samples that are used once; None where that cannot be."""
+        schedule = plan.schedule
+        # Of older steps nobody recorded whether they went over their samples in epochs.
+        if self.excerpt or schedule is None or schedule["slice"] is not None:
+            return None
+        self._choices.limits = self.limits
+        return self._choices.of(plan)
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return Choices(self.log, self.history, self.limits)
 
     def dropped_with(self, plan: StepPlanned) -> list[SampleDropped]:
         """The drops that were recorded with the attempt at a step."""
+        if not self.excerpt and (attempt := self._choices.attempt(plan)) is not None:
+            return list(attempt.drops)
         if plan.step not in self._drops_of:
             self._drops_of = range(plan.step, plan.step + AHEAD)
             self._drops = drops_of(self.log, self.history.run, self.history.policy, self._drops_of)
@@ -223,7 +232,7 @@ class Selections:
         for taken, ref in self._skipped(plan, drops):
             if ref not in refs:
                 decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
-        for drop in _as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
+        for drop in as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
@@ -316,18 +325,6 @@ def openings(log: Store, run: str, policy: str) -> list[Json]:
     return [config for config in configs if "algorithm" in config and config.get("policy") == policy]
 
 
-def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int, int], list[SampleDropped]]:
-    """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
-    asked = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
-    with connect_at(log, "head") as connection:
-        rows = connection.execute(_DROPS, asked).fetchall()
-    found: dict[tuple[int, int], list[SampleDropped]] = {}
-    for trajectory, turn, rule, recipe, step, attempt, version, cut in rows:
-        drop = SampleDropped(trajectory, turn, rule, recipe, step, {}, attempt, version, cut)
-        found.setdefault((step, attempt), []).append(drop)
-    return found
-
-
 def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:
     """Why an excerpt cannot prove what a recipe chooses; None where it can."""
     if plan.schedule is not None and plan.schedule["slice"] is not None:
@@ -340,6 +337,12 @@ def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:
 def _compares(recipe: RecipeConfig) -> bool:
     """Whether samples are compared with members of their groups that the recipe drops."""
     return recipe.group_statistics == "all"
+
+
+def _reference(sample: Candidate, context: int | None) -> Json:
+    """How a manifest names a sample, as far as the model's context goes where the recipe cuts it."""
+    named: Json = {"trajectory_id": sample.trajectory_id, "turn_id": sample.leaf_turn_id}
+    return named if context is None or sample.length <= context else named | {"tokens": context}
 
 
 def _named(ref: Json) -> list[object]:
@@ -369,17 +372,6 @@ def _units(
         for sample in samples:
             groups.setdefault((sample.run, sample.group or trajectory_id), []).append(sample)
     return groups.values()
-
-
-def _as_they_came(drops: Sequence[SampleDropped]) -> list[SampleDropped]:
-    """Drops in an order that samples may have come in, behind those that were kept: of equal rewards the
-    first counts, so what a rule that compares them dropped came behind what it left."""
-    return sorted(drops, key=lambda drop: -_place(drop.rule))
-
-
-def _place(rule: str) -> int:
-    """Of a rule that compares samples among these; before them of any other."""
-    return COMPARING.index(rule) if rule in COMPARING else -1
 
 
 def _by_name(others: Sequence[Json] | None) -> list[Json]:

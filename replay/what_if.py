@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from rollbook.replay.attempts import drops_of
 from rollbook.replay.changes import Changes
 from rollbook.replay.gradients import KeptGradient
 from rollbook.replay.other_side import OtherSide, OtherStep, changed
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.rescoring import Rescoring
 from rollbook.replay.run_log import RunLog
-from rollbook.replay.selection import Selections, drops_of
+from rollbook.replay.selection import Selections
 from rollbook.replay.side_by_side import Side, StepSides, differences, sample_sides
 from rollbook.replay.starts import find_start
 from rollbook.replay.step import history_with

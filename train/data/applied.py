@@ -13,7 +13,8 @@ from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
-from rollbook.train.data.references import SampleRef, find_references
+from rollbook.train.data.references import find_references
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.units import sort_units
 
 

@@ -18,11 +18,12 @@ from rollbook.store.cut import Cut
 from rollbook.store.events import Event
 from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
-from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.materialize import Materializer
-from rollbook.train.data.references import SampleRef, references_over
+from rollbook.train.data.references import references_over
 from rollbook.train.data.routing import Mixture
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.samples import Sample
+from rollbook.train.data.selection import Choosing
 
 _OPEN = """
     SELECT trajectory_id, lane, opened FROM internal.trajectory_scalars
@@ -63,7 +64,7 @@ class Backlog:
     """
 
     def __init__(
-        self, log: Store, cut: Cut, config: TrainConfig, history: History, mixture: Mixture | None = None
+        self, log: Store, cut: Cut, config: Choosing, history: History, mixture: Mixture | None = None
     ) -> None:
         self.cut = cut
         self._log, self._used = log, history.consumed() | history.dropped
@@ -90,6 +91,12 @@ class Backlog:
         self.opened = {one: self._began[one] for one, _, _ in running}
         self._materializer = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
         self._numbers: dict[str, int] = {}
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lanes that ended its finished trajectories."""
+        lanes: list[str] = self._found.trajectories["finished_lane"].unique().to_pylist()
+        return lanes
 
     def __len__(self) -> int:
         return len(self._began)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rollbook.train.data.recipe import Candidate, Drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,26 @@ class Begun:
     ages: tuple[int, ...]
     """Versions of which its oldest token may be: what was served as it began, until its tokens are known."""
     sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """How a complete group stands before a step.
+
+    Attributes:
+        kept, drops: what the recipe makes of it.
+        unfit: it is dropped whole, at once.
+        lacks_reward: one may still come, for which the training waits a while.
+    """
+
+    name: str
+    trajectories: tuple[str, ...]
+    kept: Sequence[Candidate]
+    drops: Sequence[Drop]
+    unfit: bool
+    lacks_reward: bool
+
+    @property
+    def leaves(self) -> set[str]:
+        """The leaf turns of all of its samples."""
+        return {one.leaf_turn_id for one in (*self.kept, *(drop.sample for drop in self.drops))}

@@ -21,8 +21,9 @@ from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
 from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
 from rollbook.train.data.path_columns import Bools, Ints
-from rollbook.train.data.references import References, SampleRef
+from rollbook.train.data.references import References
 from rollbook.train.data.routed_turns import routed_turns
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.samples import OF_ANOTHER, Sample
 
 _T = TypeVar("_T", bound=np.generic)

@@ -15,7 +15,7 @@ from rollbook.train.data.recipe import Candidate, Drop
 from rollbook.train.data.samples import Sample
 
 
-def dropped_members(samples: Sequence[Sample], drops: Sequence[Drop]) -> list[Json]:
+def dropped_members(samples: Sequence[Candidate], drops: Sequence[Drop]) -> list[Json]:
     """What a manifest says of the trajectories of the samples' groups that were dropped.
 
     Each counts once, if all of its samples were dropped, and if its reward is a number.

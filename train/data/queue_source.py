@@ -1,4 +1,5 @@
 """Groups from a stream of events, used once each, as the staleness policy selects them."""
+# size: one queue; what comes into it, what waits, and what is chosen and let go change the same tables
 
 from __future__ import annotations
 
@@ -12,17 +13,16 @@ from rollbook.store.cut import Cut
 from rollbook.store.events import VOID, Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
-from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
 from rollbook.train.data.candidates import candidates_in
 from rollbook.train.data.groups import Begun, CompleteGroup
 from rollbook.train.data.patience import Awaited, Patience
 from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, decided, mixture_in
-from rollbook.train.data.references import SampleRef
 from rollbook.train.data.routing import FitCheck
 from rollbook.train.data.running import Running
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.samples import Sample
-from rollbook.train.data.selection import Evicted, Selection
+from rollbook.train.data.selection import Choosing, Evicted, Selection
 from rollbook.train.data.sorting import select
 
 POLL_S = 0.02
@@ -46,7 +46,7 @@ class QueueSource:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Choosing,
         history: History,
         more: Callable[[], list[Event] | None],
         cut: Callable[[], Cut],
@@ -170,7 +170,13 @@ class QueueSource:
 
     def _awaited(self, group: CompleteGroup, version: int) -> bool:
         """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
-        if not self._live or time.monotonic() - group.completed_s > self._config.admission.wait_s:
+        if time.monotonic() - group.completed_s > self._config.admission.wait_s:
+            return False
+        return self._lacks_reward(group, version)
+
+    def _lacks_reward(self, group: CompleteGroup, version: int) -> bool:
+        """Whether a reward that it lacks may still come."""
+        if not self._live:
             return False
         lacking = [d.sample for d in self._fitting(group, version)[1] if d.rule == "no_reward"]
         return any(self._status(sample.trajectory_id) not in (None, *BROKEN_OFF) for sample in lacking)

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
@@ -36,6 +35,7 @@ from rollbook.train.data.path_columns import Bools, Ints, PathColumns, Sums, pat
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.routed_turns import Texts, misrouted_paths
 from rollbook.train.data.routing import Mixture
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 from rollbook.train.data.turn_order import in_turn_order
 
@@ -69,62 +69,6 @@ _TURNS = """
            s.lowest_token, s.highest_token, s.prompt_sha256, s.sum_logprob
     FROM internal.turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRef:
-    """A sample by name, with what decides whether it is used.
-
-    Attributes:
-        trained: tokens with loss; 0 where some of its path were erased.
-        unknown: of these, tokens whose policy version nobody knows.
-        exact: whether each of these has a logprob.
-        oldest_version, newest_version: of its oldest and newest trained token of the policy in training; None
-            if none has a version of it.
-        deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
-        chosen: whether the recipe's SQL conditions hold for its trajectory.
-        length: tokens of the whole path.
-        lowest_token, highest_token: least and greatest id among them.
-        learnable: trained tokens that something precedes.
-    """
-
-    run: str
-    trajectory_id: str
-    leaf_turn_id: str
-    name: str
-    group: str | None
-    split: str
-    reward: float | None
-    trained: int
-    unknown: int
-    exact: bool
-    oldest_version: int | None
-    newest_version: int | None
-    deciding: int | None
-    success: bool | None
-    status: str | None
-    truncated: bool
-    chosen: bool
-    erased: bool
-    preferred: bool
-    infinite: bool
-    turn_reward: float
-    length: int
-    lowest_token: int
-    highest_token: int
-    learnable: int
-    misrouted: str = ""
-    stranger: str = ""
-
-    def deciding_version(self, share: float) -> int | None:
-        """The version by which it becomes too old: `share` is that of its recipe."""
-        return self.deciding
-
-    @property
-    def reference(self) -> Json:
-        """How a step's manifest names it."""
-        return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,16 +280,14 @@ def _references(
     spans: Spans,
     misrouted: Texts,
 ) -> References:
-    starts, path = paths.starts, paths.path
-    of_sample, length = Sums(starts), _numbers(turns, "completion_length")[path]
+    starts, path, of_sample = paths.starts, paths.path, Sums(paths.starts)
     sampled, trained, spoiled = _with_loss(turns, paths)
-    tokens = np.where(trained, length, 0)
+    tokens = np.where(trained, _numbers(turns, "completion_length")[path], 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
     leaf, root = path[starts[1:] - 1], starts[:-1]
     # The first token is predicted from nothing.
     first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
-    by_policy = np.where(trained, versions.tokens[path], 0)
-    oldest, newest, deciding = _versions(turns, paths, versions, by_policy, share, spans)
+    oldest, newest, deciding = _versions(turns, paths, versions, trained, share, spans)
     strangers = of_sample.greatest(np.where(tokens > 0, versions.strangers[path], 0))
     own = pc.equal(trajectories["run"], run).to_numpy()[turns["place"].to_numpy()[leaf]]
     return References(
@@ -398,10 +340,11 @@ def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
 
 
 def _versions(
-    turns: pa.Table, paths: PathColumns, versions: Versions, known: Ints, share: float, spans: Spans
+    turns: pa.Table, paths: PathColumns, versions: Versions, trained: Bools, share: float, spans: Spans
 ) -> tuple[Ints, Ints, Ints]:
     """Of each path the versions of its oldest and its newest token, and the one that decides on staleness."""
     of_path, none = Sums(paths.starts), np.iinfo(np.int64).max
+    known = np.where(trained, versions.tokens[paths.path], 0)
     least = of_path.least(np.where(known > 0, versions.least[paths.path], none))
     oldest = np.where(least == none, NOWHERE, least)
     newest = of_path.greatest(np.where(known > 0, versions.greatest[paths.path], NOWHERE))

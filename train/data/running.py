@@ -26,6 +26,11 @@ class Running:
     def __len__(self) -> int:
         return len(self._begun)
 
+    @property
+    def unsampled(self) -> bool:
+        """Whether there is one of which no token is known."""
+        return not all(begun.sampled for begun in self._begun.values())
+
     def begin(self, trajectory_id: str, group: str | None, began: int, ages: tuple[int, ...]) -> None:
         """One begins; its oldest token may be of one of these versions."""
         self._begun[trajectory_id] = Begun(group, began, ages)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollbook.store.cut import Cut
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.config.config import AdmissionConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 
@@ -23,6 +26,23 @@ class Selection:
     drops: list[Drop]
     cut: Cut
     slice: int | None = None
+
+
+class Choosing(Protocol):
+    """What of a training's configuration decides which samples its steps take."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def recipe(self) -> RecipeConfig: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def admission(self) -> AdmissionConfig: ...
+    @property
+    def idle_timeout_s(self) -> float: ...
 
 
 Evicted = Callable[[list[Drop]], None]

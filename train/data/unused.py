@@ -15,7 +15,8 @@ from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import ModelLimits, mixture_in
-from rollbook.train.data.references import References, SampleRef, references_over
+from rollbook.train.data.references import References, references_over
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.sorting import select
 
 _APART = """

@@ -60,12 +60,10 @@ def train(
         ranks: that it is spread over; None: this process alone.
 
     Raises:
-        TrainError: the log is an excerpt of another store.
         RollbookError: the configuration, the model or the log cannot be used.
     """
     log = store.open(path)
-    _check(config, source, as_of)
-    _check_whole(log)
+    _check(config, source, as_of, log)
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
@@ -91,13 +89,14 @@ def train(
     stopping.end()
 
 
-def _check(config: TrainConfig, source: str, as_of: str) -> None:
-    """Check what needs no log.
+def _check(config: TrainConfig, source: str, as_of: str, log: Store) -> None:
+    """Check what needs nothing that was recorded.
 
     Raises:
         ConfigError: the training is to follow the tail, and asks for a cut.
-        TrainError: a part of its algorithm does not give what is asked of it.
+        TrainError: a part of its algorithm does not give what is asked of it; or the log is an excerpt.
     """
+    _check_whole(log)
     if source == "tail":
         _check_tail(config, as_of)
     elif config.evaluation is not None and config.evaluation.wait_s:

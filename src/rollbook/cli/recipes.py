@@ -16,7 +16,7 @@ from rollbook.store import format_cut
 from rollbook.store.log.store import Store
 from rollbook.train.config.files import NamedRecipe, load_recipe
 from rollbook.train.data.applied import Applied, apply_recipe
-from rollbook.train.data.references import SampleRef
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.doctor.limits import limits_of
 
 SHOWN = 20

@@ -22,7 +22,7 @@ from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.deciding import odd_rewards
 from rollbook.train.data.path_columns import PathColumns
 from rollbook.train.data.recipe import ModelLimits, is_candidate
-from rollbook.train.data.references import SampleRef
+from rollbook.train.data.sample_ref import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.data.sorting import select
 

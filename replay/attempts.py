@@ -1,0 +1,180 @@
+"""The attempts at a run's steps: the training that each is of, what was dropped for it, and how it failed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollbook.store import Store
+from rollbook.store.events import Event, Json, RunOpened, SampleDropped, StepFailed, StepPlanned
+from rollbook.store.fold.history import all_samples
+from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.view import text
+from rollbook.train.algorithms.registry import recorded_algorithm
+
+GIVEN = {"not_finite": "NotFiniteError", "all_rejected": "AllRejectedError"}
+"""Rules by which a step that was skipped drops its samples, and the error that it failed with."""
+COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
+"""Rules that compare the samples of a group, in the order in which they are applied."""
+KINDS = frozenset(one.KIND for one in (RunOpened, SampleDropped, StepPlanned, StepFailed))
+Dropped = tuple[str, str]
+"""A leaf turn, and the rule by which its sample is dropped."""
+_ATTEMPT = f"CAST(coalesce({text('attempt')}, '1') AS BIGINT)"
+_DROPS = f"""
+    WITH marks AS (
+        SELECT lane, seq, kind, policy, step, {_ATTEMPT} AS attempt,
+               coalesce(lag(seq) OVER (PARTITION BY lane ORDER BY seq), -1) AS before
+        FROM internal.mark_events WHERE run = $run AND kind IN ('run.opened', 'step.planned')),
+    plans AS (
+        SELECT * FROM marks
+        WHERE kind = 'step.planned' AND policy = $policy AND step BETWEEN $first AND $last
+        QUALIFY row_number() OVER (PARTITION BY step, attempt ORDER BY seq DESC) = 1)
+    SELECT d.trajectory_id, d.turn_id, d.rule, d.recipe, d.step, d.attempt, d.policy_version, d.cut
+    FROM (SELECT lane, seq, step, {_ATTEMPT} AS attempt, trajectory_id, turn_id, {text("rule")} AS rule,
+                 {text("recipe")} AS recipe, policy_version, {text("cut")} AS cut
+          FROM internal.mark_events
+          WHERE kind = 'sample.dropped' AND run = $run AND step BETWEEN $first AND $last) d
+    JOIN plans p ON p.lane = d.lane AND p.step = d.step AND p.attempt = d.attempt
+    WHERE d.seq > p.before AND d.seq < p.seq
+    ORDER BY d.lane, d.seq"""
+"""Those since its training began: one that ended before could fill no step, and its drops count for none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """An attempt at a step.
+
+    Attributes:
+        drops: that were recorded for it since what came before it in its training.
+        earlier: those of trainings before, which ended before they planned anything.
+        error: with which it failed; empty: it did not.
+    """
+
+    plan: StepPlanned
+    drops: tuple[SampleDropped, ...]
+    earlier: tuple[SampleDropped, ...] = ()
+    error: str = ""
+
+    @property
+    def skipped_by(self) -> str | None:
+        """The rule by which its samples are dropped, if it was skipped."""
+        return next((rule for rule, name in GIVEN.items() if self.error.startswith(f"{name}(")), None)
+
+    @property
+    def spoilt(self) -> str | None:
+        """The leaf turn of the sample of which a number was not finite, where that is known."""
+        try:
+            made = ast.parse(self.error, mode="eval").body
+            given = [ast.literal_eval(one) for one in made.args] if isinstance(made, ast.Call) else []
+        except (SyntaxError, ValueError):
+            return None
+        return str(given[2]) if len(given) > 2 and given[2] is not None else None
+
+    @property
+    def number(self) -> int:
+        """Its number on its rollout batch; samples are chosen for the first."""
+        return 0 if self.plan.rollout_batch is None else int(self.plan.rollout_batch["number"])
+
+
+@dataclass(slots=True, eq=False)
+class Training:
+    """A process that trained: its configuration, and its attempts in order."""
+
+    config: Json
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def follows_tail(self) -> bool:
+        """Whether samples came from the log as it grew."""
+        return bool(self.config.get("source") == "tail")
+
+
+def trainings(events: Iterable[Event], run: str, policy: str) -> list[Training]:
+    """The trainings of a policy in a run, from events of `KINDS`, each lane in order."""
+    found: list[Training] = []
+    current: dict[str, Training | None] = {}
+    drops: dict[str, list[SampleDropped]] = {}
+    earlier: dict[str, list[SampleDropped]] = {}
+    for event in events:
+        record, lane = event.record, event.lane
+        if event.run != run:
+            continue
+        if isinstance(record, RunOpened):
+            mine = record.command == "train" and record.config.get("policy") == policy
+            current[lane] = Training(record.config) if mine else None
+            found += [of] if (of := current[lane]) is not None else []
+            earlier.setdefault(lane, []).extend(drops.pop(lane, ()))
+        elif isinstance(record, SampleDropped):
+            drops.setdefault(lane, []).append(record)
+        elif isinstance(record, StepPlanned):
+            own, before = drops.pop(lane, []), earlier.pop(lane, [])
+            if (of := current.get(lane)) is not None and record.policy == policy:
+                here = tuple(d for d in own if (d.step, d.attempt) == (record.step, record.attempt))
+                of.attempts.append(Attempt(record, here, tuple(before)))
+        elif isinstance(record, StepFailed) and record.policy == policy:
+            _fail(current.get(lane), record)
+    return found
+
+
+def _fail(training: Training | None, failed: StepFailed) -> None:
+    last = None if training is None or not training.attempts else training.attempts[-1]
+    if training is not None and last is not None:
+        which = last.plan.step, last.plan.attempt
+        if which == (failed.step, failed.attempt):
+            training.attempts[-1] = Attempt(last.plan, last.drops, last.earlier, failed.error)
+
+
+def first_of_step(training: Training, place: int) -> int:
+    """The place of the first attempt at a step in a training."""
+    step = training.attempts[place].plan.step
+    while place and training.attempts[place - 1].plan.step == step:
+        place -= 1
+    return place
+
+
+def retaken(training: Training, place: int) -> list[str] | None:
+    """The leaf turns of the batch that the attempt after a failed one takes again, without the sample that
+    spoilt it; None: it does not."""
+    attempt = training.attempts[place]
+    spoilt = attempt.spoilt
+    if training.config.get("on_not_finite") != "retake" or attempt.skipped_by != "not_finite":
+        return None
+    if attempt.number or spoilt is None:
+        return None
+    batch = [ref["turn_id"] for ref in all_samples(attempt.plan)]
+    size = 2 if "pairs" in recorded_algorithm(attempt.plan.algorithm).needs else 1
+    units = [batch[start : start + size] for start in range(0, len(batch), size)]
+    return [leaf for unit in units if spoilt not in unit for leaf in unit] or None
+
+
+def given_up(training: Training, place: int) -> list[Dropped]:
+    """What a skipped attempt leaves to be dropped."""
+    attempt = training.attempts[place]
+    rule, left = attempt.skipped_by, retaken(training, place) or ()
+    if rule is None:
+        return []
+    own = dict.fromkeys(ref["turn_id"] for ref in attempt.plan.samples)
+    return [(leaf, rule) for leaf in own if leaf not in left]
+
+
+def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int, int], list[SampleDropped]]:
+    """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
+    asked = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
+    with connect_at(log, "head") as connection:
+        rows = connection.execute(_DROPS, asked).fetchall()
+    found: dict[tuple[int, int], list[SampleDropped]] = {}
+    for trajectory, turn, rule, recipe, step, attempt, version, cut in rows:
+        drop = SampleDropped(trajectory, turn, rule, recipe, step, {}, attempt, version, cut)
+        found.setdefault((step, attempt), []).append(drop)
+    return found
+
+
+def as_they_came(drops: Iterable[SampleDropped]) -> list[SampleDropped]:
+    """Drops in an order that samples may have come in, behind those that were kept."""
+    return sorted(drops, key=lambda drop: -_place(drop.rule))
+
+
+def _place(rule: str) -> int:
+    """Of a rule that compares samples among these; before them of any other."""
+    return COMPARING.index(rule) if rule in COMPARING else -1

@@ -1,0 +1,262 @@
+"""What a replay says of a log that leaves samples out, or gives false reasons: it names the first of them.
+
+Nothing is run: a manifest's choice is made again by the log alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.replay.claims import judged
+from rollbook.replay.run_log import RunLog
+from rollbook.replay.verdict import StageReplay, Verdict
+from rollbook.store import Event, Store
+from rollbook.store.events import SampleDropped, StepFailed, StepPlanned
+from rollbook.store.fold.history import KINDS, fold_history
+from rollbook.train.loop import trainer
+
+GROUPS = {"name": "grpo", "groups": 2, "group_size": 4}
+RUNS = ("cut", "tail")
+"""Those that drop samples."""
+PLAIN = ("plain-cut", "plain-tail")
+"""Those that drop none, of a group that is used."""
+HALF = {"top_fraction": 0.5, "drop_zero_variance": True}
+
+
+@pytest.fixture(scope="module")
+def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Runs that drop the worse half of each group, or none of it, at a cut, and on the tail, where more came
+    after the first step. Never write to it."""
+    made = rb.open(tmp_path_factory.mktemp("choices") / "store", create=True)
+    for place, run in enumerate(RUNS + PLAIN):
+        rollouts = fabric.rollout_records(8, 4, first=10 * place)
+        flat = [r for i in range(4) for r in fabric.records(f"{run}.{i}", group=f"{run}-flat", reward=1.0)]
+        half = len(rollouts) // 2
+        append = partial(fabric.append, made, run=run, lane=f"serve-{run}")
+        append([*flat, *rollouts[:half]])
+        changes = {"run": run, "steps": 2, "algorithm": GROUPS, "recipe": HALF if run in RUNS else {}}
+        with _told_late(append, rollouts[half:]):
+            fabric.train(
+                made, fabric.config(fabric.GRPO, **changes), run.removeprefix("plain-"), lane=f"train-{run}"
+            )
+    return made
+
+
+@pytest.fixture(scope="module")
+def lanes(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Two runs on the tail whose trajectories ended in two lanes, in the second more than a group takes.
+    Never write to it."""
+    made = rb.open(tmp_path_factory.mktemp("lanes") / "store", create=True)
+    for run, size in (("lanes", 4), ("more", 5)):
+        for i in range(size):
+            own = [fabric.records(f"{run}{g}.{i}", group=f"{run}{g}", reward=float(i)) for g in range(4)]
+            fabric.append(made, [r for one in own for r in one], run=run, lane=f"serve-{i % 2}")
+        settings = fabric.config(fabric.GRPO, run=run, steps=2, algorithm=GROUPS)
+        fabric.train(made, settings, "tail", lane=f"train-{run}")
+    return made
+
+
+@contextmanager
+def _told_late(append: Callable[[Any], None], records: list[Any]) -> Iterator[None]:
+    """These are recorded while the first step of a training runs."""
+    right, more = trainer.run_step, [records]
+
+    def run_step(*given: Any, **options: Any) -> Any:
+        if more:
+            append(more.pop())
+        return right(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "run_step", run_step)
+        yield
+
+
+def _selection(log: Store, run: str, step: int) -> StageReplay:
+    history = fold_history(log.events_of(KINDS), run, "actor")
+    return judged("selection", RunLog(log, history).selections.claim(history.steps[step]))
+
+
+def _forged(log: Store, folder: Path, run: str, change: Callable[[list[Event]], list[Event]]) -> Store:
+    """A copy of the log whose training wrote other events."""
+    made = rb.open(folder / "forged", create=True)
+    for lane in log.lanes():
+        events = [event for event in log.events() if event.lane == lane]
+        with made.writer(lane) as writer:
+            writer.append(change(events) if lane == f"train-{run}" else events).result(30)
+    return made
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """Another course of a step.
+
+    Attributes:
+        leaves: which of the plan's samples it is without, of those with whole groups.
+        drops: what becomes of the drops that were recorded with it.
+        more: drops beyond them, of the samples left out.
+        key: of the claim that differs.
+    """
+
+    key: str
+    leaves: Callable[[int, Any], bool] = lambda place, plan: False
+    drops: Callable[[SampleDropped], SampleDropped | None] = lambda drop: drop
+    more: str = ""
+
+    def __call__(self, step: int, events: list[Event]) -> list[Event]:
+        """The events of the training with it."""
+        made: list[Event] = []
+        for event in events:
+            record = event.record
+            if isinstance(record, SampleDropped) and record.step == step:
+                changed = self.drops(record)
+                made += [] if changed is None else [replace(event, record=changed)]
+            elif isinstance(record, StepPlanned) and record.step == step:
+                made += self._planned(event, record)
+            else:
+                made.append(event)
+        return [Event(event.record, event.run) for event in made]
+
+    def _planned(self, event: Event, plan: StepPlanned) -> list[Event]:
+        gone = [ref for i, ref in enumerate(plan.samples) if self.leaves(i, plan)]
+        left = [ref for ref in plan.samples if ref not in gone]
+        why = (self.more, plan.recipe_digest, plan.step, {})
+        drops = [SampleDropped(ref["trajectory_id"], ref["turn_id"], *why) for ref in gone if self.more]
+        parts = [[list(range(len(left)))]]
+        planned = replace(plan, samples=left, partition=parts)
+        return [*(replace(event, record=drop) for drop in drops), replace(event, record=planned)]
+
+
+def _renamed(rule: str) -> Callable[[SampleDropped], SampleDropped]:
+    return lambda drop: replace(drop, rule=rule)
+
+
+def _first(place: int, plan: Any) -> bool:
+    return place == 0
+
+
+def _first_group(place: int, plan: Any) -> bool:
+    return place < 2
+
+
+FORGERIES = {
+    "a member is left out": Forgery("samples[0]", _first),
+    "a group is left out": Forgery("samples[0]", _first_group),
+    "a group is left out with its drops": Forgery("samples[0]", _first_group, lambda drop: None),
+    "no drop is told": Forgery("drops[0]", drops=lambda drop: None),
+    "the best is dropped as not finite": Forgery("samples[0]", _first, more="not_finite"),
+    "the best is dropped as below the top": Forgery("samples[0]", _first, more="top_fraction"),
+    "a rule is renamed not_finite": Forgery("drops[0]", drops=_renamed("not_finite")),
+    "a rule is renamed all_rejected": Forgery("drops[0]", drops=_renamed("all_rejected")),
+    "a rule is renamed staleness": Forgery("drops[0]", drops=_renamed("staleness")),
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "forgery"),
+    [
+        *((run, forgery) for run in RUNS for forgery in FORGERIES),
+        *((run, forgery) for run in PLAIN for forgery, of in FORGERIES.items() if of.leaves(0, None)),
+    ],
+)
+def test_what_is_left_out_is_named(log: Store, tmp_path: Path, run: str, forgery: str) -> None:
+    """At a cut and on the tail alike, at the step itself."""
+    forged = FORGERIES[forgery]
+    found = _selection(_forged(log, tmp_path, run, partial(forged, 1)), run, 1)
+    assert found.verdict == Verdict.differs
+    assert found.place is not None
+    assert (found.place.key or "").partition("[")[0] == forged.key.partition("[")[0]
+
+
+@pytest.mark.parametrize("run", RUNS + PLAIN)
+def test_the_log_as_it_was_written_is_proven(log: Store, tmp_path: Path, run: str) -> None:
+    """Each step, its own order of groups too, and so is a copy in which nothing was changed."""
+    copy = _forged(log, tmp_path, run, partial(Forgery(""), 0))
+    for held in (log, copy):
+        for step in fold_history(held.events_of(KINDS), run, "actor").steps:
+            found = _selection(held, run, step)
+            assert (found.verdict, found.why) == (Verdict.equal, "")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_groups_in_another_order(log: Store, tmp_path: Path, run: str) -> None:
+    """They are taken as they completed."""
+
+    def swapped(events: list[Event]) -> list[Event]:
+        return [
+            Event(replace(e.record, samples=e.record.samples[2:] + e.record.samples[:2]), e.run)
+            if isinstance(e.record, StepPlanned) and e.record.step == 1
+            else Event(e.record, e.run)
+            for e in events
+        ]
+
+    found = _selection(_forged(log, tmp_path, run, swapped), run, 1)
+    assert found.place is not None
+    assert found.place.key == "samples[0]"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_sample_that_is_trained_again(log: Store, tmp_path: Path, run: str) -> None:
+    """It was used by the step before, and is there no more."""
+    before = fold_history(log.events_of(KINDS), run, "actor").steps[0].planned.samples
+
+    def again(events: list[Event]) -> list[Event]:
+        return [
+            Event(replace(e.record, samples=[before[0], *e.record.samples[1:]]), e.run)
+            if isinstance(e.record, StepPlanned) and e.record.step == 1
+            else Event(e.record, e.run)
+            for e in events
+        ]
+
+    assert _selection(_forged(log, tmp_path, run, again), run, 1).verdict == Verdict.differs
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_failure_of_another_kind_gives_no_reason(log: Store, tmp_path: Path, run: str) -> None:
+    """An attempt that failed for lack of memory drops nothing as not finite."""
+
+    def failed(events: list[Event]) -> list[Event]:
+        made: list[Event] = []
+        for event in events:
+            record = event.record
+            if isinstance(record, StepPlanned) and record.step == 1:
+                made += [Event(record, run), Event(StepFailed(1, 1, "actor", "MemoryError('none')"), run)]
+                first = record.samples[0]
+                why = ("not_finite", record.recipe_digest, 1, {}, 2)
+                made.append(Event(SampleDropped(first["trajectory_id"], first["turn_id"], *why), run))
+                made.append(Event(replace(record, attempt=2, samples=record.samples[1:]), run))
+            else:
+                again = getattr(record, "step", None) == 1 and not isinstance(record, SampleDropped)
+                made.append(Event(replace(record, attempt=2) if again else record, run))  # type: ignore[call-arg]
+        return made
+
+    found = _selection(_forged(log, tmp_path, run, failed), run, 1)
+    assert found.verdict == Verdict.differs
+
+
+def test_several_lanes_hide_what_came_first(lanes: Store, tmp_path: Path) -> None:
+    """The order of groups is then as recorded, and that is said; that a group is whole, and that none is left
+    out, is proven all the same."""
+    for step in (0, 1):
+        found = _selection(lanes, "lanes", step)
+        assert (found.verdict, found.why.split(",")[0]) == (
+            Verdict.equal,
+            "which groups came first hung on clocks or on several lanes",
+        )
+    for number, leaves in enumerate((_first, lambda place, plan: place < 4)):
+        forged = partial(Forgery("", leaves), 1)
+        (tmp_path / f"{number}").mkdir()
+        found = _selection(_forged(lanes, tmp_path / f"{number}", "lanes", forged), "lanes", 1)
+        assert found.verdict == Verdict.differs
+
+
+def test_more_than_a_group_takes_in_several_lanes(lanes: Store) -> None:
+    """Nobody knows which of them came first: what was taken is looked at by itself."""
+    assert [_selection(lanes, "more", step).verdict for step in (0, 1)] == [Verdict.equal] * 2
