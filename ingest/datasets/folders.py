@@ -32,8 +32,8 @@ def files_of(folder: Path, kind: Callable[[Path], str | None]) -> list[Path]:
         InterchangeError: it holds none, or several data sets.
     """
     if (folder / DATASETS).is_file():
-        splits = _listed(folder, DATASETS, "splits")
-        return files_of(_one(folder, "splits", {one: place_inside(folder, one) for one in splits}), kind)
+        saved = {one: place_inside(folder, one) for one in _listed(folder, DATASETS, "splits")}
+        return files_of(_one(folder, "splits", saved), kind)
     if (folder / STATE).is_file():
         return _saved(folder)
     found: dict[Path, str] = {}

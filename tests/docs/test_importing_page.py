@@ -76,6 +76,25 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert CliRunner().invoke(app, [*without, "--format", "alpaca"]).exit_code == 2
 
 
+def test_ranks_that_follow_import_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher gives all ranks the same command, and rank 0 alone does what comes first."""
+    from rollbook.cli.training import run_train
+    from rollbook.train.config.files import load_config
+    from rollbook.train.megatron import ranks
+
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    followed: list[object] = []
+    monkeypatch.setattr(ranks, "follow_at", followed.append)
+    (tmp_path / "sft.toml").write_text(SFT.format(steps=1))
+    config = load_config(tmp_path / "sft.toml", [])
+    run_train(
+        config, tmp_path / "s", "cut", "head", "train", None, None, None, lambda: pytest.fail("imported")
+    )
+    assert len(followed) == 1
+
+
 def test_its_tables(page: str) -> None:
     """Of shapes, in the order in which they are looked for, and of files."""
     shapes, _, files = (table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE))
