@@ -22,7 +22,7 @@ from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.rollouts.isolation import Files
 from rollbook.ingest.rollouts.launching import Launch
 from rollbook.ingest.rollouts.manager import RolloutManager
-from rollbook.ingest.rollouts.rollouts import Progress
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.testing.tied import end_with_parent
 

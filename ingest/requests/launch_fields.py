@@ -49,6 +49,7 @@ class StartLaunch(BaseModel):
     isolation: Annotated[Json, Field(max_length=ENTRIES)] = Field(default_factory=dict)
     owner: Word
     clocks: Clocks = Field(default_factory=Clocks)
+    places: Count | None = None
 
 
 class Stream(BaseModel):
@@ -75,6 +76,7 @@ class EndLaunch(BaseModel):
     scoring: Annotated[dict[Word, Finite | Json | None], Field(max_length=ENTRIES)] = Field(
         default_factory=dict
     )
+    proxy_away: bool | None = None
 
 
 class TellEvaluated(BaseModel):

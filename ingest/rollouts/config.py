@@ -40,7 +40,8 @@ class RetriesConfig(Table):
     """`[retries]`: what becomes of trajectories whose infrastructure failed."""
 
     attempts: Positive = 3
-    """Trajectories for one place of a group, the first included."""
+    """Trajectories for one place of a group, the first included. Up to 10 that failed because the proxy was
+    away are not counted: those are tried again once it is back."""
     pause_s: Annotated[float, Field(ge=0)] = 1.0
     """Before another attempt; twice as long before each further one."""
     window: Positive = 20

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.store.events import (
     EvalFinished,
     EvalSampled,

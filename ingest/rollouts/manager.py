@@ -17,8 +17,9 @@ from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.follow import Following
 from rollbook.ingest.rollouts.isolation import unkept
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import read_tasks
 from rollbook.store.errors import LaunchError, RolloutError
 from rollbook.store.ids import new_id
@@ -64,6 +65,7 @@ class RolloutManager:
         config = self._config
         with alone(config):
             async with Proxy(config.proxy, self._key) as proxy:
+                proxy.say = self._say
                 launcher = launcher_of(config)
                 agents = agents_of(config, proxy, launcher)
                 if (warning := await asyncio.to_thread(_unkept, config.agent)) is not None:

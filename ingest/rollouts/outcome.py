@@ -109,6 +109,10 @@ class Seen:
     finished: str | None = None
 
 
+_SILENT = ("start", "idle")
+"""Clocks that run while an agent asks nothing: where the proxy is away, it cannot."""
+
+
 def unsure(ended: Ended, seen: Seen) -> bool:
     """Whether more of what the log has may change the verdict: whose fault it is, or that it asked at all."""
     if ended.stopped is not None or ended.infrastructure is not None:
@@ -126,6 +130,8 @@ def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
         return Status.cancelled, "nobody waits for it any more"
     if ended.infrastructure is not None:
         return Status.infra_error, ended.infrastructure
+    if ended.stopped in _SILENT and seen.away:
+        return Status.infra_error, f"the proxy was away; its {ended.stopped} clock ran out"
     if ended.stopped is not None:
         return Status.timeout, f"its {ended.stopped} clock ran out"
     if seen.finished is not None:
@@ -138,6 +144,11 @@ def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
     if seen.requests == 0 and not ended.answered:
         return Status.agent_error, "it ended without a request"
     return (Status.truncated if ended.outcome is not None and ended.outcome.truncated else Status.done), None
+
+
+def lost_its_proxy(status: Status, ended: Ended, seen: Seen) -> bool:
+    """Whether a launch failed because the proxy was away: it may well come through once that is back."""
+    return status is Status.infra_error and seen.away and ended.infrastructure is None
 
 
 def _how(ended: Ended) -> str:

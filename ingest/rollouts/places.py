@@ -11,7 +11,9 @@ from rollbook.ingest.rollouts.outcome import Status
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.events import Json
 
-COLUMNS = ("epoch", "task", "sample", "attempt", "launch_id", "status")
+COLUMNS = ("epoch", "task", "sample", "attempt", "launch_id", "status", "spared")
+MOST_SPARED = 10
+"""Launches of a place that may fail because the proxy was away, and are not counted as attempts."""
 LABEL = "rollout"
 """Label of a trajectory that says which rollouts it is of."""
 OPENING = "opening"
@@ -61,7 +63,8 @@ class Course:
     """What the log says of rollouts of one name.
 
     Attributes:
-        attempts: place -> attempts that were begun.
+        attempts: place -> attempts that were begun; spared: those of them that failed because the proxy was
+            away.
         launches: place -> the launch of the last attempt.
         ended: place -> how its last attempt ended.
         orphans: launch -> one that no end was recorded of.
@@ -69,6 +72,7 @@ class Course:
     """
 
     attempts: dict[Place, int] = field(default_factory=dict)
+    spared: dict[Place, int] = field(default_factory=dict)
     launches: dict[Place, str] = field(default_factory=dict)
     ended: dict[Place, Status] = field(default_factory=dict)
     orphans: dict[str, Orphan] = field(default_factory=dict)
@@ -81,15 +85,27 @@ class Course:
             return True
         again = status in (Status.infra_error, Status.cancelled)
         # Whoever cancelled one wants it when the rollouts go on.
-        return again and (status is Status.cancelled or self.attempts.get(place, 0) < most)
+        counted = more_attempts(self.attempts.get(place, 0), self.spared.get(place, 0), most)
+        return again and (status is Status.cancelled or counted)
+
+
+def more_attempts(begun: int, spared: int, most: int) -> bool:
+    """Whether a place has another attempt.
+
+    Args:
+        begun: attempts so far; spared: those of them that failed because the proxy was away.
+        most: attempts beside these.
+    """
+    return begun - min(spared, MOST_SPARED) < most
 
 
 def read_course(said: Json) -> Course:
     """What a proxy says of rollouts (`ingest.trajectories.rollout_course`)."""
     course, columns = Course(), said["places"]
     rows = zip(*(columns[name] for name in COLUMNS), strict=True)
-    for epoch, task, sample, attempt, launch_id, status in rows:
+    for epoch, task, sample, attempt, launch_id, status, spared in rows:
         place = Place(epoch, task, sample)
+        course.spared[place] = spared
         course.attempts[place], course.launches[place] = attempt, launch_id
         if status is not None:
             course.ended[place] = Status(status)

@@ -19,12 +19,14 @@ from rollbook.ingest.server_sent_events import MessageReader
 from rollbook.store.errors import RequestError, RolloutError
 from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
+from rollbook.store.patience import Waiting, waits
 
 AWAY_S = 60.0
 """How long a proxy may be away: it is started again, or weights change behind it."""
 FIRST_S = 5.0
 """How long the first answer is waited for."""
 PAUSE_S = 0.5
+TOO_OLD = "an online training would find them too old by the time that it trains on them"
 SILENCE_S = 45.0
 """A stream that says nothing for so long is dead: a proxy gives a sign of life every 15 s."""
 
@@ -50,6 +52,10 @@ class Proxy:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = Http(headers)
+        self.say: Callable[[str], None] = lambda text: None
+        """Told what requests wait for, where they wait long."""
+        self._away, self._held = Waiting(), Waiting()
+        self._why_away, self._away_until, self._why_held = "", 0.0, TOO_OLD
 
     async def __aenter__(self) -> Proxy:
         return self
@@ -190,6 +196,19 @@ class Proxy:
             RequestError: 409, it contradicts what the log has.
             RolloutError: the proxy does not answer, or refuses.
         """
+        asked = object()
+        if held:
+            self._held.begin(asked, time.monotonic())
+        try:
+            return await self._answered(method, path, body, asked, held=held, away_s=away_s)
+        finally:
+            self._held.end(asked)
+            self._answers(asked)
+
+    async def _answered(
+        self, method: str, path: str, body: Json | None, asked: object, *, held: bool, away_s: float
+    ) -> Json:
+        """As `_sent`, whose place among those that wait is noted."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + away_s
         while True:
@@ -197,6 +216,7 @@ class Proxy:
                 answer = await self.http.send(method, self.url + path, body)
             except FAILURES as error:
                 why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
+                self._is_away(asked, why, deadline - loop.time())
             else:
                 if answer.status < 300:
                     said: Json = answer.json()
@@ -208,10 +228,37 @@ class Proxy:
                     raise RolloutError(f"the proxy at {self.url} refused {method} {path}: {text}")
                 why = f"answered {answer.status}: {text}"
                 if held and answer.status in (429, 503):
+                    self._why_held = text
                     deadline = loop.time() + away_s
+                    self._answers(asked)
+                elif answer.status != 409:  # a turn of it is under way, which has its own time
+                    self._is_away(asked, why, deadline - loop.time())
             if loop.time() > deadline:
                 raise RolloutError(f"the proxy at {self.url} {why}")
             await asyncio.sleep(PAUSE_S)
+
+    # What is waited for -----------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Say what requests wait for that wait long."""
+        now = time.monotonic()
+        if count := self._away.due(now):
+            what = f"the proxy at {self.url} ({count} requests): it {self._why_away}"
+            self.say(waits(what, now - self._away.oldest, self._away_until - now, time.time()))
+        if count := self._held.due(now):
+            what = f"room for {count} new trajectories, which the proxy holds: {self._why_held}"
+            self.say(waits(what, now - self._held.oldest, None, time.time()))
+
+    def _is_away(self, asked: object, why: str, left_s: float) -> None:
+        """Note that a request is not answered, and for how long it is sent again."""
+        now = time.monotonic()
+        self._away.begin(asked, now)
+        self._why_away, self._away_until = why, now + left_s
+        self.look()
+
+    def _answers(self, asked: object) -> None:
+        if self._away.end(asked):
+            self.say(f"the proxy at {self.url} answers again")
 
     # The log ----------------------------------------------------------------------------------
 

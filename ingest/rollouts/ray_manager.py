@@ -13,8 +13,8 @@ from typing import Any
 
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.manager import RolloutManager
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.ray_cluster import NAMESPACE, LostError, answered, connected, quietly
-from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.store.errors import RolloutError
 
 ASK_S, LOOK_S = 30.0, 0.5

@@ -11,15 +11,24 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.jobs import Agents, Job
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
-from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, unsure, verdict
-from rollbook.ingest.rollouts.places import LABEL, OPENING, Course, Place, places_of, read_course
+from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, lost_its_proxy, unsure, verdict
+from rollbook.ingest.rollouts.places import (
+    LABEL,
+    OPENING,
+    Course,
+    Place,
+    more_attempts,
+    places_of,
+    read_course,
+)
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Opened, Proxy
 from rollbook.ingest.rollouts.rescoring import AGENT, assign
 from rollbook.ingest.rollouts.scoring import Scorers, Scores
@@ -39,29 +48,12 @@ DIED = "the process that ran it ended"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far rollouts are.
+class _End:
+    """How a launch ended, why, and whether because the proxy was away."""
 
-    Attributes:
-        total: places, None if they come until somebody stops.
-        done: those of which nothing is left to do, with those of earlier processes.
-        running: launches now.
-        by_status: launches of this process that ended.
-        reward, rewarded: the mean reward of those that have one, and how many have.
-        given_up: places whose every attempt failed by its infrastructure.
-        leaked: processes that launches left behind.
-        infra_failed_rate: the share of launches of this process that failed by their infrastructure.
-    """
-
-    total: int | None
-    done: int = 0
-    running: int = 0
-    by_status: Mapping[Status, int] = field(default_factory=dict)
-    reward: float | None = None
-    rewarded: int = 0
-    given_up: int = 0
-    leaked: int = 0
-    infra_failed_rate: float | None = None
+    status: Status
+    why: str | None
+    proxy_away: bool = False
 
 
 class Rollouts:
@@ -130,7 +122,8 @@ class Rollouts:
         await self._settle_orphans(course)
         left = self._left(course)
         async with self._scorers, Watch(self._proxy, run, cut) as watch:
-            beside = [asyncio.create_task(self._sweep()), asyncio.create_task(self._look_at_the_loop())]
+            looks = (self._sweep(), self._look_at_the_loop(), self._look_at_waits())
+            beside = [asyncio.create_task(look) for look in looks]
             many = min(self._config.concurrency, max(self.progress.total or self._config.concurrency, 1))
             workers = [asyncio.create_task(self._work(left, course, watch)) for _ in range(many)]
             try:
@@ -183,36 +176,49 @@ class Rollouts:
             await self._fill(place, course, watch)
 
     async def _fill(self, place: Place, course: Course, watch: Watch) -> None:
-        """Run attempts in a place until one is not the infrastructure's failure, or there are none left."""
+        """Run attempts in a place until one is not the infrastructure's failure, or there are none left.
+
+        One that failed because the proxy was away is none of them: another follows once that is back.
+        """
         config, begun = self._config, course.attempts.get(place, 0)
-        number = begun
+        number, spared = begun, course.spared.get(place, 0)
         while not self._stop.is_set() and self._breaker.open is None:
             number += 1
             while place.trajectory(config.name, number) in course.unlaunched:
                 number += 1
-            status, why = await self._attempt(place, number, watch)
-            self._ended[status] += 1
-            if (warning := self._breaker.add(status, why)) is not None:
-                self._say(warning)
-            self._show()
-            if status is Status.cancelled:
+            end = await self._attempt(place, number, watch)
+            self._count(end)
+            spared += end.proxy_away
+            if end.status is Status.cancelled:
                 return
-            if status is not Status.infra_error:
+            if end.status is not Status.infra_error:
                 self._show(done=self.progress.done + 1)
                 return
-            if number >= config.retries.attempts:
+            if not more_attempts(number, spared, config.retries.attempts):
                 self._say(
-                    f"task {place.task}, sample {place.sample}: given up after {number} attempts: {why}"
+                    f"task {place.task}, sample {place.sample}: given up after {number} attempts: {end.why}"
                 )
                 self._show(done=self.progress.done + 1, given_up=self.progress.given_up + 1)
                 return
+            counted = 0 if end.proxy_away else number - begun - 1
             with contextlib.suppress(TimeoutError):
-                pause_s = config.retries.pause_s * 2 ** (number - begun - 1)
-                await asyncio.wait_for(self._stop.wait(), pause_s)
+                await asyncio.wait_for(self._stop.wait(), config.retries.pause_s * 2**counted)
+
+    def _count(self, end: _End) -> None:
+        """Count a launch that ended. The proxy's absence says nothing of what else is amiss."""
+        self._ended[end.status] += 1
+        if not end.proxy_away:
+            if (warning := self._breaker.add(end.status, end.why)) is not None:
+                self._say(warning)
+            self._show()
+            return
+        if not self.progress.again:
+            self._say("the proxy was away: launches that failed because of it are tried again")
+        self._show(again=self.progress.again + 1)
 
     # One launch -------------------------------------------------------------------------------
 
-    async def _attempt(self, place: Place, number: int, watch: Watch) -> tuple[Status, str | None]:
+    async def _attempt(self, place: Place, number: int, watch: Watch) -> _End:
         """Run one agent from its trajectory's opening to its end, and tell the log of each."""
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
@@ -241,9 +247,7 @@ class Rollouts:
             watch.end(opened.trajectory_id)
             self._show(running=self.progress.running - 1)
 
-    async def _launched(
-        self, job: Job, opened: Opened, place: Place, number: int, watch: Watch
-    ) -> tuple[Status, str | None]:
+    async def _launched(self, job: Job, opened: Opened, place: Place, number: int, watch: Watch) -> _End:
         began, exit_ = time.monotonic(), None
         fields = self._described(job, place, number)
         try:
@@ -255,10 +259,13 @@ class Rollouts:
             await self._proxy.launch(opened.name, fields | {"isolation": started.isolation})
             ended, exit_ = await started.end()
         await self._seen(job, ended, watch)
-        status, why = verdict(ended, watch.seen(job.activity))
+        seen = watch.seen(job.activity)
+        status, why = verdict(ended, seen)
+        away = lost_its_proxy(status, ended, seen)
         scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
         said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
+        said |= {"proxy_away": away or None}
         said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
         if exit_ is not None and exit_.left:  # before its end, behind which nobody looks at it any more
             await self._proxy.leaked(
@@ -266,7 +273,7 @@ class Rollouts:
             )
             self._show(leaked=self.progress.leaked + len(exit_.left))
         await self._proxy.end_launch(opened.name, job.launch_id, said)
-        return status, why
+        return _End(status, why, away)
 
     def _described(self, job: Job, place: Place, number: int) -> Json:
         config, clocks = self._config, self._config.clocks
@@ -275,6 +282,7 @@ class Rollouts:
             "rollout": config.name,
             "place": place.described,
             "attempt": number,
+            "places": self.progress.total,
             "launcher": config.agent.launcher,
             "isolation": {},
             "owner": self._owner,
@@ -343,6 +351,11 @@ class Rollouts:
             if name is not None:
                 process = {"pid": leak.pid, "command": leak.command}
                 await self._proxy.leaked(name, leak.launch_id, {"processes": [process], "found": found})
+
+    async def _look_at_waits(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._proxy.look()
 
     async def _look_at_the_loop(self) -> None:
         loop, told = asyncio.get_running_loop(), -SWEEP_S

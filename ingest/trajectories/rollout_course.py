@@ -16,7 +16,8 @@ def rollout_course(store: Store, run: str, name: str) -> Json:
 
     Returns:
         `cut`, that it is of. `places`: `epoch`, `task`, `sample`, `attempt`, `launch_id` and `status`, each a
-        list, of the last attempt in each place; `status` is null where that has not ended. `orphans`: of
+        list, of the last attempt in each place; `status` is null where that has not ended; and `spared`, how
+        many attempts of the place failed because the proxy was away. `orphans`: of
         launches without an end `launch_id`, `trajectory_id`, their place and attempt, and what the trajectory
         was `finished` with, or null. `unlaunched`: names of trajectories that were opened and have no launch.
 
@@ -39,7 +40,8 @@ def rollout_course(store: Store, run: str, name: str) -> Json:
 
 # What was erased has no task.
 _PLACES = """
-    SELECT epoch, task, sample, attempt, launch_id, CASE WHEN ended IS NOT NULL THEN status END AS status
+    SELECT epoch, task, sample, attempt, launch_id, CASE WHEN ended IS NOT NULL THEN status END AS status,
+           count(*) FILTER (proxy_away) OVER (PARTITION BY epoch, task, sample) AS spared
     FROM launches WHERE run = $run AND rollout = $name AND task IS NOT NULL
     QUALIFY row_number() OVER (PARTITION BY epoch, task, sample ORDER BY attempt DESC, started DESC) = 1
     ORDER BY epoch, task, sample"""

@@ -24,7 +24,8 @@ _ACTIVATIONS = f"""
     SELECT policy_version, engine, time, lane, seq, event_id FROM activations WHERE {_OF}
     ORDER BY event_id, lane, seq"""
 _EVALUATIONS = f"""
-    SELECT policy_version, loss, reward, success, time FROM evaluations WHERE {_OF} ORDER BY time"""
+    SELECT policy_version, loss, reward, success, time, whole, trajectories, expected
+    FROM evaluations WHERE {_OF} ORDER BY time"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,18 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a version came to on what is held out of training; null what was not measured."""
+    """What a version came to on what is held out of training; null what was not measured.
+
+    `whole` is false if its rewards are those of a part: of `trajectories`, where there were to be `expected`.
+    """
 
     loss: float | None
     reward: float | None
     success: float | None
     time: datetime
+    whole: bool | None = None
+    trajectories: int | None = None
+    expected: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ class LaunchStarted:
     configuration that says what to start; `place` is where in it this is: `epoch`, `task` and `sample`;
     `attempt` counts from 1. `launcher` is how it was started (`subprocess`, `docker`, `http`, `python`),
     `isolation` what really keeps it apart, `owner` the id of the process that started it. `clocks` are limits
-    in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. Erasure takes the task out
-    of `place`, as out of the trajectory's opening, and each word but names: `launch_id`, `rollout`, `by`.
+    in seconds: `start`, `idle`, `total` and `scoring`; null where there is none. `places` is how many places
+    these rollouts have in all; null: nobody said, or they have no end. Erasure takes the task out of `place`,
+    as out of the trajectory's opening, and each word but names: `launch_id`, `rollout`, `by`.
     """
 
     KIND: ClassVar[str] = "launch.started"
@@ -49,6 +50,7 @@ class LaunchStarted:
     owner: str
     clocks: Json
     by: str | None = None
+    places: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,12 @@ class LaunchEnded:
     """A launch is over, and so is the scoring of what it did.
 
     `status` is done, truncated, agent_error, infra_error, timeout or cancelled; `why` says more where there
-    is more to say. `exit_code` and `signal` are of its first process, `cpu_s` of all of them, `peak_rss_mb`
-    of the largest, or where a cgroup counts of all, with what is cached of files; null: not known. `output`
-    says of each stream how many bytes were printed and how many of them are kept in the file at `path`, which
-    is not of the store. `scoring` has of each component its score, or an object that says why there is none.
+    is more to say. `proxy_away` is true where it failed because the proxy was away: it is tried again, and
+    is no attempt of the place; null: no, or nobody said. `exit_code` and `signal` are of its first process,
+    `cpu_s` of all of them, `peak_rss_mb` of the largest, or where a cgroup counts of all, with what is cached
+    of files; null: not known. `output` says of each stream how many bytes were printed and how many of them
+    are kept in the file at `path`, which is not of the store. `scoring` has of each component its score, or
+    an object that says why there is none.
     """
 
     KIND: ClassVar[str] = "launch.ended"
@@ -78,6 +82,7 @@ class LaunchEnded:
     output: Json = field(default_factory=dict)
     scoring: Json = field(default_factory=dict)
     by: str | None = None
+    proxy_away: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

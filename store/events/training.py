@@ -260,7 +260,9 @@ class EvalFinished:
     with a reward since the evaluation before this one, seen up to `counted_to`; the versions that sampled
     them are `oldest_version` to `newest_version`, null where there are none. `metrics` has
     `loss` and what the algorithm measures of the samples, and the mean `reward` and `success` of the
-    trajectories, as far as there are any.
+    trajectories, as far as there are any. Where agents were awaited, `expected` is how many trajectories
+    there were to be, null if nobody said; `whole` is false if some of them were not awaited to their end, or
+    came to none because their infrastructure failed: then `reward` and `success` are of those that did.
     """
 
     KIND: ClassVar[str] = "eval.finished"
@@ -276,6 +278,16 @@ class EvalFinished:
     oldest_version: int | None
     newest_version: int | None
     metrics: Json
+    expected: int | None = None
+    whole: bool | None = None
+
+    @property
+    def partial(self) -> str | None:
+        """What is said of an evaluation that is not whole; None of one that is, or that does not say."""
+        if self.whole is not False:
+            return None
+        of = "" if self.expected is None else f" of {self.expected}"
+        return f"NOT WHOLE: {self.trajectories}{of} trajectories"
 
 
 @dataclass(frozen=True, slots=True)

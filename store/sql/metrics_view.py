@@ -43,6 +43,7 @@ RECORDED = (
     ViewColumn("own_routing_logprob_gap", "DOUBLE", "`engine_logprob_gap` had the routers chosen, of a part"),
     ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
     ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
+    ViewColumn("chosen_logratio", "DOUBLE", "mean log-ratio of chosen samples' tokens to the reference"),
     ViewColumn("score_mean", "DOUBLE", "mean score that a reward model gives its samples"),
     ViewColumn("score_deviation", "DOUBLE", "mean standard deviation of such scores, of PURM"),
     ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
@@ -76,9 +77,11 @@ METRICS = View(
     SELECT run, step, status, policy, policy_version, algorithm, learning_rate, {_FIELDS},
            epoch(committed - planned) AS seconds,
            CAST(json_extract_string(metrics, '$.trained_tokens') AS DOUBLE)
-             / nullif(epoch(committed - planned), 0) AS tokens_s, held_out_reward
+             / nullif(epoch(committed - planned), 0) AS tokens_s, held_out_reward,
+           held_out_whole
     FROM steps LEFT JOIN (
-        SELECT run, policy, policy_version AS output_version, max_by(reward, time) AS held_out_reward
+        SELECT run, policy, policy_version AS output_version, max_by(reward, time) AS held_out_reward,
+               max_by(coalesce(whole, true), time) AS held_out_whole
         FROM evaluations GROUP BY run, policy, policy_version) USING (run, policy, output_version)
     WHERE status IN ('committed', 'abandoned')
     """,
@@ -89,5 +92,6 @@ METRICS = View(
         ViewColumn("seconds", "DOUBLE", "from its plan to its commit"),
         ViewColumn("tokens_s", "DOUBLE", "trained tokens in a second of that time"),
         ViewColumn("held_out_reward", "DOUBLE", "mean held-out reward of the version it made, if evaluated"),
+        ViewColumn("held_out_whole", "BOOLEAN", "false: NOT WHOLE, some trajectories came to no end"),
     ),
 )

@@ -77,6 +77,7 @@ EVALUATIONS = View(
            CAST({text("metrics.success")} AS DOUBLE) AS success,
            CAST({text("samples")} AS BIGINT) AS samples, CAST({text("tokens")} AS BIGINT) AS tokens,
            CAST({text("trajectories")} AS BIGINT) AS trajectories,
+           CAST({text("expected")} AS BIGINT) AS expected, CAST({text("whole")} AS BOOLEAN) AS whole,
            CAST({text("oldest_version")} AS BIGINT) AS oldest_version,
            CAST({text("newest_version")} AS BIGINT) AS newest_version,
            {text("cut")} AS cut, {json("metrics")} AS metrics, {text("phase")} AS phase, time

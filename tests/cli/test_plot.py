@@ -16,7 +16,7 @@ from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.cli.plotting import DASHBOARD, DRAWN, HELD_OUT, Wanted, read_curves
 from rollbook.store import Store
-from rollbook.store.events import RunOpened
+from rollbook.store.events import EvalFinished, RunOpened
 
 
 @pytest.fixture
@@ -63,6 +63,19 @@ def test_the_curves_are_the_logs(log: Store) -> None:
         ("b", "loss"): [(0, 0.0), (1, -0.5)],
         ("a", "entropy"): [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0)],
     }
+
+
+def test_what_is_marked(log: Store) -> None:
+    """Evaluations that are not whole, and where a training became another one."""
+    part = EvalFinished("actor", 4, "p", "", "", 0, 0, 2, 4, 4, {"reward": 0.75}, 8, False)
+    fabric.append(log, [part], lane="train", run="a")
+    for step in (4, 5):
+        planned = replace(fabric.planned(step, step), phase="another")
+        fabric.append(log, [planned, fabric.committed(step, step + 1)], lane="train", run="a")
+    asked = Wanted(runs=["a"], policy="actor", metrics=["reward", "loss"], by="step", first=0)
+    found = {curve.metric: curve for curve in read_curves(log, log.head(), asked)}
+    assert (found["reward"].begun, found["loss"].begun, found[HELD_OUT].begun) == ((4,), (4,), ())
+    assert (found["reward"].partial, found[HELD_OUT].partial) == (frozenset(), frozenset({4}))
 
 
 def test_some_of_them(log: Store) -> None:

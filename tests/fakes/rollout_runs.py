@@ -9,8 +9,9 @@ from typing import Any
 from rollbook import store as rb
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import Task
 
 

@@ -75,7 +75,7 @@ def test_the_lines() -> None:
         *(RewardAssigned("a", None, 1.0, "agent"), RewardAssigned("a", None, 9.0, "judge")),
         *(RewardAssigned("a", "turn", 9.0, "agent"), RewardAssigned("e", None, 9.0, "agent")),
         StepCommitted(2, 1, "actor", 3, {}, {"loss": 0.25, "reward": 0.5, "staleness_mean": 1.0}),
-        EvalFinished("actor", 2, "p", "", "", 0, 0, 3, 2, 2, {"reward": 0.75, "success": None}),
+        EvalFinished("actor", 2, "p", "", "", 0, 0, 3, 2, 2, {"reward": 0.75, "success": None}, 8, False),
         EvalStarted("actor", 4, "p"),
     ]
     found = course(*records)
@@ -86,8 +86,8 @@ def test_the_lines() -> None:
         "groups": "0 running, 1 waiting to be trained on",
         "reward": "1.000 (the last 1)",
         "sampled": "12 tokens/s",
-        "evaluated": "version 2  reward 0.750",
-        "evaluating": "version 4",
+        "evaluated": "version 2  NOT WHOLE: 3 of 8 trajectories  reward 0.750",
+        "evaluating": "version 4: none was launched yet",
     }
     assert dict(lines_of(Course(), None)) == {
         "training": "version 0",

@@ -119,9 +119,14 @@ class Dpo(Pairs):
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         """Of each pair: whether the implicit reward, beta times the log-ratio, prefers the chosen sample, and
-        by how much."""
-        gaps = self._gaps(inputs)
-        return {"preference_accuracy": (gaps > 0).float(), "preference_margin": self.beta * gaps}
+        by how much; and how much likelier a token of the chosen one is than under the reference."""
+        assert inputs.reference_logprobs is not None
+        gaps, ratios = self._gaps(inputs), inputs.logprobs - inputs.reference_logprobs
+        return {
+            "preference_accuracy": (gaps > 0).float(),
+            "preference_margin": self.beta * gaps,
+            "chosen_logratio": of_samples(ratios, inputs.mask, mean=True)[0::2],
+        }
 
     def _gaps(self, inputs: LossInputs) -> torch.Tensor:
         """Log-ratio of the chosen sample less that of the rejected one, of each pair, [B / 2]."""

@@ -99,7 +99,8 @@ class AdmissionConfig(Table):
     wait_s: Annotated[float, Field(ge=0)] = 300.0
     """Longest wait for the running trajectories that `order` waits for, and for rewards of finished ones."""
     stall_s: Annotated[float, Field(gt=0)] = 60.0
-    """Say what is waited for, and how much of it, after each so long without a new complete group."""
+    """Say what is waited for, and how much of it, after each so long without a new complete group; the first
+    time after 10 s."""
 
 
 class TrainConfig(Table):

@@ -13,6 +13,8 @@ from rollbook.train.table import Positive, Table
 
 HELD_OUT = "evaluation."
 """What the name of a metric of evaluations begins with, where a step has one of the same name."""
+OF_AGENTS = frozenset({"reward", "success"})
+"""The metrics of evaluations that are of agents: of one that is not whole they are those of a part."""
 
 
 class EvaluationConfig(Table):

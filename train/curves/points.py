@@ -18,9 +18,12 @@ from rollbook.store.sql.columns import EVALUATIONS, ViewColumn
 from rollbook.store.sql.metrics_view import METRICS, RECORDED
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
+from rollbook.train.config.evaluation import OF_AGENTS
 
 STEPS, HELD_OUT = "metrics", "evaluations"
 """The views, and what a curve's name begins with: `metrics/loss`, `evaluations/loss`."""
+WHOLE, NOT_WHOLE = "whole", "_not_whole"
+"""A column of evaluations, and the end of the name of a curve of those that are not."""
 _NUMBERS = ("DOUBLE", "BIGINT")
 
 
@@ -29,7 +32,7 @@ def _numbers(columns: Sequence[ViewColumn]) -> tuple[str, ...]:
 
 
 OF_STEPS, OF_EVALUATIONS = _numbers(METRICS.columns), _numbers(EVALUATIONS)
-_MEASURED = frozenset(OF_EVALUATIONS) - {"policy_version", "samples", "tokens", "trajectories"}
+_MEASURED = frozenset(OF_EVALUATIONS) - {"policy_version", "samples", "tokens", "trajectories", "expected"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def read_points(log: Store, cut: Cut, run: str, policy: str) -> list[Point]:
     gone = gone_versions(record for record in records if record.policy == policy)
     with connect_at(log, format_cut(cut)) as connection:
         asked = {"run": run, "policy": policy}
-        found = [*_rows(connection, _EVALUATED, HELD_OUT, OF_EVALUATIONS, asked)]
+        found = [*_rows(connection, _EVALUATED, HELD_OUT, (*OF_EVALUATIONS, WHOLE), asked)]
         found = [point for point in found if point.version not in gone]
         found += _rows(connection, _STEPS, STEPS, OF_STEPS, asked)
     return sorted(found, key=lambda point: (point.step, point.kind != HELD_OUT, point.version))
@@ -72,7 +75,13 @@ def _rows(
 
 
 def _named(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{kind}/{name}": float(value) for name, value in values.items() if value is not None}
+    """The values by the names of their curves; those of an evaluation that is not whole have their own."""
+    partial = OF_AGENTS if values.get(WHOLE) is False else frozenset()
+    return {
+        f"{kind}/{name}{NOT_WHOLE if name in partial else ''}": float(value)
+        for name, value in values.items()
+        if value is not None and name != WHOLE
+    }
 
 
 _STEPS = """
@@ -128,6 +137,6 @@ class Following:
         return Point(STEPS, record.step, plan.policy_version, now, _named(STEPS, values))
 
     def _evaluation(self, record: EvalFinished, now: float) -> Point:
-        values = {name: getattr(record, name, None) for name in OF_EVALUATIONS}
+        values = {name: getattr(record, name, None) for name in (*OF_EVALUATIONS, WHOLE)}
         values |= {name: record.metrics.get(name) for name in _MEASURED if name in record.metrics}
         return Point(HELD_OUT, self.next_step, record.policy_version, now, _named(HELD_OUT, values))

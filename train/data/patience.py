@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollbook.store import patience as store
 from rollbook.store.errors import IdleError
 
 
@@ -47,13 +48,13 @@ class Patience:
 
     Args:
         idle_s: after so long without a new one it ends.
-        stall_s: after so long, and after each as long again, it is said what is waited for.
+        stall_s: after each so long it is said what is waited for; the first time after 10 s, if that is less.
         say: what takes that.
     """
 
     def __init__(self, run: str, idle_s: float, stall_s: float, say: Callable[[str], None]) -> None:
         self._run, self._idle_s, self._stall_s, self._say = run, idle_s, stall_s, say
-        self._told = 0
+        self._said: store.Patience | None = None
 
     def check(self, since: float, awaited: Callable[[], Awaited]) -> None:
         """Look at the clock.
@@ -71,7 +72,11 @@ class Patience:
                 f"no complete batch for {self._idle_s:g} s: are agents finishing trajectories of run "
                 f"{self._run!r}? ({found.said()})"
             )
-        stalls = int(waited / self._stall_s)
-        if stalls > self._told:
-            self._say(f"no new group for {waited:.0f} s: {awaited().said()}")
-        self._told = stalls
+        if self._said is None or self._said.began != since:
+            self._said = store.Patience(since, min(store.SAY_AFTER_S, self._stall_s), self._stall_s)
+        if self._said.due(time.monotonic()):
+            until = store.clock(time.time() + self._idle_s - waited)
+            self._say(
+                f"no new group for {waited:.0f} s: {awaited().said()}; waiting until {until} at most "
+                "(idle_timeout_s)"
+            )

@@ -43,6 +43,7 @@ def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
             failed=dict(rows(training.failed_steps())),
             syncs=[(version, error) for version, _, error in rows(training.failed_syncs())],
             held_out_losses=dict(rows(training.losses())),
+            partial={row[0]: (row[1], row[2]) for row in rows(training.partial_evaluations())},
             turns=[Turns(*row) for row in rows(training.ended_turns())],
             launches=[Launches(*row) for row in rows(training.ended_launches())],
         )

@@ -55,6 +55,8 @@ class Course:
         held_out: version -> reward of evaluations; held_out_losses: version -> loss of held-out samples.
         dropped: rule -> samples that it dropped; used: samples that steps consumed.
         failed: step -> error, of attempts that failed; syncs: version and error of syncs that failed.
+        partial: version -> trajectories of its evaluation, and how many there were to be, if it is not whole;
+            it has no `held_out`.
         turns: those that ended since it began, the most frequent first; launches: likewise.
     """
 
@@ -67,6 +69,7 @@ class Course:
     failed: Mapping[int, str]
     syncs: Sequence[tuple[int, str]]
     held_out_losses: Mapping[int, float] = field(default_factory=dict)
+    partial: Mapping[int, tuple[int, int | None]] = field(default_factory=dict)
     turns: Sequence[Turns] = ()
     launches: Sequence[Launches] = ()
 

@@ -29,13 +29,16 @@ class Training:
         return f"SELECT step, {', '.join(names)} FROM metrics WHERE {self._committed} ORDER BY step"
 
     def held_out(self) -> str:
-        """Of each version the rewards of its held-out trajectories; the deviation is that of all of them."""
+        """Of each version the rewards of its held-out trajectories, if its evaluation is whole; the deviation
+        is that of all of them."""
         return (
             "SELECT max_version AS version, avg(reward) AS reward, count(*) AS trajectories, "
             "any_value(deviation) AS deviation "
             "FROM (SELECT *, coalesce(stddev_samp(reward) OVER (), 0) AS deviation FROM trajectories "
             f"WHERE run = {literal(self.run)} AND split = 'eval' AND reward IS NOT NULL "
-            f"AND max_version >= {self.version}) GROUP BY max_version ORDER BY version"
+            f"AND max_version >= {self.version} AND max_version NOT IN "
+            f"(SELECT policy_version FROM ({self.partial_evaluations()}))) "
+            "GROUP BY max_version ORDER BY version"
         )
 
     def losses(self) -> str:
@@ -44,6 +47,15 @@ class Training:
             "SELECT policy_version, arg_max(loss, time) AS loss FROM evaluations "
             f"WHERE {self.of} AND loss IS NOT NULL AND policy_version >= {self.version} "
             "GROUP BY policy_version ORDER BY policy_version"
+        )
+
+    def partial_evaluations(self) -> str:
+        """The evaluations that are not whole, unless a later one of their version is."""
+        return (
+            "SELECT policy_version, arg_max(trajectories, time) AS trajectories, "
+            f"arg_max(expected, time) AS expected FROM evaluations WHERE {self.of} "
+            f"AND policy_version >= {self.version} "
+            "GROUP BY policy_version HAVING arg_max(coalesce(whole, true), time) = false"
         )
 
     def drops(self) -> str:

@@ -11,6 +11,12 @@ from collections.abc import Callable
 from math import sqrt
 from statistics import median
 
+from rollbook.train.doctor.drift import (
+    chosen_less_likely,
+    falling_evaluations,
+    kl_explosion,
+    partial_evaluations,
+)
 from rollbook.train.doctor.evidence import FEWEST, Course, Finding
 from rollbook.train.doctor.failures import failed_launches, failed_steps, failed_syncs, failed_turns
 
@@ -212,7 +218,11 @@ SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
     entropy_collapse,
     length_hacking,
     reward_hacking,
+    falling_evaluations,
+    partial_evaluations,
     overfitting,
+    kl_explosion,
+    chosen_less_likely,
     critic_divergence,
     sampler_gap,
     empty_gradients,

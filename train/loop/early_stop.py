@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollbook.store.events import EvalFinished, Json, StepCommitted
-from rollbook.train.config.evaluation import HELD_OUT, StopRule
+from rollbook.train.config.evaluation import HELD_OUT, OF_AGENTS, StopRule
 
 Value = tuple[int, float]
 """(policy version, value)"""
@@ -56,8 +56,10 @@ class EarlyStop:
             self._add(metric, version, metrics.get(metric))
 
     def evaluated(self, record: EvalFinished) -> None:
-        """Take an evaluation's."""
-        for metric in {rule.metric for rule in self.rules if rule.of_evaluations}:
+        """Take an evaluation's; what is of agents only if it is whole: no rule is to judge by a part."""
+        partial = OF_AGENTS if record.partial else frozenset()
+        wanted = {rule.metric for rule in self.rules if rule.of_evaluations}
+        for metric in {one for one in wanted if one.removeprefix(HELD_OUT) not in partial}:
             self._add(metric, record.policy_version, record.metrics.get(metric.removeprefix(HELD_OUT)))
 
     def _add(self, metric: str, version: int, value: float | None) -> None:

@@ -84,8 +84,9 @@ class Evaluation:
         else:
             with self._trainer.with_devices():
                 found, tokens = self._scored(self._samples)
+        awaited = None
         if config.evaluation is not None and config.evaluation.wait_s and not config.algorithm.head_width:
-            await_agents(config, self._log, self._trainer, stopping, say)
+            awaited = await_agents(config, self._log, self._trainer, stopping, say)
         to = self._log.head()
         all_of = self._rewards(format_cut(to))
         fresh = [reward for name, reward in all_of.items() if name not in self._counted]
@@ -105,6 +106,8 @@ class Evaluation:
             oldest_version=min((r.oldest_version for r in fresh), default=None),
             newest_version=max((r.newest_version for r in fresh), default=None),
             metrics=metrics,
+            expected=None if awaited is None else awaited.expected,
+            whole=None if awaited is None else awaited.whole,
         )
         self._trainer.write(record)
         return record

@@ -10,13 +10,14 @@ from pathlib import Path
 from rollbook import store
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
-from rollbook.store.errors import ConfigError, TrainError
+from rollbook.store.errors import ConfigError, LaneLockedError, TrainError
 from rollbook.store.events import RunOpened
 from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.log.writer import LaneWriter
+from rollbook.store.refused_values import meant
 from rollbook.store.upkeep.checkpoints import finish_removals
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.building import remove_left_over
@@ -80,7 +81,7 @@ def train(
         trainer = Trainer(config, log, writer, history, family, ranks or Ranks(), watcher.warn, stopping.came)
         judge = _judge(feed, trainer, history, held_out, watcher)
         try:
-            _begin(watcher, trainer, feed, done, before)
+            _begin(watcher, trainer, feed, done, len(history.steps) - done, before)
             feed.begin(history, trainer, stopping)
             if _steps(watcher, trainer, config, feed, stopping, judge):
                 _tell_unfilled(watcher, feed, trainer, taken=trainer.done - done)
@@ -90,15 +91,16 @@ def train(
 
 
 def _check(config: TrainConfig, source: str, as_of: str, log: Store) -> None:
-    """Check what needs nothing that was recorded.
+    """Check what can be checked before anything is written.
 
     Raises:
-        ConfigError: the training is to follow the tail, and asks for a cut.
+        ConfigError: the training is to follow the tail, and asks for a cut, or nobody records its run.
         TrainError: a part of its algorithm does not give what is asked of it; or the log is an excerpt.
     """
     _check_whole(log)
     if source == "tail":
         _check_tail(config, as_of)
+        _check_recorded(log, config.run)
     elif config.evaluation is not None and config.evaluation.wait_s:
         raise ConfigError("evaluation.wait_s goes with --source tail: at a cut no agents run")
     try_out(config.algorithm)
@@ -136,6 +138,26 @@ def _check_tail(config: TrainConfig, as_of: str) -> None:
             f"recipe.min_group goes with --source cut: {config.algorithm.algorithm_name} takes samples from "
             "the tail one by one"
         )
+
+
+def _check_recorded(log: Store, run: str) -> None:
+    """Check that somebody records the run, or may: in a store of others a new one is recorded first.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    runs = sorted(log.runs())
+    if run in runs or not runs:
+        return
+    try:
+        with log.claim(f"recording run {run}", "let it go on"):
+            pass
+    except LaneLockedError:
+        return  # its proxy waits for an engine
+    raise ConfigError(
+        f"run {run!r}: the log has nothing of it, and nobody records it ({meant(run, runs, 'there are')}): "
+        "start `rollbook serve` with this run first, or correct the name"
+    )
 
 
 _HeldOut = tuple[HeldOutSamples | None, Cut]
@@ -176,10 +198,16 @@ def _judge(
     return Judge(feed.config, trainer, history, feed.family, evaluation, watcher)
 
 
-def _begin(watcher: Watcher, trainer: Trainer, feed: Feed, done: int, before: RunOpened | None) -> None:
-    """Record the start of the training, and sync the engines to its version."""
+def _begin(
+    watcher: Watcher, trainer: Trainer, feed: Feed, done: int, other: int, before: RunOpened | None
+) -> None:
+    """Record the start of the training, and sync the engines to its version.
+
+    Args:
+        done: steps of this configuration; other: those of others.
+    """
     config, source = feed.config, feed.source
-    watcher.begun(_start(trainer, config, source, feed.cut))
+    watcher.begun(_start(trainer, config, source, feed.cut, other))
     change = rate_change(config, before, done, trainer.policy.learning_rate)
     if change is not None and done < config.steps:
         watcher.note(change)
@@ -263,7 +291,7 @@ def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) 
     return cut
 
 
-def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> TrainingStart:
+def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut, other: int) -> TrainingStart:
     return TrainingStart(
         run=config.run,
         algorithm=config.algorithm.algorithm_name,
@@ -272,6 +300,7 @@ def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> Trai
         version=trainer.version,
         done=trainer.done,
         steps=config.steps,
+        other=other,
     )
 
 

@@ -16,6 +16,7 @@ class TrainingStart:
         cut: of the log that it takes samples from; None for the tail.
         step: number of the step that comes next, and the policy version that it starts from.
         done, steps: of this configuration: committed before, and asked for.
+        other: steps of the policy that were committed by other configurations.
     """
 
     run: str
@@ -25,6 +26,7 @@ class TrainingStart:
     version: int
     done: int
     steps: int
+    other: int = 0
 
 
 class Watcher(Protocol):

@@ -69,11 +69,17 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric of a run, over steps or versions; dashed if it is of held-out trajectories."""
+    """A metric of a run, over steps or versions; dashed if it is of held-out trajectories.
+
+    Attributes:
+        partial: places of points whose evaluation is not whole; begun: where the training became another one.
+    """
 
     run: str
     metric: str
     points: Points
+    partial: frozenset[int] = frozenset()
+    begun: tuple[int, ...] = ()
 
     @property
     def panel(self) -> str:
@@ -125,13 +131,15 @@ def read_curves(log: Store, cut: Cut, wanted: Wanted) -> list[Curve]:
     metrics = list(dict.fromkeys(wanted.metrics or DASHBOARD))
     with connect_at(log, format_cut(cut)) as connection:
         found = _steps(connection, wanted, metrics)
-        held_out = _held_out(connection, wanted) if "reward" in metrics else {}
+        held_out, partial = _held_out(connection, wanted) if "reward" in metrics else ({}, {})
+        begun = _begun(connection, wanted)
     runs = list(dict.fromkeys(wanted.runs)) or sorted({run for run, _ in found})
     curves = []
     for metric in metrics:
-        curves += [Curve(run, metric, found.get((run, metric), [])) for run in runs]
-        if metric == "reward":
-            curves += [Curve(run, HELD_OUT, held_out.get(run, [])) for run in runs]
+        for run in runs:
+            curves.append(Curve(run, metric, found.get((run, metric), []), begun=begun.get(run, ())))
+        for run in runs if metric == "reward" else ():
+            curves.append(Curve(run, HELD_OUT, held_out.get(run, []), frozenset(partial.get(run, ()))))
     return [curve for curve in curves if curve.points]
 
 
@@ -150,29 +158,64 @@ def _steps(connection: Connection, wanted: Wanted, metrics: Sequence[str]) -> di
     return found
 
 
-def _held_out(connection: Connection, wanted: Wanted) -> dict[str, Points]:
-    """Mean rewards of trajectories of split `eval`, at the step that starts from the version that sampled
-    them. A reward model samples none."""
-    at = "coalesce(step, last + 1)" if wanted.by == "step" else "version"
-    rows = connection.execute(_HELD_OUT.format(at=at), {"policy": wanted.policy, "first": wanted.first})
-    found: dict[str, Points] = {}
-    for run, place, value in rows.fetchall():
-        found.setdefault(run, []).append((place, value))
+def _begun(connection: Connection, wanted: Wanted) -> dict[str, tuple[int, ...]]:
+    """Run -> the steps, or versions, with which its training became another one."""
+    at = "step" if wanted.by == "step" else "policy_version"
+    rows = connection.execute(_BEGUN.format(at=at), {"policy": wanted.policy, "first": wanted.first})
+    found: dict[str, tuple[int, ...]] = {}
+    for run, place in rows.fetchall():
+        found[run] = (*found.get(run, ()), place)
     return found
 
 
+_BEGUN = """
+    SELECT run, {at} AS place FROM (
+        SELECT run, step, policy_version, phase, lag(phase) OVER (PARTITION BY run ORDER BY step) AS before
+        FROM steps WHERE policy = $policy AND status = 'committed')
+    WHERE before <> phase AND place >= $first ORDER BY run, place"""
+
+
+def _held_out(connection: Connection, wanted: Wanted) -> tuple[dict[str, Points], dict[str, list[int]]]:
+    """Mean rewards of trajectories of split `eval`, at the step that starts from the version that sampled
+    them; and at which of these the evaluation is not whole. A reward model samples none."""
+    at = "coalesce(step, last + 1)" if wanted.by == "step" else "version"
+    rows = connection.execute(_HELD_OUT.format(at=at), {"policy": wanted.policy, "first": wanted.first})
+    found: dict[str, Points] = {}
+    partial: dict[str, list[int]] = {}
+    for run, place, value, whole in rows.fetchall():
+        found.setdefault(run, []).append((place, value))
+        if not whole:
+            partial.setdefault(run, []).append(place)
+    return found, partial
+
+
 _HELD_OUT = """
-    WITH held AS (
+    WITH judged AS (
+        SELECT run, policy_version AS version, arg_max(coalesce(whole, true), time) AS whole
+        FROM evaluations WHERE policy = $policy GROUP BY ALL
+    ), held AS (
         SELECT run, max_version AS version, avg(reward) AS reward FROM trajectories
         WHERE split = 'eval' AND reward IS NOT NULL AND max_version IS NOT NULL GROUP BY ALL
     ), done AS (
         SELECT run, step, policy_version AS version FROM steps
         WHERE policy = $policy AND status = 'committed' AND algorithm IS DISTINCT FROM 'reward_model'
     )
-    SELECT run, {at} AS place, reward
+    SELECT run, {at} AS place, reward, coalesce(whole, true)
     FROM held JOIN (SELECT run, max(step) AS last FROM done GROUP BY ALL) USING (run)
-         LEFT JOIN done USING (run, version)
+         LEFT JOIN done USING (run, version) LEFT JOIN judged USING (run, version)
     WHERE place >= $first ORDER BY run, place"""
+
+
+def _mark(axes: Any, curve: Curve, color: str) -> None:
+    """Draw open rings where evaluations are not whole, dotted lines where the training became another."""
+    for number, place in enumerate(curve.begun):
+        label = f"{visible(curve.run)}, another training" if number == 0 else None
+        axes.axvline(place, color=color, linestyle=":", linewidth=1, label=label)
+    partial = [point for point in curve.points if point[0] in curve.partial]
+    if partial:
+        places, values = zip(*partial, strict=True)
+        rings = {"marker": "o", "linestyle": "", "markerfacecolor": "white", "markersize": 8}
+        axes.plot(places, values, color=color, label=f"{visible(curve.run)}, NOT WHOLE", zorder=3, **rings)
 
 
 def _panels(curves: Sequence[Curve]) -> list[str]:
@@ -200,6 +243,7 @@ def draw(curves: Sequence[Curve], output: Path, by: str) -> None:
             label = f"{visible(curve.run)}, held out" if held else visible(curve.run)
             mark = {"marker": "o", "linestyle": "--"} if held else {"marker": "." if len(steps) < 60 else ""}
             axes.plot(steps, values, color=color, markersize=4, linewidth=1.2, label=label, **mark)
+            _mark(axes, curve, color)
         axes.set_title(TITLES.get(panel, panel.replace("_", " ")), fontsize="medium")
         axes.set_xlabel("optimizer step" if by == "step" else "policy version", fontsize="small")
         axes.tick_params(labelsize="small")

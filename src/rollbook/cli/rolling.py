@@ -17,9 +17,9 @@ from rollbook.cli.terminal import Console, print_json, say
 from rollbook.ingest.rollouts.agents import launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
 from rollbook.ingest.rollouts.manager import RolloutManager, alone
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rescoring import Rescored, score_again
-from rollbook.ingest.rollouts.rollouts import Progress
 from rollbook.ingest.rollouts.scoring import Scorers
 from rollbook.ingest.rollouts.tasks import read_tasks
 from rollbook.store.errors import ConfigError
@@ -163,6 +163,7 @@ def _lines(progress: Progress) -> list[str]:
         "launches": by_status or None,
         "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",
         "failed by infrastructure": f"{rate:.0%} of launches" if rate else None,
+        "tried again": f"{progress.again} launches, the proxy was away" if progress.again else None,
         "given up": progress.given_up or None,
         "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
     }

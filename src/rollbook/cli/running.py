@@ -22,6 +22,7 @@ from rollbook import store
 from rollbook.cli.terminal import Console, say
 from rollbook.cli.training import line_of
 from rollbook.ingest.rollouts.leaks import START
+from rollbook.online.awaited import Awaited, Limits, PartState, awaited
 from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
 from rollbook.online.guarded import guarded
@@ -32,10 +33,12 @@ from rollbook.store.errors import RollbookError
 from rollbook.store.events import CheckpointWritten, Event, SyncFinished
 from rollbook.store.ids import new_id
 from rollbook.store.log.tail import Filter, Tail
+from rollbook.store.patience import SAY_AFTER_S, Patience
 
 LOOK_S = 0.5
 LATEST_S = 30.0
 """Tokens a second are those of so long."""
+_HELD = re.compile(r"^rollbook_held_trajectories(?:\{[^}]*\})? (\S+)", re.M)
 _TOKENS = re.compile(r'^rollbook_tokens_total\{[^}]*kind="completion"[^}]*\} (\S+)', re.M)
 
 
@@ -118,7 +121,11 @@ class Screen:
         self._course = Course()
         self._tail: Tail | None = None
         self._tokens: list[tuple[float, float]] = []
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, float]] = {}
+        """Part -> its state, and since when."""
+        self._held = 0
+        self._patience: dict[str, Patience] = {}
+        """What is waited for -> whether that is to be said."""
 
     @property
     def steps_left(self) -> int:
@@ -134,8 +141,9 @@ class Screen:
                     with contextlib.suppress(RollbookError, OSError):  # the store is not there yet
                         for event in await asyncio.to_thread(self._events):
                             self._told(event)
-                    await self._count_tokens(client)
+                    await self._ask_the_proxy(client)
                     self._tell_states()
+                    self._tell_waits()
                     update()
             with contextlib.suppress(RollbookError, OSError):
                 for event in self._events():
@@ -171,19 +179,38 @@ class Screen:
 
     def _tell_states(self) -> None:
         for part in self._supervisor.parts:
-            if self._states.get(part.spec.name) != part.state:
-                self._states[part.spec.name] = part.state
+            if self._states.get(part.spec.name, ("", 0.0))[0] != part.state:
+                self._states[part.spec.name] = part.state, time.time()
                 if not self._console.is_terminal:
                     self._console.tell(f"{_time(time.time())} {part.spec.name}: {part.state}")
 
-    async def _count_tokens(self, client: httpx.AsyncClient) -> None:
-        """Note how many tokens the proxy says were sampled."""
-        if not self._console.is_terminal:
-            return
+    def _awaited(self) -> list[Awaited]:
+        """What the run waits for."""
+        trained, parts = self._config.train, []
+        for part in self._supervisor.parts:
+            state, since = self._states.get(part.spec.name, (part.state, time.time()))
+            parts.append(PartState(part.spec.name, state, since, part.spec.ready_s, str(part.spec.log)))
+        limits = None
+        if trained is not None:
+            waits_s = 0.0 if trained.evaluation is None else trained.evaluation.wait_s
+            limits = Limits(trained.algorithm.demand.groups, trained.idle_timeout_s, waits_s)
+        return awaited(self._course, parts, limits, self._held, time.time())
+
+    def _tell_waits(self) -> None:
+        """Print a line for what is waited for for long; where there is a table, it has a row."""
+        found, now = self._awaited(), time.time()
+        self._patience = {one.key: self._patience.get(one.key, Patience(one.since)) for one in found}
+        for one in found:
+            if self._patience[one.key].due(now) and not self._console.is_terminal:
+                self._console.tell(f"{_time(now)} {one.said(now)}")
+
+    async def _ask_the_proxy(self, client: httpx.AsyncClient) -> None:
+        """Note how many tokens the proxy says were sampled, and how many trajectories it holds."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
             answer = await client.get(f"{self._config.proxy}/metrics")
             if answer.status_code == 200:
                 total = sum(map(float, _TOKENS.findall(answer.text)))
+                self._held = int(sum(map(float, _HELD.findall(answer.text))))
                 now = time.monotonic()
                 if self._tokens and total < self._tokens[-1][1]:
                     self._tokens.clear()  # the proxy was started again
@@ -201,6 +228,10 @@ class Screen:
             table.add_row(part.spec.name, part.state, style=style)
         for name, value in lines_of(course, self._per_second()):
             table.add_row(name, value)
+        now = time.time()
+        for one in self._awaited():
+            if now - one.since > SAY_AFTER_S:
+                table.add_row("", one.said(now), style="yellow")
         return Group(bar, table)
 
     def _per_second(self) -> float | None:
@@ -229,17 +260,22 @@ def lines_of(course: Course, tokens_s: float | None) -> list[tuple[str, str]]:
         "groups": f"{running} running, {waiting} waiting to be trained on",
         "reward": None if course.reward is None else f"{course.reward:.3f} (the last {len(course.rewards)})",
         "sampled": None if tokens_s is None else f"{tokens_s:.0f} tokens/s",
-        "evaluated": _evaluated(evaluation),
-        "evaluating": None if course.evaluating is None else f"version {course.evaluating}",
+        "evaluated": _evaluated(evaluation, course.partial),
+        "evaluating": None if course.evaluating is None else _evaluating(course),
     }
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _evaluated(evaluation: dict[str, object]) -> str | None:
+def _evaluating(course: Course) -> str:
+    return f"version {course.evaluating}: {course.agents.said}"
+
+
+def _evaluated(evaluation: dict[str, object], partial: str | None) -> str | None:
     if not evaluation:
         return None
     said = [f"{name} {value:.3f}" for name, value in evaluation.items() if isinstance(value, float)]
-    return "  ".join([f"version {evaluation['policy_version']}", *said])
+    version = f"version {evaluation['policy_version']}"
+    return "  ".join([version, *([] if partial is None else [partial]), *said])
 
 
 def _time(seconds: float) -> str:

@@ -138,6 +138,12 @@ class TrainingProgress:
         """Print where training starts from, and show the bar."""
         if start.done:
             self.note(f"going on after {start.done} of {start.steps} steps")
+        if start.other:
+            self.note(
+                f"this training is another than before: {start.other} steps of this policy were committed by "
+                f"other configurations. Its steps count anew, {start.done} of {start.steps} are done; it "
+                f"goes on from version {start.version}"
+            )
         log = "tail of the log" if start.cut is None else f"log at {start.cut}"
         how = f" with {start.algorithm} from the {log}, from version {start.version}"
         self._console.tell("training run ", (start.run, "bold"), how)
@@ -177,7 +183,8 @@ def line_of(record: Record) -> str | None:
             of = [f"{record.samples} samples"] if record.samples else []
             of += [f"{record.trajectories} trajectories"] if record.trajectories else []
             held_out = f"version {record.policy_version}: held out ({', '.join(of)})"
-            return "  ".join([held_out, *_said(record.metrics, EVALUATED)])
+            partial = [] if record.partial is None else [record.partial]
+            return "  ".join([held_out, *partial, *_said(record.metrics, EVALUATED)])
         case StepFailed():
             return f"step {record.step} failed (attempt {record.attempt}): {record.error}"
         case CheckpointWritten():

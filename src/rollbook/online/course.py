@@ -22,8 +22,10 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
+from rollbook.store.fold import evaluated_agents
+from rollbook.store.fold.evaluated_agents import EvaluatedAgents
 
-KINDS = frozenset(
+KINDS = evaluated_agents.KINDS | frozenset(
     record.KIND
     for record in (
         *(RunOpened, StepPlanned, StepCommitted, EvalStarted, EvalFinished, LaunchStarted, LaunchEnded),
@@ -43,8 +45,11 @@ class Course:
     Attributes:
         steps, done: optimizer steps of the training in all, and those that are committed.
         version: of the policy.
-        metrics: of the last step; evaluation: of the last evaluation, with its `policy_version`.
-        evaluating: the version that agents are being evaluated at; None: none.
+        metrics: of the last step; evaluation: of the last evaluation, with its `policy_version`; partial:
+            what is said of it if it is not whole.
+        evaluating: the version that agents are being evaluated at; None: none. agents: those.
+        changed: when the training last began, took a step or began or ended an evaluation, in seconds since
+            1970; None: it did not. in_step: whether a step is being taken.
         launched: agents that run.
         ended: launches that ended, by status.
         rewards: the latest, of trajectories.
@@ -55,7 +60,11 @@ class Course:
     version: int = 0
     metrics: Json = field(default_factory=dict)
     evaluation: Json = field(default_factory=dict)
+    partial: str | None = None
     evaluating: int | None = None
+    agents: EvaluatedAgents = field(default_factory=EvaluatedAgents)
+    changed: float | None = None
+    in_step: bool = False
     launched: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -80,9 +89,12 @@ class Course:
     def take(self, events: Iterable[Event]) -> None:
         """Fold events, each lane in order."""
         for event in events:
+            self.agents.take(event.record)
+            self._note_change(event)
             match event.record:
                 case RunOpened(command="train") as record:
                     self.steps, self.done = record.config["steps"], record.config["steps_done"]
+                    self.in_step, self.evaluating = False, None
                 case TrajectoryOpened(split="train") as record:
                     self._opened(record.trajectory_id, record.group or record.trajectory_id)
                 case TrajectoryFinished() as record if record.trajectory_id in self._group_of:
@@ -99,6 +111,10 @@ class Course:
                 case record:
                     self._trained(record)
 
+    def _note_change(self, event: Event) -> None:
+        if isinstance(event.record, RunOpened | StepCommitted | EvalStarted | EvalFinished):
+            self.changed = event.time_us / 1e6
+
     def _launch(self, record: LaunchStarted | LaunchEnded) -> None:
         if isinstance(record, LaunchStarted):
             self.launched += 1
@@ -109,9 +125,10 @@ class Course:
     def _trained(self, record: object) -> None:
         match record:
             case StepPlanned():
+                self.in_step = True
                 self._planned[record.step] = {str(one["trajectory_id"]) for one in record.samples}
             case StepCommitted():
-                self.done, self.version = self.done + 1, record.policy_version
+                self.done, self.version, self.in_step = self.done + 1, record.policy_version, False
                 self.metrics = record.metrics
                 self._forget(self._planned.pop(record.step, set()))
             case EvalStarted():
@@ -119,6 +136,7 @@ class Course:
             case EvalFinished():
                 self.evaluating = None
                 self.evaluation = record.metrics | {"policy_version": record.policy_version}
+                self.partial = record.partial
 
     def _opened(self, trajectory_id: str, group: str) -> None:
         self._group_of[trajectory_id] = group

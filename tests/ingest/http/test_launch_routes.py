@@ -113,7 +113,7 @@ def test_how_far_rollouts_are(proxy: Any, name: str) -> None:
     assert _say(proxy, name, "", START | {"rollout": rollout})[0] == 201
     said = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
     place = {**START["place"], "attempt": 1, "launch_id": "l-1"}
-    assert said["places"] == {key: [value] for key, value in (place | {"status": None}).items()}
+    assert said["places"] == {key: [value] for key, value in (place | {"status": None, "spared": 0}).items()}
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
     assert said["orphans"] == [place | {"trajectory_id": trajectory_id, "finished": None}]
     assert parse_cut(said["cut"]).items() <= proxy.store.head().items()

@@ -14,8 +14,9 @@ from rollbook import store as rb
 from rollbook.ingest.rollouts.agents import agents_of
 from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.ingest.rollouts.follow import Following, Training
+from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.events import (
     EvalFinished,

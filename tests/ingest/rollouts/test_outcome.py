@@ -8,6 +8,7 @@ from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.outcome import Ended, Outcome, Seen, Status, unsure, verdict
 
 ASKED = Seen(requests=2)
+AWAY = "the proxy was away"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,20 @@ ASKED = Seen(requests=2)
         (Ended(code=1), Seen(2, finished="truncated"), "truncated", None),
         (Ended(code=None, signal=15, stopped="idle"), ASKED, "timeout", "its idle clock ran out"),
         (Ended(stopped="total"), Seen(2, failed=True), "timeout", "its total clock ran out"),
+        # Where nobody answers, nobody can ask.
+        (
+            Ended(stopped="idle"),
+            Seen(2, away=True),
+            "infra_error",
+            f"{AWAY}; its idle clock ran out",
+        ),
+        (
+            Ended(stopped="start"),
+            Seen(away=True),
+            "infra_error",
+            f"{AWAY}; its start clock ran out",
+        ),
+        (Ended(stopped="total"), Seen(2, away=True), "timeout", "its total clock ran out"),
         (Ended(stopped="cancelled"), ASKED, "cancelled", "nobody waits for it any more"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.ingest.rollouts.outcome import ended_as
-from rollbook.ingest.rollouts.places import Course, Orphan, Place, places_of, read_course
+from rollbook.ingest.rollouts.places import Course, Orphan, Place, more_attempts, places_of, read_course
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.ingest.trajectories.rollout_course import rollout_course
 from rollbook.store import format_cut
@@ -58,6 +59,16 @@ def course(tmp_path: Path) -> Read:
         return read_course(said)
 
     return read
+
+
+def test_attempts_that_the_proxys_absence_ended_are_spared(course: Read) -> None:
+    """They leave a place open, up to ten of them; what is counted goes by the log, whoever began it."""
+    lost = [replace(_ended(f"l{n}", "infra_error"), proxy_away=True) for n in (1, 2)]
+    begun = [_started(f"l{n}", attempt=n) for n in (1, 2, 3)]
+    found = course([*(_opened(f"l{n}") for n in (1, 2, 3)), *begun, *lost, _ended("l3", "infra_error")])
+    assert (found.attempts[PLACE], found.spared[PLACE]) == (3, 2)
+    assert (found.open(PLACE, 1), found.open(PLACE, 2)) == (False, True)
+    assert [more_attempts(begun, begun, 1) for begun in (10, 11)] == [True, False]
 
 
 def test_places_come_group_by_group() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rollbook.ingest.rollouts.places import LABEL, Place
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import SETTLE_S, Rollouts
 from rollbook.ingest.rollouts.tasks import Task
+from rollbook.ingest.rollouts.watch import Watch
 from rollbook.store.errors import RolloutError
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.data.samples import samples_of
@@ -260,6 +263,23 @@ def test_what_the_engine_failed_is_tried_again(server: Any, config: Any) -> None
     )
     assert (found.done, found.given_up) == (4, 2)
     assert sum("given up after 2 attempts" in line for line in said) == 2
+
+
+def test_what_the_proxys_absence_ended_is_tried_again(
+    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the attempts, and counted; no other infrastructure is suspected."""
+    of_watch, asked = Watch.seen, itertools.count()
+    # How an agent that failed ended is looked at once.
+    monkeypatch.setattr("rollbook.ingest.rollouts.rollouts.unsure", lambda ended, seen: False)
+    monkeypatch.setattr(Watch, "seen", lambda watch, of: replace(of_watch(watch, of), away=next(asked) < 4))
+    made = config(retries={"pause_s": 0.01, "attempts": 1, "window": 2})
+    found, said = run(made, tasks("exit"))
+    rows = launches(server, made.name)
+    lost = [(number, "infra_error") for number in (1, 2, 3, 4)]
+    assert told(rows, "attempt", "status") == [*lost, (5, "agent_error")]
+    assert (found.done, found.again, found.given_up) == (1, 4, 0)
+    assert said == ["the proxy was away: launches that failed because of it are tried again"]
 
 
 def test_a_log_that_comes_late_changes_no_verdict(

@@ -127,6 +127,10 @@ def test_measures() -> None:
     found = _dpo(beta=0.5).measures(inputs)
     assert found["preference_accuracy"].tolist() == [float(gap > 0) for gap in gaps]
     assert found["preference_margin"].tolist() == pytest.approx([0.5 * gap for gap in gaps])
+    assert inputs.reference_logprobs is not None
+    ratios = inputs.logprobs - inputs.reference_logprobs
+    means = [float(ratio[mask].mean()) for ratio, mask in zip(ratios, inputs.mask, strict=True)]
+    assert found["chosen_logratio"].tolist() == pytest.approx(means[0::2])
 
 
 def test_what_it_says_of_itself() -> None:

@@ -54,6 +54,10 @@ def _row(at: float) -> dict[str, float]:
         "clipped_high": 0.02,
         "truncated": 0.05,
         "explained_variance": 0.1 + 0.5 * at,
+        "kl": 0.001 + 0.5 * at,
+        "old_kl": 0.01,
+        "preference_accuracy": 0.5 + 0.4 * at,
+        "chosen_logratio": -0.2 * at,
     }
 
 
@@ -64,7 +68,7 @@ class Made:
     Attributes:
         metrics: of steps, those that differ from healthy ones.
         won: of twenty held-out trajectories of versions 0, 10, ... how many have the reward 1.
-        losses: of held-out samples at these versions.
+        losses: of held-out samples at these versions; partial: those of the evaluations that are not whole.
         dropped: rule -> samples; failed: step -> error of its first attempt.
         broken: version -> error of a sync that failed before it was sent again.
         unanswered: error -> turns that failed by it.
@@ -74,6 +78,7 @@ class Made:
     metrics: Mapping[str, Of] = field(default_factory=dict)
     won: Sequence[int] = (4, 7, 10, 12, 13)
     losses: Sequence[float] = (2.0, 1.8, 1.7, 1.6, 1.6)
+    partial: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=lambda: {"staleness": 5, "zero_variance": 8})
     failed: Mapping[int, str] = field(default_factory=dict)
     broken: Mapping[int, str] = field(default_factory=dict)
@@ -102,7 +107,9 @@ class Made:
 
     def _evaluated(self, number: int) -> list[Record]:
         metrics = {"loss": self.losses[number], "reward": self.won[number] / EACH}
-        return [EvalFinished("actor", 10 * number, "p", "", "", 8, 800, EACH, None, None, metrics)]
+        whole = number not in self.partial
+        said = (EACH if whole else 13, None, None, metrics, EACH, whole)
+        return [EvalFinished("actor", 10 * number, "p", "", "", 8, 800, *said)]
 
     def _sent(self, version: int) -> list[Record]:
         made: list[Record] = []
@@ -289,6 +296,34 @@ FAULTY = {
         _counted,
         "400 samples were dropped as stale and 320 used",
     ),
+    "kl_explosion": Fault(
+        Made({"kl": lambda at: 0.01 if at < 0.8 else 6.2e3}),
+        WHOLE,
+        {"metric": "kl", "first": 0.01, "last": 6.2e3},
+        lambda rows: {"metric": "kl"} | dict(_first_last("kl")(rows)),
+        "the KL from the reference (kl) grew from 0.01 to 6.2e+03 nats a token",
+    ),
+    "chosen_less_likely": Fault(
+        Made({"chosen_logratio": lambda at: -2 * at, "preference_accuracy": lambda at: 0.5 + at / 2}),
+        WHOLE,
+        {"first": -2 * fmean(i / 39 for i in range(4)), "last": -2 * fmean(i / 39 for i in range(36, 40))},
+        _first_last("chosen_logratio"),
+        "a token of chosen samples lost 1.92 nats against the reference, 0.0769 at first",
+    ),
+    "falling_evaluations": Fault(
+        Made({"reward": lambda at: 0.5}, won=(13, 12, 8, 4, 2)),
+        WHOLE,
+        {"evaluation": [0.65, 0.6, 0.4, 0.2, 0.1], "best_version": 0},
+        lambda rows: _best(rows, "version", "reward", max),
+        "the reward of evaluations fell from 0.65 at version 0 to 0.1",
+    ),
+    "partial_evaluations": Fault(
+        Made(won=(4, 7, 10, 12, 1), partial=(4,)),
+        None,
+        {"versions": [40]},
+        lambda rows: {"versions": [row["policy_version"] for row in rows]},
+        "NOT WHOLE, and compared with no other: 13 of 20 trajectories at version 40",
+    ),
     "truncation": Fault(
         Made({"truncated": _half(0.05, 0.5)}),
         WHOLE,
@@ -436,7 +471,7 @@ def test_metrics_are_columns(fabric: Any, tmp_path: Path) -> None:
     with rb.connect(log.path) as connection:
         rows = connection.execute("select step, entropy, reward, kl from metrics order by step").fetchall()
     assert [row[0] for row in rows] == list(range(STEPS))
-    assert rows[0][1:] == (2.0, 0.2, None)
+    assert rows[0][1:] == (2.0, 0.2, 0.001)
 
 
 def _course(**changes: Any) -> Course:

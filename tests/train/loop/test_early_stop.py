@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ def test_higher_is_lower_turned_round(values: list[int], patience: int) -> None:
     if found is not None and turned is not None:
         assert [at for at, _ in found] == [at for at, _ in turned]
         assert len(found) == patience + 1 or found[0][1] == min(values)
+
+
+def test_an_evaluation_that_is_not_whole_is_no_value_of_agents() -> None:
+    """No rule judges by a part of the trajectories; the loss of held-out samples is whole all the same."""
+    rules = [StopRule(metric="evaluation.reward", below=0.5), StopRule(metric="evaluation.loss", above=9.0)]
+    early = EarlyStop(rules)
+    part = EvalFinished("actor", 1, "p", "", "", 0, 0, 22, 1, 1, {"reward": 0.1, "loss": 1.0}, 32, False)
+    early.evaluated(part)
+    assert early.values == {"evaluation.loss": [(1, 1.0)]}
+    assert early.fired() is None
+    early.evaluated(replace(part, policy_version=2, trajectories=32, whole=True))
+    assert early.fired() is not None
 
 
 def test_a_value_that_is_missing_or_not_finite_is_passed_over() -> None:

@@ -213,6 +213,9 @@ def _version_words(version: Version) -> Words:
         numbers = (("reward", one.reward), ("success", one.success), ("loss", one.loss))
         said = ", ".join(f"{name} {value:.4g}" for name, value in numbers if value is not None)
         words.append((f", evaluated: {said or 'nothing measured'}", "yellow"))
+        if one.whole is False:
+            of = "" if one.expected is None else f" of {one.expected}"
+            words.append((f", NOT WHOLE: {one.trajectories}{of} trajectories", "red"))
     return words
 
 

@@ -1,0 +1,87 @@
+"""When somebody who waits says so: what is waited for, how much of it is there, and until when. Pure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+SAY_AFTER_S, SAY_AGAIN_S = 10.0, 60.0
+
+
+@dataclass(slots=True)
+class Patience:
+    """One wait: it is said after 10 s, and again each minute.
+
+    Attributes:
+        began: when, of the clock that `due` is asked by.
+        after_s, again_s: other times than these.
+        said: when it was said last; None: it was not.
+    """
+
+    began: float
+    after_s: float = SAY_AFTER_S
+    again_s: float = SAY_AGAIN_S
+    said: float | None = None
+
+    def due(self, now: float) -> bool:
+        """Whether it is to be said now, which then counts as said."""
+        last, pause = (self.began, self.after_s) if self.said is None else (self.said, self.again_s)
+        if now - last < pause:
+            return False
+        self.said = now
+        return True
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Many who wait for the same thing, which is said of all of them together.
+
+    Attributes:
+        since: who waits -> since when.
+        said: when it was said last; None: not while anybody waited as now.
+    """
+
+    since: dict[object, float] = field(default_factory=dict)
+    said: float | None = None
+
+    @property
+    def oldest(self) -> float:
+        """Since when the first of them waits."""
+        return min(self.since.values())
+
+    def begin(self, who: object, now: float) -> None:
+        """One waits, from now on if not before."""
+        self.since.setdefault(who, now)
+
+    def end(self, who: object) -> bool:
+        """One waits no more; whether that is the end of a wait that was said."""
+        self.since.pop(who, None)
+        if self.since or self.said is None:
+            return False
+        self.said = None
+        return True
+
+    def due(self, now: float) -> int:
+        """How many of them have waited for 10 s, if that is to be said now; 0 if not."""
+        count = sum(now - since >= SAY_AFTER_S for since in self.since.values())
+        if not count or (self.said is not None and now - self.said < SAY_AGAIN_S):
+            return 0
+        self.said = now
+        return count
+
+
+def waits(what: str, since_s: float, left_s: float | None, now_s: float) -> str:
+    """The line of a wait.
+
+    Args:
+        what: is waited for, and how much of it is there.
+        since_s: how long it took; left_s: how long at most it may take yet; None: it has no end.
+        now_s: the time, in seconds since 1970.
+    """
+    until = "as long as it takes" if left_s is None else f"until {clock(now_s + max(left_s, 0))} at most"
+    return f"waiting for {what} (for {since_s:.0f} s, {until})"
+
+
+def clock(seconds: float) -> str:
+    """A time of day, as the lines of a log have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
