@@ -1,11 +1,14 @@
-"""Bounds of sampling parameters: values that no engine can compute with are refused or clamped."""
+"""Numbers that enter by HTTP, and bounds of sampling parameters.
+
+What is no number is refused; what no engine can compute with is refused or clamped.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 
 def _finite(value: float) -> float:
@@ -14,7 +17,16 @@ def _finite(value: float) -> float:
     return value
 
 
-Finite = Annotated[float, AfterValidator(_finite)]
+def _number(value: object) -> object:
+    """A text such as "1.0" is no number, and neither is true, which Python would take for 1."""
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("must be a number")
+    return value
+
+
+Finite = Annotated[float, AfterValidator(_finite), BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_number)]
+"""An integer, as JSON has it: 5, or 5.0."""
 
 
 def _greedy_if_tiny(value: float) -> float:

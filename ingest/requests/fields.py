@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollbook.ingest.engines.sampling_bounds import Finite, Temperature
+from rollbook.ingest.engines.sampling_bounds import Finite, Temperature, Whole
 from rollbook.ingest.requests.json_bounds import check_depth, check_weight
 from rollbook.store.errors import RequestError
 from rollbook.store.events import JUDGE, SPLITS, Json
@@ -31,18 +31,18 @@ class SamplingFields(BaseModel):
     model_config = ConfigDict(extra="ignore")
     model: str | None = Field(None, max_length=4096)
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = Field(None, ge=-(2**31), lt=2**31)
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Whole | None = Field(None, ge=-(2**31), lt=2**31)
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=1e4)] | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: Whole | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: Whole | None = Field(None, ge=1, lt=2**31)
+    min_tokens: Whole | None = Field(None, ge=0, lt=2**31)
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    n: Whole | None = Field(None, ge=1, le=128)
     logit_bias: dict[str, Bias] | None = None
     stream: bool | None = None
     stream_options: Json | None = None

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollbook.ingest.engines.sampling_bounds import Finite
+from rollbook.ingest.engines.sampling_bounds import Finite, Whole
 from rollbook.ingest.requests.fields import NAME_LENGTH, TASK_LENGTH
 from rollbook.store.events import Json
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Code = Annotated[int, Field(ge=-(2**31), lt=2**32)]
+Count = Annotated[Whole, Field(ge=0, lt=2**63)]
+Code = Annotated[Whole, Field(ge=-(2**31), lt=2**32)]
 Amount = Annotated[Finite, Field(ge=0)]
 ENTRIES, PROCESSES = 256, 4096
 """Streams, components and entries of `isolation`; and processes told of at once."""
@@ -44,7 +44,7 @@ class StartLaunch(BaseModel):
     launch_id: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,128}$")
     rollout: Word
     place: Place
-    attempt: int = Field(ge=1, lt=2**31)
+    attempt: Whole = Field(ge=1, lt=2**31)
     launcher: Word
     isolation: Annotated[Json, Field(max_length=ENTRIES)] = Field(default_factory=dict)
     owner: Word

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollbook.ingest.engines.sampling_bounds import Finite
 from rollbook.ingest.rollouts.agent_config import AgentConfig, ServiceConfig
 from rollbook.ingest.rollouts.config import ClocksConfig
 from rollbook.ingest.rollouts.http import bearer
@@ -30,7 +31,6 @@ SHOWN = 500
 """Characters of an answer that are shown."""
 _PASSING = frozenset({408, 409, 425, 429})
 """Answers that pass by themselves, beside those of 500 and more."""
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Answer(BaseModel):
@@ -38,9 +38,9 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     status: Literal["running", "done", "truncated", "failed", "infra_failed"]
-    reward: Number | dict[str, Number] | None = None
+    reward: Finite | dict[str, Finite] | None = None
     success: bool | None = None
-    turn_rewards: list[Number] | dict[str, Number] | None = None
+    turn_rewards: list[Finite] | dict[str, Finite] | None = None
     error: str | None = None
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, cast, get_args
+from typing import Annotated, Any, Protocol, cast, get_args
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Strict
 
 from rollbook import __version__
 from rollbook.ingest.engines.embedded.held_weights import HeldWeights
 from rollbook.ingest.engines.embedded.weight_control import Mode, WeightControl
 from rollbook.ingest.engines.embedded.weight_routes import add_weight_routes, refused
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.sampling_bounds import Temperature
+from rollbook.ingest.engines.sampling_bounds import Temperature, Whole
 from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json, token_ids
 
@@ -85,16 +85,16 @@ class SamplingParams(BaseModel):
     """SGLang's sampling_params, as far as the embedded engine acts on them."""
 
     model_config = ConfigDict(extra="allow")
-    max_new_tokens: int = 128
+    max_new_tokens: Whole = 128
     temperature: Temperature = 1.0
-    sampling_seed: int = 0
+    sampling_seed: Whole = 0
 
 
 class GenerateBody(BaseModel):
     """Body of /generate."""
 
     model_config = ConfigDict(extra="allow")
-    input_ids: list[int]
+    input_ids: list[Annotated[int, Strict()]]
     sampling_params: SamplingParams = SamplingParams()
 
 
