@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollbook.ingest.peers.seats import GIVE_BACK, HOLDS, LOOK_S, Seats
+from rollbook.ingest.peers.messages import GIVE_BACK, HOLDS, check_question, read_message
+from rollbook.ingest.peers.seats import LOOK_S, Seats
 from rollbook.ingest.peers.wire import MovedError, UnreachableError, answer_of
 from rollbook.ingest.workers.asks import Handler
 from rollbook.store.errors import RequestError
@@ -109,8 +110,13 @@ class PeerBus:
             raise MovedError  # it was given up in the middle
         return task.result()
 
-    async def answer(self, kind: str, asked: Json) -> bytes:
-        """The body of this proxy's answer to another one's POST."""
+    async def answer(self, kind: str, said: bytes) -> bytes:
+        """The body of this proxy's answer to another one's POST.
+
+        Raises:
+            RequestError: 400, it has not the form of a question.
+        """
+        asked = check_question(kind, read_message(said), len(self.seats.wire.addresses))
         try:
             self.seats.met(asked["from"], asked["process"])
             if kind in (HOLDS, GIVE_BACK):

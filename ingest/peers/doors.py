@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -16,8 +16,10 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.http.shared_connections import fields_with
 from rollbook.ingest.peers.peers import SENT_AS, SENT_AS_HEADER, PassOnError, Peers, Whose
-from rollbook.ingest.peers.wire import MESSAGE_BYTES, PREFIX, TOKEN_HEADER
+from rollbook.ingest.peers.wire import MESSAGE_BYTES, PREFIX, TOKEN_HEADER, answer_of
 from rollbook.store.errors import LimitError, RequestError
+
+logger = logging.getLogger(__name__)
 
 _OF_ROUTING = frozenset({"path_params", "endpoint", "route", "router"})
 
@@ -142,8 +144,13 @@ class OfPeers:
             if len(raw) > MESSAGE_BYTES:
                 await Response(status_code=413)(scope, receive, send)
                 return
-        body = await self._peers.bus.answer(scope["path"].removeprefix(PREFIX), orjson.loads(raw))
-        await Response(body, media_type="application/json")(scope, receive, send)
+        status = 200
+        try:
+            body = await self._peers.bus.answer(scope["path"].removeprefix(PREFIX), bytes(raw))
+        except RequestError as error:
+            logger.warning("rollbook: a message that has the proxies' token is refused: %s", error.message)
+            status, body = error.status, answer_of(error)
+        await Response(body, status, media_type="application/json")(scope, receive, send)
 
 
 def add_peers(app: FastAPI, peers: Peers) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollbook.ingest.peers.messages import GIVE_BACK, HOLDS
 from rollbook.ingest.peers.wire import UnreachableError, Wire
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.restore import RunReader
@@ -24,7 +25,6 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, LaneLockedError, RequestError
 from rollbook.store.events import Json
 
-HOLDS, GIVE_BACK = "holds", "give-back"
 LOOK_S, LEAST_S = 1.0, 0.2
 """Between two looks at the others, and where one is wanted at once."""
 ABSENT_S = 15.0

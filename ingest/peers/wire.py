@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from rollbook.ingest.http.forwarding import plain_session
+from rollbook.ingest.peers.messages import check_answer
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 from rollbook.store.ids import new_id
@@ -125,9 +126,11 @@ class Wire:
         url = f"{self.addresses[to]}{PREFIX}{kind}"
         try:
             async with self.session.post(url, data=body, headers=headers, timeout=timeout) as reply:
-                said: Json = orjson.loads(await reply.read()) if reply.status == 200 else {}
+                said = check_answer(kind, orjson.loads(await reply.read())) if reply.status == 200 else {}
         except (aiohttp.ClientError, OSError, TimeoutError, orjson.JSONDecodeError) as error:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from error
+        except RequestError as error:
+            raise UnreachableError(f"{url} answers what no proxy does: {error.message}") from error
         if reply.status != 200:
             raise UnreachableError(f"{url} answers {reply.status}: is it a proxy of this store and run?")
         if "error" in said:
