@@ -216,6 +216,10 @@ def foreseen(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return _of_system(error)
+    if isinstance(error, ModuleNotFoundError):
+        from rollbook.cli.extras import missing_extra
+
+        return missing_extra(error.name, sys.argv[1:])
     if isinstance(error, RecursionError):
         return "a value is nested deeper than anything that this release has ever written"
     if isinstance(error, MemoryError):
