@@ -37,6 +37,7 @@ def replay_step(
     one_rank: bool = False,
     part: Part | None = None,
     say: Callable[[Promise], None] = lambda promise: None,
+    ran: Callable[[int, int], None] = lambda count, of: None,
 ) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
@@ -47,6 +48,7 @@ def replay_step(
         one_rank: in one process, whatever layout the step was taken in.
         part: only this part of the step.
         say: told, before anything is run, whether bits are promised here.
+        ran: told how many steps were run again, of how many.
 
     Raises:
         TrainError: it names some, and they are not trusted, or cannot be loaded.
@@ -67,19 +69,27 @@ def replay_step(
     start = find_start(of, target)
     say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
-        found = _run_to(replayer, start, target, part)
+        found = _run_to(replayer, start, target, part, ran)
     return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
 
 
-def _run_to(replayer: Replayer, start: Start, target: CommittedStep, part: Part | None) -> StepReplay:
+def _run_to(
+    replayer: Replayer,
+    start: Start,
+    target: CommittedStep,
+    part: Part | None,
+    ran: Callable[[int, int], None],
+) -> StepReplay:
     """Run the steps from a start to the one that is wanted, or to the first that differs."""
     step, reran = target.planned.step, list[int]()
+    ran(0, len(start.between) + 1)
     for one in (*start.between, target):
         if one is target and part is not None and part.passes_alone:
             found = replayer.run_part(one, part)
         else:
             found = replayer.run(one, claims=one is target)
         reran.append(one.planned.step)
+        ran(len(reran), len(start.between) + 1)
         if not found.equal:
             break
     if part is not None and found.step == step:

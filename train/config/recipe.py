@@ -75,7 +75,8 @@ class RecipeConfig(Table):
     min_reward: float | None = None
     """Only trajectories with at least this reward."""
     top_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of each group only this share of trajectories, those with the highest rewards, and at least one."""
+    """Of each group only this share of trajectories, those with the highest rewards, rounded up: 0.5 of five
+    are three, and of one it is that one."""
     labels: tuple[Annotated[str, Field(pattern=r"^[^=]+=.*$")], ...] = ()
     """Only trajectories with all of these labels, each as name=value."""
     models: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.recipe import Split
 from rollbook.train.data.recipe import ModelLimits, mixture_in
 from rollbook.train.data.references import References, references_over
 from rollbook.train.data.sample_ref import SampleRef
@@ -76,8 +78,14 @@ def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | N
         return f"are of run {run!r}"
     if split not in config.recipe.splits:
         wanted = ", ".join(config.recipe.splits)
-        return f"are of split {split!r} (recipe.splits: {wanted})"
+        return f"are of split {split!r} (recipe.splits: {wanted}{remedy_for(split)})"
     return None if ended else "are not finished"
+
+
+def remedy_for(split: str) -> str:
+    """What has a training take the trajectories of a split, as imports are of split `teacher`."""
+    trained = get_args(Split)
+    return f'; to train on them: recipe.splits = ["{split}"]' if split in trained else ""
 
 
 def _each(found: References) -> Iterator[tuple[list[int], list[str]]]:

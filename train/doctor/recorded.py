@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
@@ -14,8 +14,10 @@ from rollbook.store.inside import place_inside
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.recipe import Split
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
+from rollbook.train.data.unused import remedy_for
 from rollbook.train.doctor.check import Check, Fault, Verdict, check_of
 from rollbook.train.doctor.limits import limits_of
 from rollbook.train.doctor.reward_statistics import RewardStatistics, equality, flatness, statistics_of
@@ -29,6 +31,7 @@ class Recorded:
         applied: the samples that its recipe keeps and drops.
         rewards: of the recipe's source; sources: source -> how many rewards it gave.
         held_out: finished trajectories of split `eval`.
+        elsewhere: split that the recipe does not take and might -> its finished trajectories.
         gap: mean difference of engine's and trainer's logprobs in the newest step that measured it.
         checkpoints: version of the policy -> whether its checkpoint is still there.
         routed: of the tokens of its trajectories how many have experts, and how many there are.
@@ -41,6 +44,7 @@ class Recorded:
     gap: float | None
     checkpoints: Mapping[int, bool]
     routed: tuple[int, int]
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -88,6 +92,8 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         sources = rows(_SOURCES, runs=runs)
         [(held,)] = rows(_HELD_OUT, runs=held_out)
         gaps = rows(_GAP, run=config.run, policy=config.policy)
+        splits = [split for split in get_args(Split) if split not in recipe.splits]
+        elsewhere = dict(rows(_ELSEWHERE, runs=runs, splits=splits))
         routed = (0, 0)
         if config.routing_replay:
             [routed] = rows(_ROUTED, runs=runs, splits=list(recipe.splits))
@@ -103,6 +109,7 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
             one.policy_version: place_inside(log.path, one.path).is_dir() for one in history.checkpoints
         },
         routed=routed,
+        elsewhere=elsewhere,
     )
 
 
@@ -125,6 +132,10 @@ _ROUTED = """
     FROM internal.turn_events e JOIN internal.trajectory_scalars t USING (trajectory_id)
     WHERE e.kind = 'turn.completed' AND t.finished IS NOT NULL
       AND list_contains($runs, t.run) AND list_contains($splits, t.split)"""
+_ELSEWHERE = """
+    SELECT split, count(*) FROM trajectories
+    WHERE list_contains($runs, run) AND list_contains($splits, split) AND finished IS NOT NULL
+    GROUP BY split"""
 _HELD_OUT = "SELECT count(*) FROM trajectories WHERE list_contains($runs, run) AND split = 'eval'"
 _GAP = """
     SELECT engine_logprob_gap_mean FROM metrics
@@ -147,7 +158,11 @@ def data(config: TrainConfig, seen: Recorded, source: str) -> Check:
     there = "" if unit == "samples" else f"{len(applied.kept)} samples, "
     said = f"{there}{whole} {unit} where a rollout batch takes {demand.groups}; dropped: {dropped}"
     too_few: Verdict = "red" if source == "cut" else "yellow"
-    return Check("data", too_few if whole < demand.groups else "green", said, "[recipe]")
+    if whole >= demand.groups:
+        return Check("data", "green", said, "[recipe]")
+    for split, count in seen.elsewhere.items():
+        said += f"; {count} trajectories are of split {split!r}{remedy_for(split)}"
+    return Check("data", too_few, said, "recipe.splits" if seen.elsewhere else "[recipe]")
 
 
 def rewards(config: TrainConfig, seen: Recorded, source: str) -> list[Check]:

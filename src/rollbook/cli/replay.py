@@ -8,6 +8,7 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
+from rollbook.cli.progress import counted
 from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.replay.partial import Part
@@ -42,7 +43,8 @@ def replay_command(
     with of_run(log, run):
         how = {"trust_parts": trust_parts, "one_rank": one_rank}
         say = (lambda promise: None) if as_json else _say_promise
-        result = replay_step(log, step, run, policy, **how, part=part, say=say)
+        with counted("replaying steps", shown=not as_json) as ran:
+            result = replay_step(log, step, run, policy, **how, part=part, say=say, ran=ran)
     if as_json:
         print_json(described(result))
     else:
@@ -114,7 +116,8 @@ def _tell_late(console: Console, result: StepReplay) -> None:
 def _tell_verdict(console: Console, result: StepReplay) -> None:
     first = result.first_difference
     if first is not None:
-        where = f", first at step {result.differs_at_step} in stage "
+        at = result.step if result.differs_at_step is None else result.differs_at_step
+        where = f", first at step {at} in stage "
         console.tell(f"step {result.step}: ", ("differs", "bold red"), where, (first.stage, "bold"))
         return
     if result.as_far_as is None:

@@ -47,7 +47,7 @@ def replay_run(
     history = history_of(log, run, policy)
     ends = _ends(history.steps, first, last)
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
-    with progress("replaying steps", total) as advance:
+    with progress("replaying steps", total, shown=not json) as advance:
         found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
     if json:
         print_json(_described(found.steps, found.broken) | {"run": found.run, "equal": found.equal})
@@ -91,16 +91,17 @@ def replay_weights(
 
     log = stores.open(store)
     history = history_of(log, run, policy)
-    with progress("running steps again", steps_to(log, history, version)) as advance:
+    steps = steps_to(log, history, version)
+    with progress("running steps again", steps, shown=not json) as advance:
         found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
     proof, console = found.proof, Console()
     if json:
         print_json(asdict(found) | {"proof": described(proof)})
     elif proof.bit_for_bit:
-        steps = len(proof.reran)
+        ran = len(proof.reran)
         console.print(
             f"version {version} of policy {policy}, run {found.run}: from the checkpoint of version "
-            f"{proof.from_version}, {steps} step{'s' * (steps != 1)} run again, each bit for bit"
+            f"{proof.from_version}, {ran} step{'s' * (ran != 1)} run again, each bit for bit"
         )
         console.print(f"weights {found.weights_digest}", soft_wrap=True)
         if found.path is not None:

@@ -56,7 +56,7 @@ def test_groups_that_were_used(fabric: Any, trained: Stores) -> None:
     said = _refused(fabric, log, fabric.config(fabric.GRPO, seed=8))
     assert said[1:] == [
         "  24 were used already, by committed steps of this run",
-        "  18 are of split 'teacher' (recipe.splits: train)",
+        "  18 are of split 'teacher' (recipe.splits: train; to train on them: recipe.splits = [\"teacher\"])",
         "  1 are of split 'eval' (recipe.splits: train)",
     ]
     assert len(_of(log, StepCommitted)) == 12
