@@ -17,6 +17,7 @@ from rich.table import Table
 
 from rollbook import store as rb
 from rollbook.cli.app import main
+from rollbook.cli.progress import counted
 from rollbook.cli.terminal import Console, LogFormatter, json_for_terminal, print_json, say
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
@@ -171,6 +172,18 @@ def test_only_our_own_styles_reach_a_terminal(capsys: Any, monkeypatch: Any) -> 
     monkeypatch.setenv("TERM", "xterm")
     Console().tell(("a\x1b[1mb", "red"))
     assert capsys.readouterr().out == "\x1b[31ma\\x1b[1mb\x1b[0m\n"
+
+
+def test_a_bar_is_shown_on_a_terminal_and_not_beside_json(capsys: Any, monkeypatch: Any) -> None:
+    """Nor where standard error is a file."""
+    for terminal, shown, bar in ((True, True, True), (True, False, False), (False, True, False)):
+        monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv(
+            "FORCE_COLOR", raising=False
+        )
+        with counted("replaying steps", shown=shown) as ran:
+            ran(0, 4)
+            ran(4, 4)
+        assert ("replaying steps" in capsys.readouterr().err) == bar
 
 
 def test_values_without_json_are_their_text(capsys: Any) -> None:

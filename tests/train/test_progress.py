@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,26 @@ def _shown(*, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
     start, text = shown.split("tail of the log, from version 4\n")
     assert start.splitlines() == ["going on after 4 of 9 steps", "training run r with sft from the "]
     return text
+
+
+def test_a_training_that_became_another_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps count anew, which a bar at 0 does not explain."""
+    with TrainingProgress() as progress:
+        progress.begun(TrainingStart("r", "dpo", None, 12, 12, 0, 9, other=12))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "12 steps of this policy were committed by other configurations" in said
+    assert "count anew, 0 of 9 are done; it goes on from version 12" in said
+
+
+def test_an_evaluation_that_is_not_whole_says_so() -> None:
+    """Before its numbers; one that is whole, or says nothing of it, has no word of that."""
+    part = replace(EVALUATED, trajectories=22, expected=32, whole=False)
+    line = line_of(part)
+    assert line is not None
+    assert "  NOT WHOLE: 22 of 32 trajectories  loss" in line
+    assert "  NOT WHOLE: 22 trajectories  loss" in str(line_of(replace(part, expected=None)))
+    for whole in (True, None):
+        assert "WHOLE" not in str(line_of(replace(part, whole=whole)))
 
 
 def test_a_file_has_a_line_for_each(

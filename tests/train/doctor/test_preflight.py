@@ -17,6 +17,7 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store, format_cut
+from rollbook.store.errors import TrainError
 from rollbook.store.events.routed_experts import pack
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
@@ -267,6 +268,22 @@ def test_nothing_is_there_yet(fabric: Any, tmp_path: Path) -> None:
     assert "red" not in verdicts.values()
     verdicts = {name: check.verdict for name, check in _checks(fabric, log).items()}
     assert (verdicts["data"], verdicts["rewards"]) == ("red", "red")
+
+
+def test_a_split_that_the_recipe_does_not_take_is_named(fabric: Any, tmp_path: Path) -> None:
+    """Imports are of split `teacher`, recipes take `train` unless they say otherwise: the remedy is said."""
+    log = rb.open(tmp_path / "imported", create=True)
+    fabric.append(log, fabric.teacher_records(12))
+    found = _checks(fabric, log, **{"algorithm": {"name": "sft"}, "recipe": {}})["data"]
+    assert (found.verdict, found.lever) == ("red", "recipe.splits")
+    remedy = 'to train on them: recipe.splits = ["teacher"]'
+    assert found.said.endswith(f"; 12 trajectories are of split 'teacher'; {remedy}")
+    config = fabric.config(fabric.SFT, recipe={})
+    before = log.head()
+    with pytest.raises(TrainError) as refused:
+        fabric.train(log, config)
+    assert f"  12 are of split 'teacher' (recipe.splits: train; {remedy})" in str(refused.value)
+    assert log.head() == before
 
 
 def test_the_reference_is_looked_for(fabric: Any, trained: Callable[..., Store]) -> None:
