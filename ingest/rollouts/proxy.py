@@ -21,7 +21,7 @@ from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
 from rollbook.store.patience import Waiting, waits
 
-AWAY_S = 60.0
+AWAY_S = 180.0
 """How long a proxy may be away: it is started again, or weights change behind it."""
 FIRST_S = 5.0
 """How long the first answer is waited for."""
@@ -203,7 +203,7 @@ class Proxy:
             return await self._answered(method, path, body, asked, held=held, away_s=away_s)
         finally:
             self._held.end(asked)
-            self._answers(asked)
+            self._away.end(asked)
 
     async def _answered(
         self, method: str, path: str, body: Json | None, asked: object, *, held: bool, away_s: float
@@ -218,6 +218,7 @@ class Proxy:
                 why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
                 self._is_away(asked, why, deadline - loop.time())
             else:
+                self._answers(asked, answer.status)
                 if answer.status < 300:
                     said: Json = answer.json()
                     return said
@@ -230,7 +231,6 @@ class Proxy:
                 if held and answer.status in (429, 503):
                     self._why_held = text
                     deadline = loop.time() + away_s
-                    self._answers(asked)
                 elif answer.status != 409:  # a turn of it is under way, which has its own time
                     self._is_away(asked, why, deadline - loop.time())
             if loop.time() > deadline:
@@ -256,8 +256,9 @@ class Proxy:
         self._why_away, self._away_until = why, now + left_s
         self.look()
 
-    def _answers(self, asked: object) -> None:
-        if self._away.end(asked):
+    def _answers(self, asked: object, status: int) -> None:
+        """Note that a request is answered; if the wait was said, and no other waits, that is said too."""
+        if status not in (429, 503) and self._away.end(asked):
             self.say(f"the proxy at {self.url} answers again")
 
     # The log ----------------------------------------------------------------------------------
