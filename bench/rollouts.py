@@ -173,7 +173,7 @@ def _ray(wanted: bool) -> Iterator[dict[str, str]]:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:  # sockets' paths
-        yield {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
+        yield {"RAY_TMPDIR": short}
 
 
 class _Bench:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollbook.store.errors import ConfigError, RolloutError
+from rollbook.store.errors import RolloutError
 from rollbook.store.events import Json
-from rollbook.store.sigterm import kept_sigterm
+from rollbook.store.ray_connection import connect, imported
 
-ADDRESS = "RAY_ADDRESS"
 NAMESPACE = "rollbook"
 MOST_CALLS = 1000
 """Of an actor at once: each agent that it waits for is one."""
@@ -39,25 +36,17 @@ class Node:
 
 
 def connected() -> Any:
-    """Ray, connected to the cluster of RAY_ADDRESS, or to the one of this host; where there is none, to one
-    that is started, and ends with this process.
+    """Ray, connected as `connect` does it.
 
     Raises:
         ConfigError: it is not installed.
         RolloutError: it does not answer.
     """
     try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ConfigError("Ray is not installed: pip install 'rollbook[ray]'") from error
-    if not ray.is_initialized():
-        quiet = {"include_dashboard": False} if ADDRESS not in os.environ else {}
-        try:
-            with kept_sigterm():
-                ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RolloutError(f"Ray cannot be reached or started: {error}") from error
-    return ray
+        connect(NAMESPACE)
+    except ConnectionError as error:
+        raise RolloutError(str(error)) from error
+    return imported()
 
 
 def nodes_with(resources: Mapping[str, float]) -> list[Node]:

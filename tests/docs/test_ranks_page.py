@@ -66,7 +66,6 @@ def _ray_here() -> Iterator[None]:
     """Context: Ray starts a cluster of its own, whose files are gone with it."""
     folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
         yield

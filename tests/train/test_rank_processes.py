@@ -18,7 +18,8 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, RankError
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.train.megatron.launch import Launched
-from rollbook.train.megatron.ranks import Place, place_in
+from rollbook.train.megatron.launcher import Place, place_in
+from rollbook.train.megatron.meeting import MeetingPoint
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
@@ -161,7 +162,7 @@ def test_where_ranks_meet_is_not_said() -> None:
 
 def test_nobody_is_left(tmp_path: Path) -> None:
     """Closing ends ranks that never came."""
-    launched = Launched(3, ("127.0.0.1", 1))
+    launched = Launched(3, MeetingPoint("127.0.0.1", 1, "secret"))
     assert launched.ended() is None or "ended" in str(launched.ended())
     launched.close()
     assert _children() == []

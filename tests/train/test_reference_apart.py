@@ -20,7 +20,8 @@ from rollbook.train.loop import reference_process, trainer
 from rollbook.train.loop.reference_process import left_over
 from rollbook.train.megatron import launch
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.ranks import Place, Ranks
+from rollbook.train.megatron.launcher import Place
+from rollbook.train.megatron.ranks import Ranks
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "old": "trainer", "ref_update_interval": 2}

@@ -23,6 +23,7 @@ from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.testing.ports import free_port
 from rollbook.train.megatron.launch import INTERFACE
+from rollbook.train.megatron.meeting import SECRET, new_secret
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
@@ -66,6 +67,7 @@ class Nodes:
 
     def __init__(self, log: Store, config: Path) -> None:
         self._log, port = log, str(free_port())
+        self._secret = new_secret()
         self.said = config.with_suffix(".said")
         self._file = self.said.open("wb")
         run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
@@ -78,6 +80,7 @@ class Nodes:
         script = f'hostname host{number} && {hidden}exec "$@"'
         host = ["ip", "netns", "exec", NAMES[number], "unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        environment[SECRET] = self._secret
         environment.pop(INTERFACE, None)  # ranks of this host alone may have been started here before
         return subprocess.Popen([*host, *words], env=environment, stdout=self._file, stderr=subprocess.STDOUT)
 

@@ -30,9 +30,10 @@ from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import logprobs_of
 from rollbook.train.megatron.follow import end_with
-from rollbook.train.megatron.launch import LOOPBACK, Follower, meet
+from rollbook.train.megatron.launch import LOOPBACK, Follower
+from rollbook.train.megatron.meeting import FOREVER, Meeting, MeetingPoint, meet, new_secret, taken_secret
 from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.ranks import FOREVER, START_S, Ranks
+from rollbook.train.megatron.ranks import START_S, Ranks
 from rollbook.train.megatron.shape import ModelShape
 
 PROGRAM = ("-m", "rollbook.train.loop.reference_process")
@@ -55,14 +56,14 @@ class ReferenceProcess:
     """
 
     def __init__(self, shape: ModelShape, how: Build, parallel: ParallelConfig, taken: int) -> None:
-        self._store = meet(LOOPBACK, 0, leads=True)
+        # The secret is of these two processes, so that what is signed by it was not said before.
+        self._meeting = meet(MeetingPoint(LOOPBACK, 0, new_secret()), leads=True)
         self._asked, self._within_s = 0, parallel.timeout_s
         wanted = parallel.model_ranks
         environment = None
         if how.device.type == "cuda":
             environment = os.environ | {VISIBLE: left_over(os.environ, taken, wanted)}
-        address = (LOOPBACK, self._store.port)
-        self._process = Follower(address, 0, wanted, environment, PROGRAM)
+        self._process = Follower(self._meeting.point, 0, wanted, environment, PROGRAM)
         self._say(shape, how, parallel)
 
     @property
@@ -86,14 +87,14 @@ class ReferenceProcess:
         return functools.partial(self._answer, self._say(checkpoint, digest, micro_batches))
 
     def _say(self, *what: Any) -> int:
-        self._store.set(f"asked/{self._asked}", pickle.dumps(what))
+        self._meeting.say(f"asked/{self._asked}", pickle.dumps(what))
         self._asked += 1
         return self._asked - 1
 
     def _answer(self, number: int) -> Any:
         key = f"answered/{number}"
         until = time.monotonic() + self._within_s + (START_S if number == 1 else 0)
-        while not self._store.check([key]):
+        while not self._meeting.store.check([key]):
             if (ended := self._process.ended()) is not None:
                 raise RankError(f"the reference's process {ended[1]}")
             if time.monotonic() > until:
@@ -102,8 +103,8 @@ class ReferenceProcess:
                 where = "\n".join(self._process.where()) or "  (it did not say)"
                 raise RankError(f"the reference's process hangs; it is in:\n{where}")
             self._await(key)
-        values, error = pickle.loads(self._store.get(key))
-        self._store.delete_key(key)
+        values, error = pickle.loads(self._meeting.heard(key))
+        self._meeting.store.delete_key(key)
         if error is not None:
             raise ModelError(error)
         return values
@@ -113,7 +114,7 @@ class ReferenceProcess:
         import torch.distributed as dist
 
         try:
-            self._store.wait([key], LOOK)
+            self._meeting.store.wait([key], LOOK)
         except dist.DistStoreError:
             return
 
@@ -140,13 +141,13 @@ def left_over(environment: Mapping[str, str], taken: int, wanted: int) -> str:
     return ",".join(left)
 
 
-def serve(store: Any) -> None:
+def serve(meeting: Meeting) -> None:
     """Make the model that is described first; then compute what is asked, until nothing is."""
-    shape, how, parallel = _next(store, 0)
+    shape, how, parallel = _next(meeting, 0)
     with Ranks(parallel, parallel.model_ranks) as ranks:
         policy = ranks.policy("reference", shape, OptimizerConfig(), how)
         held, number = None, 1
-        while asked := _next(store, number):
+        while asked := _next(meeting, number):
             checkpoint, digest, micro_batches = asked
             values, failed = None, None
             try:
@@ -156,15 +157,15 @@ def serve(store: Any) -> None:
                 values = [found.cpu() for found in policy.forward(micro_batches, logprobs_of)]
             except ModelError as error:
                 failed = str(error)
-            store.set(f"answered/{number}", pickle.dumps((values, failed)))
+            meeting.say(f"answered/{number}", pickle.dumps((values, failed)))
             number += 1
 
 
-def _next(store: Any, number: int) -> Any:
+def _next(meeting: Meeting, number: int) -> Any:
     key = f"asked/{number}"
-    store.wait([key], FOREVER)
-    what = pickle.loads(store.get(key))
-    store.delete_key(key)
+    meeting.store.wait([key], FOREVER)
+    what = pickle.loads(meeting.heard(key))
+    meeting.store.delete_key(key)
     return what
 
 
@@ -172,7 +173,7 @@ def main(host: str, port: int, _rank: int, _count: int, leader: int) -> None:
     """Serve the process that started this one."""
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    serve(meet(host, port, leads=False))
+    serve(meet(MeetingPoint(host, port, taken_secret()), leads=False))
 
 
 if __name__ == "__main__":

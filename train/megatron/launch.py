@@ -12,10 +12,11 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import psutil
+
+from rollbook.train.megatron.meeting import SECRET, Meeting, MeetingPoint, meet, new_secret
 
 FOLLOW = ("-m", "rollbook.train.megatron.follow")
 WORDS = 6
@@ -27,18 +28,7 @@ DUMP_S = 1.0
 WAITING = "torch/distributed/"
 """What is in the innermost calls of a rank that waits for another."""
 LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
-def meet(host: str, port: int, *, leads: bool) -> Any:
-    """The store at which the ranks meet; rank 0 serves it.
-
-    Args:
-        port: 0 chooses a free one.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=timedelta(minutes=5))
+INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def interface_towards(host: str) -> str | None:
@@ -59,8 +49,27 @@ def interface_towards(host: str) -> str | None:
 
 def choose_interface(host: str) -> None:
     """Have gloo take the network interface towards a host, unless the environment names one."""
-    if INTERFACE not in os.environ and (name := interface_towards(host)):
-        os.environ[INTERFACE] = name
+    _choose(INTERFACE, host)
+
+
+def stay_on_this_host() -> None:
+    """Have gloo and nccl listen on the loopback alone, unless the environment names an interface."""
+    for variable in (INTERFACE, NCCL_INTERFACE):
+        _choose(variable, LOOPBACK)
+
+
+_chosen: dict[str, str] = {}
+"""What this process itself gave variables: who started it may have given others."""
+
+
+def _choose(variable: str, host: str) -> None:
+    if os.environ.get(variable) == _chosen.get(variable) and (name := interface_towards(host)):
+        os.environ[variable] = _chosen[variable] = name
+
+
+def given_environment() -> dict[str, str]:
+    """The environment of this process, without the interfaces that it chose itself."""
+    return {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
 
 
 class Follower:
@@ -68,20 +77,20 @@ class Follower:
     and ends when the process that started it does.
 
     Args:
-        address: host and port of the store at which all ranks meet.
-        environment: of the process, all of it; None: that of this one.
+        point: where all ranks meet; it is given the secret by its environment, which nobody else reads.
+        environment: of the process, all the rest of it; None: that of this one.
         program: words of the interpreter, before its own; None: those of a rank.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        point: MeetingPoint,
         rank: int,
         count: int,
         environment: Mapping[str, str] | None = None,
         program: tuple[str, ...] | None = None,
     ) -> None:
-        words = [str(word) for word in (*address, rank, count, os.getpid())]
+        words = [str(word) for word in (point.host, point.port, rank, count, os.getpid())]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [sys.executable, *(program or FOLLOW), *words],
@@ -89,7 +98,7 @@ class Follower:
             stdout=self._said,
             stderr=self._said,
             start_new_session=True,
-            env=environment,
+            env={**(os.environ if environment is None else environment), SECRET: point.secret},
         )
 
     @property
@@ -181,12 +190,12 @@ class Launched(Others):
     """Ranks as processes of this host.
 
     Args:
-        address: host and port of the store at which all ranks meet.
+        point: where all ranks meet.
     """
 
-    def __init__(self, count: int, address: tuple[str, int]) -> None:
+    def __init__(self, count: int, point: MeetingPoint) -> None:
         super().__init__(count)
-        self._followers = {rank: Follower(address, rank, count) for rank in self._ranks}
+        self._followers = {rank: Follower(point, rank, count) for rank in self._ranks}
 
     def _ask(self, method: str) -> dict[int, Any]:
         return {rank: getattr(follower, method)() for rank, follower in self._followers.items()}
@@ -199,15 +208,15 @@ class Launched(Others):
         self._followers.clear()
 
 
-Launch = Callable[[int], tuple[Any, Others]]
-"""Starts the others of so many ranks: the store at which all meet, and the others."""
+Launch = Callable[[int], tuple[Meeting, Others | None]]
+"""Starts the others of so many ranks: where all meet, and the others; None where a launcher started them."""
 
 
-def launch_here(count: int) -> tuple[Any, Others]:
+def launch_here(count: int) -> tuple[Meeting, Others]:
     """On this host."""
-    os.environ.setdefault(INTERFACE, "lo")
-    store = meet(LOOPBACK, 0, leads=True)
-    return store, Launched(count, (LOOPBACK, store.port))
+    stay_on_this_host()
+    meeting = meet(MeetingPoint(LOOPBACK, 0, new_secret()), leads=True)
+    return meeting, Launched(count, meeting.point)
 
 
 def _ending(code: int) -> str:

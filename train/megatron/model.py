@@ -14,6 +14,7 @@ from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.megatron import cpu_device
+from rollbook.train.megatron.launch import stay_on_this_host
 from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.packed import OutputPlaces
 from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages
@@ -107,6 +108,7 @@ def start_ranks(device: torch.device, seed: int) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
+        stay_on_this_host()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():

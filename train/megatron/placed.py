@@ -7,7 +7,6 @@ becomes of it: all that Ray decides is where. It tries nothing again: a rank tha
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 
 from rollbook.store.errors import ConfigError, RankError
-from rollbook.store.sigterm import kept_sigterm
-from rollbook.train.megatron.launch import DEATH_S, Follower, Others, choose_interface, meet
+from rollbook.store.ray_connection import ADDRESS, connect, imported
+from rollbook.train.megatron.launch import DEATH_S, Follower, Others, choose_interface, given_environment
+from rollbook.train.megatron.meeting import Meeting, MeetingPoint, meet, new_secret
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -37,7 +37,6 @@ VARIABLES = (
 FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_")
 """...and those that begin so."""
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-ADDRESS = "RAY_ADDRESS"
 LOOK_S = 0.5
 """Longest wait for actors to say what became of their ranks, and between looks for room in the cluster."""
 GONE = -int(signal.SIGKILL)
@@ -66,7 +65,7 @@ class Room:
         return "GPU" if self.gpus else "CPU"
 
 
-def launch_by_ray(room: Room, count: int) -> tuple[Any, Others]:
+def launch_by_ray(room: Room, count: int) -> tuple[Meeting, Others]:
     """Start the other ranks where Ray has room, one bundle of a placement group each; the first is rank 0's.
 
     Raises:
@@ -80,12 +79,12 @@ def launch_by_ray(room: Room, count: int) -> tuple[Any, Others]:
         if room.gpus:
             # Nothing of CUDA was called yet, so that this still counts.
             os.environ[GPUS] = ray.get(_actor(Holder, room, group, 0, undo).gpus.remote(), timeout=60)
-        sent = sent_variables(os.environ) | {THREADS: str(torch.get_num_threads())}
+        sent = sent_variables(given_environment()) | {THREADS: str(torch.get_num_threads())}
         choose_interface(host)
-        store = meet(host, 0, leads=True)
-        given = ((host, store.port), count, sent)
+        meeting = meet(MeetingPoint(host, 0, new_secret()), leads=True)
+        given = (meeting.point, count, sent)
         actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *given) for rank in range(1, count)}
-        return store, Placed(actors, undo.pop_all())
+        return meeting, Placed(actors, undo.pop_all())
 
 
 def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -99,8 +98,8 @@ class RemoteFollower(Follower):
     """A rank beside an actor, which is an object of this. Its process has the environment of the node, and
     what is sent of that of rank 0."""
 
-    def __init__(self, rank: int, address: tuple[str, int], count: int, sent: Mapping[str, str]) -> None:
-        super().__init__(address, rank, count, os.environ | dict(sent))
+    def __init__(self, rank: int, point: MeetingPoint, count: int, sent: Mapping[str, str]) -> None:
+        super().__init__(point, rank, count, os.environ | dict(sent))
 
 
 class Holder:
@@ -146,29 +145,22 @@ class Placed(Others):
 
 
 def _connected(undo: contextlib.ExitStack) -> Any:
-    """Ray, connected to the cluster of RAY_ADDRESS, or to the one of this host; where there is none, to one
-    that is started, and ends with this process.
+    """Ray, connected as `connect` does it.
 
     Raises:
         ConfigError: it is not installed, or this process would be outside of the cluster.
         RankError: it does not answer.
     """
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ConfigError("--launch ray: Ray is not installed: pip install 'rollbook[ray]'") from error
     if "://" in os.environ.get(ADDRESS, ""):
         raise ConfigError(
             f"{ADDRESS} {os.environ[ADDRESS]}: rank 0 must be on a node of the cluster: run the command there"
         )
-    if not ray.is_initialized():
-        try:
-            with kept_sigterm():
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RankError(f"Ray cannot be reached or started: {_words(error)}") from error
-        undo.callback(ray.shutdown)
-    return ray
+    try:
+        if leave := connect():
+            undo.callback(leave)
+    except ConnectionError as error:
+        raise RankError(str(error)) from error
+    return imported()
 
 
 def _group(room: Room, count: int, here: str, undo: contextlib.ExitStack) -> Any:

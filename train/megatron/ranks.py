@@ -17,14 +17,14 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
-from rollbook.store.errors import ConfigError, RankError
+from rollbook.store.errors import RankError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import sent_algorithm
@@ -32,7 +32,9 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.launch import Launch, Others, choose_interface, launch_here, meet
+from rollbook.train.megatron.launch import Launch, Others, launch_here
+from rollbook.train.megatron.launcher import Place, meet_at
+from rollbook.train.megatron.meeting import FOREVER, Meeting, here, sign_objects
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import Policy
@@ -40,7 +42,6 @@ from rollbook.train.megatron.reshard import check_layout, stages_of
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.spread import SpreadPolicy
 
-FOREVER = timedelta(days=3650)
 STREAM = "stream"
 """The method of a part whose result is gone through on every rank."""
 EACH = "each"
@@ -54,40 +55,6 @@ KEPT_GROUPS = (
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
 )
 """What `destroy_model_parallel` of megatron-core 0.16.1 leaves in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A process's place among ranks that a launcher started, and where they meet."""
-
-    rank: int
-    count: int
-    local_rank: int
-    host: str
-    port: int
-
-
-def place_in(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, Slurm or another launcher gives this process by its environment; None where
-    it is no rank of several.
-
-    Raises:
-        ConfigError: there are several ranks, and it is not said where they meet.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if "RANK" not in environment and "SLURM_PROCID" in environment:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    rank, count, local = (environment.get(name) for name in names)
-    if rank is None or count is None or int(count) == 1:
-        return None
-    host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    port = environment.get("MASTER_PORT")
-    if host is None or port is None:
-        raise ConfigError(
-            f"rank {rank} of {count} ({names[0]}, {names[1]}): MASTER_ADDR and MASTER_PORT do not "
-            "say where they meet: set both to an address of rank 0's host and a free port there"
-        )
-    return Place(int(rank), int(count), int(local or 0), host, int(port))
 
 
 class _Words(pickle.Pickler):
@@ -123,19 +90,19 @@ def _forget_groups() -> None:
         gc.collect()
 
 
-def _join(store: Any, rank: int, count: int, parallel: ParallelConfig, device: torch.device) -> None:
+def _join(meeting: Meeting, rank: int, count: int, parallel: ParallelConfig, device: torch.device) -> None:
     """Make the process group, and Megatron's groups in it. Every rank calls it."""
     import torch.distributed as dist
 
     if device.type == "cpu":
         cpu_device.install()
     from megatron.core import parallel_state
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     _forget_groups()
+    sign_objects(meeting.signer)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("group", store),
+        store=meeting.of_group,
         rank=rank,
         world_size=count,
         timeout=timedelta(seconds=parallel.timeout_s),
@@ -154,31 +121,24 @@ class Ranks:
 
     Args:
         count: of ranks; 1: this process alone.
-        place: of this process among ranks that a launcher started; None: this process starts the others.
-        launch: how it does.
+        launch: how the others are started, or met.
     """
 
     def __init__(
         self,
         parallel: ParallelConfig | None = None,
         count: int = 1,
-        place: Place | None = None,
         launch: Launch = launch_here,
     ) -> None:
         self.parallel, self.count = parallel or ParallelConfig(), count
         self.copies = self.parallel.copies(count)
         self._said, self._joined, self._parts = 0, False, dict[str, Part]()
         self._launched: Others | None = None
-        self._store: Any = None
-        self.on_this_host = place is None and launch is launch_here
+        self._meeting: Meeting | None = None
+        self.on_this_host = launch is launch_here
         """Whether all ranks are processes of this host that this one starts."""
-        if count == 1:
-            return
-        if place is None:
-            self._store, self._launched = launch(count)
-        else:
-            choose_interface(place.host)
-            self._store = meet(place.host, place.port, leads=not _agents_store())
+        if count > 1:
+            self._meeting, self._launched = launch(count)
 
     @property
     def described(self) -> Json:
@@ -201,7 +161,7 @@ class Ranks:
             self._await_others()
             self._say(("join", self.parallel, how.device))
             with self._heard():
-                _join(self._store, 0, self.count, self.parallel, how.device)
+                _join(self._met, 0, self.count, self.parallel, how.device)
             self._joined = True
         wait_s = sizes.timeout_s
         self._say(("make", name, shape, optimizer, how, wait_s))
@@ -215,15 +175,22 @@ class Ranks:
         Raises:
             RankError: one ended before, or does not come in time.
         """
-        missing = {f"here/{rank}" for rank in range(1, self.count)}
+        missing, store = {here(rank) for rank in range(1, self.count)}, self._met.store
         until = time.monotonic() + START_S
-        while missing := {key for key in missing if not self._store.check([key])}:
+        while missing := {key for key in missing if not store.check([key])}:
             ended = self._launched.ended() if self._launched else None
             if ended is not None or time.monotonic() > until:
                 ranks = ", ".join(sorted(key.partition("/")[2] for key in missing))
                 late = f"of {self.count} ranks these did not come within {START_S:g} s: {ranks}"
                 raise RankError(ended or late)
             time.sleep(LOOK_S)
+        self._met.agree(self.count)
+
+    @property
+    def _met(self) -> Meeting:
+        """Where all ranks meet, if there are others."""
+        assert self._meeting is not None
+        return self._meeting
 
     def _ask(self, name: str, method: str, *given: Any, own: Callable[[], Any] | None = None) -> Any:
         """Have all ranks call a method of their parts; what this one's gives."""
@@ -250,7 +217,7 @@ class Ranks:
 
     def _say(self, what: tuple[Any, ...]) -> None:
         with self._heard():
-            self._store.set(f"said/{self._said}", _in_words(what))
+            self._met.say(f"said/{self._said}", _in_words(what))
         self._said += 1
 
     @contextlib.contextmanager
@@ -272,14 +239,14 @@ class Ranks:
 
     def close(self) -> None:
         """Let the other ranks go, and end those that do not."""
-        if self.count == 1 or self._store is None:
+        if self._meeting is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"said/{self._said}", _in_words(("end",)))
+            self._meeting.say(f"said/{self._said}", _in_words(("end",)))
         if self._launched is not None:
             self._launched.close()
         self._leave()
-        self._store = None
+        self._meeting = None
 
     def _leave(self) -> None:
         """Forget the groups, so that this process may be alone again."""
@@ -304,30 +271,25 @@ def _of_group(error: RuntimeError) -> bool:
     )
 
 
-def _agents_store() -> bool:
-    """Whether a launcher serves the store itself, as torchrun does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def follow(store: Any, rank: int, count: int) -> None:
+def follow(meeting: Meeting, rank: int, count: int) -> None:
     """Do this rank's part of what rank 0 asks of all, until it lets go."""
     parts: dict[str, Part] = {}
-    said = 0
+    said, store = 0, meeting.store
     _import_all()
     gc.freeze()
     gc.enable()
-    store.set(f"here/{rank}", b"")
+    meeting.come(rank)
     while True:
         key = f"said/{said}"
         store.wait([key], FOREVER)
-        what = pickle.loads(store.get(key))
+        what = pickle.loads(meeting.heard(key))
         if store.add(f"read/{said}", 1) == count - 1:  # all have heard it
             store.delete_key(key)
             store.delete_key(f"read/{said}")
         said += 1
         match what:
             case ("join", parallel, device):
-                _join(store, rank, count, parallel, _own(device, rank))
+                _join(meeting, rank, count, parallel, _own(device, rank))
             case ("make", name, shape, optimizer, how, wait_s):
                 own = replace(how, device=_own(how.device, rank))
                 parts[name] = Part.made(shape, optimizer, own, wait_s)
@@ -350,12 +312,11 @@ def _import_all() -> None:
     importlib.import_module("rollbook.train.megatron.layer")
 
 
-def follow_at(place: Place) -> None:
+def follow_at(place: Place, secret: str) -> None:
     """Follow rank 0, as the rank that a launcher started."""
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    choose_interface(place.host)
-    follow(meet(place.host, place.port, leads=False), place.rank, place.count)
+    follow(meet_at(place, secret), place.rank, place.count)
 
 
 def _own(device: torch.device, rank: int) -> torch.device:

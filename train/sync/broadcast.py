@@ -8,9 +8,11 @@ would wait for its own time-out, which SGLang sets to half an hour.
 from __future__ import annotations
 
 import atexit
-import socket
+import contextlib
+import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from rollbook.store.errors import EngineError
 from rollbook.store.ids import new_id
+from rollbook.train.megatron.launch import INTERFACE, interface_towards
+from rollbook.train.megatron.meeting import listening_at
 from rollbook.train.sync.buckets import Bucket
 
 POLL_S = 0.002
@@ -50,7 +54,9 @@ class BroadcastGroup:
         self.name = f"rollbook-{new_id()[-12:]}"
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.size = 1 + ranks
-        self.address, self.port = address, _free_port(address)
+        # It listens from here on, at that address alone: nobody else can take the port that is told.
+        self._listener = listening_at(address)
+        self.address, self.port = address, int(self._listener.getsockname()[1])
         self._timeout_s = timeout_s
         self._server: Any = None
         self._group: Any = None
@@ -75,14 +81,21 @@ class BroadcastGroup:
 
     def _meet(self, store: Any) -> None:
         timeout = timedelta(seconds=self._timeout_s)
-        self._group = _make_group(self.backend, store, self.size, self.name, timeout)
+        with gloo_at(self.address):
+            self._group = _make_group(self.backend, store, self.size, self.name, timeout)
 
     def _store(self, *, serve: bool) -> Any:
         # Not waiting for workers here: this wait could not be ended, while creating the group can.
         timeout = timedelta(seconds=self._timeout_s)
         made = torch._C._distributed_c10d.TCPStore
         return made(
-            self.address, self.port, self.size, is_master=serve, timeout=timeout, wait_for_workers=False
+            self.address,
+            self.port,
+            self.size,
+            is_master=serve,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach() if serve else None,  # the store closes it
         )
 
     def broadcast(self, bucket: Bucket, receiving: Future[None]) -> None:
@@ -118,6 +131,7 @@ class BroadcastGroup:
 
         Collectives on this side end by their own time-out, in a thread of their own.
         """
+        self._listener.close()
         group, self._group, self._server = self._group, None, None
         pending, self._pending = self._pending, []
         if group is None:
@@ -154,8 +168,25 @@ def _make_group(backend: str, store: Any, size: int, name: str, timeout: timedel
     return group
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+_FORMING = threading.Lock()
+_forming: list[str | None] = []
+"""Of each group that is being formed, the variable as it was before the first of them."""
+
+
+@contextlib.contextmanager
+def gloo_at(address: str) -> Iterator[None]:
+    """Context: groups are formed at the interface of an address, whatever one others are at. Threads may be
+    in it at once."""
+    with _FORMING:
+        _forming.append(_forming[0] if _forming else os.environ.get(INTERFACE))
+        if name := interface_towards(address):
+            os.environ[INTERFACE] = name
+    try:
+        yield
+    finally:
+        with _FORMING:
+            before = _forming.pop()
+            if not _forming and before is None:
+                os.environ.pop(INTERFACE, None)
+            elif not _forming:
+                os.environ[INTERFACE] = str(before)

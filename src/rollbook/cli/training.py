@@ -77,18 +77,22 @@ def run_train(
     from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
     from rollbook.train.megatron.launch import launch_here
-    from rollbook.train.megatron.ranks import Ranks, follow_at, place_in
+    from rollbook.train.megatron.launcher import meet_others, place_in, shared_secret
+    from rollbook.train.megatron.ranks import Ranks, follow_at
 
     place = place_in(os.environ)
     if place is not None and count not in (None, place.count):
         raise ConfigError(f"--ranks {count}: the launcher started {place.count} ranks; leave it out")
     if place is not None and placing is not None:
         raise ConfigError(f"--launch ray: a launcher started {place.count} ranks already; leave it out")
-    if place is not None and place.rank > 0:
-        follow_at(place)
-        return
-    launch = launch_here if placing is None else _by_ray(config, *placing)
-    ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place, launch)
+    launch: Launch = launch_here if placing is None else _by_ray(config, *placing)
+    if place is not None:
+        secret = shared_secret(place, store)
+        if place.rank > 0:
+            follow_at(place, secret)
+            return
+        count, launch = place.count, functools.partial(meet_others, place, secret)
+    ranks = Ranks(config.parallel, count or config.parallel.fewest, launch)
     with ranks:
         if before is not None:
             before()

@@ -1,0 +1,145 @@
+"""Connects to Ray: to a user's cluster, or to one that is started here, for this process and its children.
+
+Whoever reaches Ray's ports runs code in it. So a cluster that is started here listens on the loopback alone,
+and takes nobody's word without a token of its own, which only this user reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollbook.store.errors import ConfigError
+from rollbook.store.sigterm import kept_sigterm
+
+ADDRESS = "RAY_ADDRESS"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+ONE_HOST = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Where this is 0, Ray takes the loopback for the node's address, and listens nowhere else: what it does by
+default where a firewall would ask the user."""
+CURRENT = "ray_current_cluster"
+"""Where `ray start` notes the address of its cluster."""
+
+
+def imported() -> Any:
+    """Ray.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ConfigError("Ray is not installed: pip install 'rollbook[ray]'") from error
+
+
+def connect(namespace: str | None = None) -> Callable[[], None] | None:
+    """Connect this process to Ray, if it is not: to the cluster of RAY_ADDRESS, or to this user's one of this
+    host; where there is none, to one that is started. What leaves it again; None where others are in it.
+
+    Raises:
+        ConfigError: Ray is not installed, or cannot protect a cluster.
+        ConnectionError: it does not answer, or refuses; it says why.
+    """
+    ray = imported()
+    if ray.is_initialized():
+        return None
+    try:
+        leave = _joined(ray, namespace)
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        lines = [f"  {line.strip()}" for line in str(error).splitlines() if line.strip()]
+        raise ConnectionError("Ray cannot be reached or started:\n" + "\n".join(lines)) from error
+    atexit.register(leave)
+    return leave
+
+
+def _joined(ray: Any, namespace: str | None) -> Callable[[], None]:
+    how = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
+    with contextlib.ExitStack() as undo:
+        if os.environ.get(ADDRESS) or _started_by_user():
+            with kept_sigterm():
+                ray.init(**how)
+        else:
+            folder = undo.enter_context(_folder())
+            undo.enter_context(_protected(folder))
+            with kept_sigterm():
+                ray.init("local", include_dashboard=False, _temp_dir=str(folder / "ray"), **how)
+            os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
+        undo.callback(ray.shutdown)
+        return undo.pop_all().close
+
+
+def _started_by_user() -> bool:
+    """Whether this user, or root, started a cluster on this host by `ray start`. Another user's may be a
+    trap: who connects to a cluster runs what it says."""
+    noted = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / CURRENT
+    try:
+        return noted.stat().st_uid in (0, os.geteuid())
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Context: a folder that this user alone may enter: Ray has everybody write into its own. Its path is
+    short: Ray's sockets are in it."""
+    path = Path(tempfile.mkdtemp(prefix="rollbook-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _protected(folder: Path) -> Iterator[None]:
+    """Context: what Ray reads here says that it listens on the loopback, and asks for a new token."""
+    token = folder / "token"
+    with open(token, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(secrets.token_hex(32))
+    wanted = {MODE: "token", TOKEN: None, TOKEN_PATH: str(token), ONE_HOST: "0", ADDRESS: None}
+    before = {name: os.environ.get(name) for name in wanted}
+    _set(wanted)
+    try:
+        _read_again()
+        yield
+    finally:
+        _set(before)
+        _read_again()
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _read_again() -> None:
+    """Have Ray read its variables, some of which it read as it was imported.
+
+    Raises:
+        ConfigError: this Ray has no tokens.
+    """
+    try:
+        from ray._private import ray_constants
+        from ray._raylet import AuthenticationTokenLoader, Config
+    except ImportError as error:
+        raise ConfigError(
+            "Ray cannot ask for a token, and whoever reaches it could run code: pip install 'ray>=2.52'"
+        ) from error
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(ONE_HOST) != "0" and sys.platform == "linux"
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
