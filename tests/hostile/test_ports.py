@@ -31,7 +31,6 @@ from rollbook.store import Store
 from rollbook.store.events import StepCommitted
 from rollbook.testing.dialogues import write_model
 
-pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 STRANGER = Path(__file__).parent / "programs" / "stranger.py"
 HOSTS = tuple(f"rollbook-ports-{os.getpid()}-{number}" for number in (0, 1))
