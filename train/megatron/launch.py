@@ -63,7 +63,8 @@ _chosen: dict[str, str] = {}
 
 
 def _choose(variable: str, host: str) -> None:
-    if os.environ.get(variable) == _chosen.get(variable) and (name := interface_towards(host)):
+    free = os.environ.get(variable) in (None, _chosen.get(variable))
+    if free and (name := interface_towards(host)):
         os.environ[variable] = _chosen[variable] = name
 
 
