@@ -55,7 +55,10 @@ def require_folder(model: Path, named_by: str) -> None:
     """
     if not model.is_dir():
         what = "is no folder" if model.exists() else "is not there"
-        raise ModelError(f"the model {model} {what}: let {named_by} name a Hugging Face model directory")
+        raise ModelError(
+            f"the model {model} {what}: let {named_by} name a Hugging Face model directory, or a model at "
+            "the hub, such as Qwen/Qwen3-0.6B"
+        )
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.model_files import require_folder
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
@@ -306,8 +307,9 @@ def model_of(options: ServeOptions) -> Path:
         raise ConfigError(
             f"--engine {options.engine} needs --model DIR: its tokenizer and template make the ids"
         )
-    require_folder(options.model, "--model")
-    return options.model
+    folder = model_folder(options.model, weights=options.engine == "embedded")
+    require_folder(folder, "--model")
+    return folder
 
 
 def engine_key_of(

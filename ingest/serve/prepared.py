@@ -10,6 +10,7 @@ from typing import Protocol
 from fastapi import FastAPI
 
 from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.hub import model_said, name_at_hub
 from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.startup_check import check_engines
 from rollbook.ingest.peers.joining import Company
@@ -95,6 +96,7 @@ class ForTokens:
         engine, identity = self._engine(recorder)
         notes = check_engines(engine, identity, self.model)
         config = self.options.as_json() | {"reply_format": self.family.name, "refused": self.bridges.refused}
+        config |= model_said(self.model)
         digests = (self.bridges.tokenizer.tokenizer_digest, self.bridges.tokenizer.template_digest)
         recorder.append(RunOpened("serve", config, str(self.model), *digests)).result()
         return {"reply_format": self.family.name, "refused": self.bridges.refused, "notes": notes}
@@ -104,7 +106,8 @@ class ForTokens:
         engine, identity = self._engine(recorder)
         turn_runner = TurnRunner(recorder, engine, self.bridges, self.family, self.options.hold_s)
         shared = self.options.proxy.share(self.options.workers)
-        return build_app(turn_runner, shared, self.model.resolve().name, identity, others)
+        name = (name_at_hub(self.model) or self.model.resolve().name).split("/")[-1].split("@")[0]
+        return build_app(turn_runner, shared, name, identity, others)
 
     def _engine(self, recorder: Recorder) -> tuple[Engine, Identity]:
         """The engine, and who identifies its weights; of one recorder the same."""

@@ -50,7 +50,7 @@ class ServeSettings(BaseModel):
     store: Path
     """Folder of the store."""
     model: Path | None = None
-    """Model directory; for sglang its tokenizer and template do."""
+    """Model directory, or a name at the hub; for sglang its tokenizer and template do."""
     engine: str = "embedded"
     """embedded, sglang, upstream or scripted."""
     engine_url: tuple[Address, ...] = ()

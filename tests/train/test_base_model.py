@@ -14,7 +14,7 @@ from rollbook.ingest.engines.model_files import origin_of
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store
 from rollbook.store.errors import ModelError, VersionError
-from rollbook.store.events import CheckpointWritten, PolicyActivated, StepCommitted
+from rollbook.store.events import CheckpointWritten, PolicyActivated, RunOpened, StepCommitted
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.checkpoints.export import export_model
 
@@ -112,3 +112,23 @@ def test_an_exported_model_that_was_changed_is_refused(
     with pytest.raises(ModelError, match=wanted):
         fabric.train(log, fabric.config(fabric.SFT, steps=2, model=str(out)))
     assert steps(log) == 1
+
+
+def test_a_model_by_its_name_at_the_hub(
+    fabric: Any, recorded: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the cache, at the commit that the log names; a run that has begun goes on without it."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    log, kept = recorded(), tmp_path / "cache" / "models--tiny-org--tiny"
+    with pytest.raises(ModelError, match=r"cannot be fetched: .* `hf download tiny-org/tiny`"):
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, model="tiny-org/tiny"))
+    shutil.copytree(fabric.model_folder(), kept / "snapshots" / "abc123")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc123")
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, model="tiny-org/tiny"))
+    shutil.rmtree(kept)
+    fabric.train(log, fabric.config(fabric.SFT, steps=2, model="tiny-org/tiny"))
+    opened = [event.record for event in log.events_of({RunOpened.KIND})]
+    assert [o.config.get("model_at_hub") for o in opened] == ["tiny-org/tiny@abc123", None]
+    assert steps(log) == 2

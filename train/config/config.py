@@ -111,8 +111,8 @@ class TrainConfig(Table):
     policy: Name = "actor"
     """Which line of weights of the run is trained."""
     model: Path
-    """Hugging Face model directory the run starts from (version 0). Read when the run is new; afterwards only
-    compared, where it is still there."""
+    """Hugging Face model directory the run starts from (version 0), or the name of a model at the hub, such
+    as Qwen/Qwen3-0.6B. Read when the run is new; afterwards only compared, where it is still there."""
     steps: Positive
     """Optimizer steps this configuration takes in all, restarts included."""
     seed: Count = 0

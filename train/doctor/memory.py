@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check, Verdict
@@ -21,7 +22,7 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
         longest: tokens of the longest sample; memory: bytes of this machine.
     """
     try:
-        shape = shape_to_train(config.model, config.algorithm.head_width)
+        shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
     except ModelError as error:
         return [Check("model", "red", str(error), "model")]
     said = f"{shape.family}, {parameters(shape):,} parameters"

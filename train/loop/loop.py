@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rollbook import store
+from rollbook.ingest.engines.hub import model_said
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, LaneLockedError, TrainError
@@ -215,6 +216,7 @@ def _begin(
     demand = asdict(config.algorithm.demand)
     # With these the proxies know what is used, how much of it a step takes, and for how long.
     said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
+    said |= model_said(config.model)
     environment = trainer.environment | {"files": file_digests()}
     trainer.write(RunOpened("train", said, environment=environment))
     trainer.sync_current()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.ingest.engines.model_files import is_sharded, origin_of, require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
@@ -54,7 +55,7 @@ def check_model(config: TrainConfig, versions: VersionDigests) -> None:
     """
     model, of = config.model, (config.run, config.policy)
     if versions.of(*of, 0) is None:
-        require_folder(model, "the CONFIG's `model`")
+        require_folder(model_folder(model), "the CONFIG's `model`")
         return
     if not weight_files(model):
         return

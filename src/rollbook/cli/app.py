@@ -109,7 +109,8 @@ def sql(
         bool, typer.Option("--allow-files", help="Let the query open and write other files, and extensions.")
     ] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory whose tokenizer gives tokens their text.")
+        Path | None,
+        typer.Option(help="Model, or its name at the hub, whose tokenizer gives tokens their text."),
     ] = None,
 ) -> None:
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
@@ -171,7 +172,7 @@ def show(
         typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory, whose tokenizer.json has the tokens' text.")
+        Path | None, typer.Option(help="Model, or its name at the hub, whose tokenizer has the tokens' text.")
     ] = None,
     turn: Annotated[
         str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")

@@ -13,6 +13,7 @@ from rollbook.cli.runs import of_run
 from rollbook.cli.show.finding import find_trajectory
 from rollbook.cli.terminal import Console, print_json
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.ingest.http.web_pages import LOOPBACK_NAMES, is_loopback
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.ingest.upstream.target import Upstream
@@ -104,7 +105,7 @@ def run_cassette(
     options = CassetteOptions(
         engine=EngineBehind(upstreams) if upstreams else None,
         timing=timing,
-        tokenizer=None if model is None else load_chat_tokenizer(model),
+        tokenizer=None if model is None else load_chat_tokenizer(model_folder(model, weights=False)),
         told=_told_as_json if as_json else _told,
     )
 

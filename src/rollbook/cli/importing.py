@@ -12,6 +12,7 @@ import orjson
 
 from rollbook.cli.progress import progress
 from rollbook.cli.terminal import Console, print_json, say
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
 from rollbook.store.interchange.importing import import_chats
@@ -61,7 +62,7 @@ def run_import(
             file,
             store,
             run,
-            model,
+            model_folder(model, weights=False),
             lane=lane,
             split=split,
             skip_bad=skip_bad,
@@ -107,7 +108,7 @@ def training_data(
             file,
             store,
             config.run,
-            config.model,
+            model_folder(config.model, weights=False),
             split=split,
             skip_bad=skip_bad,
             reading=reading,

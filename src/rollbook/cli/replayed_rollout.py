@@ -14,6 +14,7 @@ from rollbook.cli.runs import of_run
 from rollbook.cli.show.finding import find_trajectory
 from rollbook.cli.terminal import Console, print_json
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.replay.rollout import Rollout, RolloutReplay, Weights, replay_rollout
 from rollbook.replay.rollout_compare import SampledToken, TurnAgain
 from rollbook.replay.rollout_request import Draws
@@ -44,7 +45,7 @@ def weights_of(
         version=None if said is None else int(said["version"]),
         policy="actor" if said is None or said["name"] is None else said["name"],
         run=run,
-        model=model,
+        model=None if model is None else model_folder(model, weights=engine == "embedded"),
         engine=engine,
         engine_urls=() if url is None else (EngineAddress.of(url),),
         script=script,

@@ -10,6 +10,7 @@ import typer
 from rollbook.cli.progress import progress
 from rollbook.cli.runs import check_run
 from rollbook.cli.terminal import print_json, say
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS
 from rollbook.store.open import open_store
@@ -45,7 +46,7 @@ def run_score(
         ModelError: the model is no reward model.
         CutError: the store has no such run.
     """
-    log = open_store(path)
+    log, model = open_store(path), model_folder(model)
     check_run(log, scoring.run, log.head())
     if with_temperature:
         scoring = replace(scoring, temperature=calibrated(log, model))

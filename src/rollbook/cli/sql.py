@@ -15,6 +15,7 @@ from rollbook.cli.runs import of_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.table import print_table
 from rollbook.cli.terminal import print_json
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.store.errors import QueryError
 from rollbook.store.open import open_store
 from rollbook.store.sql.object_storage import outage
@@ -37,6 +38,7 @@ def run_query(
         QueryError: the SQL is wrong; the message is DuckDB's.
         ModelError: the model directory has no tokenizer.
     """
+    model = None if model is None else model_folder(model, weights=False)
     log = open_store(store)
     with of_run(log, run):
         connection = connect_at(log, as_of, run, allow_files=allow_files, model=model)

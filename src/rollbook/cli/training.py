@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Self
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rollbook.cli.terminal import Console
-from rollbook.store.errors import ConfigError
+from rollbook.store.errors import ConfigError, ModelError
 from rollbook.store.events import (
     CheckpointRemoved,
     CheckpointWritten,
@@ -74,6 +75,7 @@ def run_train(
         placing: Ray places the ranks: its strategy, and how long it may take.
         before: what rank 0 does first, once, while the others wait.
     """
+    from rollbook.ingest.engines.hub import model_folder
     from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
     from rollbook.train.megatron.launch import launch_here
@@ -92,6 +94,8 @@ def run_train(
             follow_at(place, secret)
             return
         count, launch = place.count, functools.partial(meet_others, place, secret)
+    with contextlib.suppress(ModelError):  # a run that has begun goes on without it
+        config = config.model_copy(update={"model": model_folder(config.model)})
     ranks = Ranks(config.parallel, count or config.parallel.fewest, launch)
     with ranks:
         if before is not None:

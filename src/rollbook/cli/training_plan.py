@@ -12,6 +12,7 @@ from rich.table import Table
 
 from rollbook import store
 from rollbook.cli.terminal import Console, print_json, say
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.memory import Need, need_of
 from rollbook.train.doctor.recorded import read_recorded
@@ -33,7 +34,7 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     sizes, log = config.parallel, store.open(path)
     count = ranks or sizes.fewest
     copies = sizes.copies(count)
-    shape = shape_to_train(config.model, config.algorithm.head_width)
+    shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
     seen = read_recorded(log, log.cut(as_of, config.run), config)
     longest = seen.longest or shape.context
     need = need_of(config, shape, longest, count)

@@ -43,7 +43,7 @@ class SharedConfig(Table):
     store: Path
     """Folder of the store."""
     model: Path | None = None
-    """Model directory that the run starts from; engines and proxy serve it."""
+    """Model directory that the run starts from, or a name at the hub; engines and proxy serve it."""
     proxy: str | None = None
     """The proxy's address, as the other parts reach it; absent: by `host` and `port` of [serve]."""
     logs: Path = Path("logs")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.online.config import EnginesConfig, PlacedConfig, WholeConfig
 from rollbook.online.part import Spec
 from rollbook.store.errors import ConfigError
@@ -48,11 +49,12 @@ def specs_of(config: WholeConfig, only: Collection[str] = (), *, ray: bool = Fal
 
 
 def _engines(config: WholeConfig, engines: EnginesConfig) -> list[Spec]:
-    found = []
+    assert config.serve.model is not None
+    found, model = [], str(model_folder(config.serve.model, fetch=False))
     for at, address in enumerate(engines.here if engines.placed is None else engines.addresses):
         host, _, port = address.rpartition(":")
         gpus = {"CUDA_VISIBLE_DEVICES": engines.gpus[at]} if engines.gpus else {}
-        where = ("--model-path", str(config.serve.model), "--host", host, "--port", port)
+        where = ("--model-path", model, "--host", host, "--port", port)
         command, log = (*engines.command, *where, *engines.options), config.logs / f"engine-{port}.log"
         variables = engines.environment | gpus
         if engines.placed is not None:

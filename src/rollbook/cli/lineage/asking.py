@@ -18,6 +18,7 @@ from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.show.finding import NEAR_NAMES, SHORTEST_END, NotFoundError, find_trajectory, openings_of
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import Console, print_json
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.replay.lineage.steps import policy_lineage, step_lineage
 from rollbook.replay.lineage.tokens import token_lineage
 from rollbook.replay.lineage.trajectories import trajectory_lineage
@@ -165,6 +166,7 @@ def ask_policy(
 
 @contextlib.contextmanager
 def _asked(store: Path, run: str | None, as_of: str, model: Path | None = None) -> Iterator[Asked]:
+    model = None if model is None else model_folder(model, weights=False)
     log = open_store(store)
     with of_run(log, run):
         cut = log.cut(as_of, run)

@@ -13,6 +13,7 @@ from rollbook.cli.show.reading import facts_of
 from rollbook.cli.show.terminal_text import short_id, visible
 from rollbook.cli.show.token_text import TokenText
 from rollbook.cli.terminal import Console, print_json
+from rollbook.ingest.engines.hub import model_folder
 from rollbook.store.cut import Cut, holds
 from rollbook.store.log.store import Store
 from rollbook.store.log.trajectory_reader import TrajectoryReader
@@ -54,7 +55,7 @@ def run_show(
         return
     words = None
     if with_tokens:
-        words = TokenText(None) if model is None else TokenText.load(model)
+        words = TokenText(None) if model is None else TokenText.load(model_folder(model, weights=False))
     only = None if chosen is None else frozenset({chosen.turn_id})
     view = View(full or chosen is not None, words, only)
     Console().print(draw(facts, view))
