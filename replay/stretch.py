@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rollbook.replay.backed import Unbacked, unbacked_in
 from rollbook.replay.manifest import checked
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.run_log import RunLog
@@ -17,6 +18,7 @@ from rollbook.store import Store
 from rollbook.store.errors import ModelError, ReplayError, TrainError
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_histories, fold_history
 from rollbook.store.open import open_store
+from rollbook.train.loop.reference import policy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class Stretch:
     Attributes:
         broken: where the chain of recorded digests does not hold.
         steps: in order.
+        unbacked: what the log says of published and served weights, and nothing else does.
     """
 
     run: str
     policy: str
     broken: list[Break]
     steps: list[ProvenStep]
+    unbacked: list[Unbacked] = field(default_factory=list)
 
     @property
     def first_difference(self) -> StepReplay | None:
@@ -69,7 +73,7 @@ class Stretch:
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not self.broken and self.first_difference is None
+        return not self.broken and not self.unbacked and self.first_difference is None
 
 
 def history_of(log: Store, run: str | None, policy: str) -> History:
@@ -161,20 +165,21 @@ def prove_stretch(
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
     broken, of = chain(history, [n for part in parts for n in part]), RunLog(log, history)
     which = (history.run, history.policy)
+    odd = [one for one in unbacked_in(log, history.run) if policy_of(one.policy) == history.policy]
     found: list[ProvenStep] = []
     if jobs == 1 or len(parts) == 1:
         for part in parts:
             for one in prove_segment(of, part, trust_parts=trust_parts):
                 found.append(one)
                 done(1)
-        return Stretch(*which, broken, found)
+        return Stretch(*which, broken, found, odd)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn) as pool:
         tasks = [pool.submit(_segment_of, log.path, *which, part, trust_parts) for part in parts]
         for task in as_completed(tasks):
             found += task.result()
             done(len(task.result()))
-    return Stretch(*which, broken, sorted(found, key=lambda one: one.step))
+    return Stretch(*which, broken, sorted(found, key=lambda one: one.step), odd)
 
 
 def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[ProvenStep]:

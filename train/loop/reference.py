@@ -25,3 +25,8 @@ def steps_since(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> int:
 def reference_line(policy: str) -> str:
     """The line of weights under which the log has the references of a policy."""
     return f"{policy}.reference"
+
+
+def policy_of(line: str) -> str:
+    """The policy whose weights a line has: its own, or for references that of which they are."""
+    return line.removesuffix(".reference")

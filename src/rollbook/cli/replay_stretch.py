@@ -32,7 +32,8 @@ def replay_run(
     """Prove a stretch of a training: replay every step of it, from checkpoint to checkpoint.
 
     First, by the log alone, each step must start with the weights and the
-    optimizer that the one before it ended with. Then each is run again, and all
+    optimizer that the one before it ended with, and what was published and served
+    must have the digest of a checkpoint or a step. Then each is run again, and all
     its stages compared. A segment ends at its first difference, since what
     follows starts from it; the next begins at its own checkpoint.
 
@@ -50,10 +51,13 @@ def replay_run(
     with progress("replaying steps", total, shown=not json) as advance:
         found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
     if json:
-        print_json(_described(found.steps, found.broken) | {"run": found.run, "equal": found.equal})
+        said = _described(found.steps, found.broken) | {"unbacked": [asdict(one) for one in found.unbacked]}
+        print_json(said | {"run": found.run, "equal": found.equal})
     else:
         console = Console()
         show_breaks(console, found.broken)
+        for one in found.unbacked:
+            console.tell(("not backed: ", "bold red"), str(one))
         _show_steps(console, found.steps)
     if all(one.replay is None for one in found.steps):
         raise typer.Exit(2)

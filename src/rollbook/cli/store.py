@@ -37,13 +37,22 @@ def store_seal(
 
 
 @store_app.command("verify")
-def store_verify(store: StoreOption, json: AsJson = False) -> None:
+def store_verify(
+    store: StoreOption,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read checkpoints too, and compare them with the log.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
     """Read every byte of the log and check it: checksums, chains, order; and that every answered turn has
     its request and its trajectory's opening. Exit code 1: something is damaged, or missing.
+
+    With --weights: that every checkpoint is what the log says, and that what was published and served has the
+    digest of a checkpoint or of the step that made it.
     """
     from rollbook.cli.verify import run_verify
 
-    raise typer.Exit(run_verify(store, json))
+    raise typer.Exit(run_verify(store, weights, json))
 
 
 @store_app.command("repair")

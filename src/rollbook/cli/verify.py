@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from rollbook.cli.progress import progress
 from rollbook.cli.terminal import Console, print_json
+from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
@@ -24,10 +27,13 @@ MOST_NAMED = 1000
 _MIB = 1 << 20
 
 
-def run_verify(path: Path, as_json: bool) -> int:
+def run_verify(path: Path, weights: bool, as_json: bool) -> int:
     """Verify the store and print what was found; the exit code: 0, or 1 where something is wrong.
 
     Where every lane is whole, turns are looked for that lack the events they rest on.
+
+    Args:
+        weights: read checkpoints too.
 
     Raises:
         NotAStoreError: there is none.
@@ -37,14 +43,51 @@ def run_verify(path: Path, as_json: bool) -> int:
         found = verify_store(log, on_bytes)
     damaged = any(lane.fault for lane in found)
     incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
+    of_weights = _of_weights(log) if weights and not damaged else None
     if as_json:
-        found_json = {"lanes": [lane.as_json() for lane in found]}
+        found_json: Json = {"lanes": [lane.as_json() for lane in found]}
         found_json["incomplete"] = [turn.as_json() for turn in incomplete]
+        found_json["weights"] = None if of_weights is None else of_weights.as_json()
         print_json(found_json)
     else:
         _print(log.path, found)
         _print_incomplete(incomplete)
-    return 1 if damaged or incomplete else 0
+        _print_weights(log, of_weights)
+    return 1 if damaged or incomplete or (of_weights and of_weights.faults) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What was found of checkpoints and of what is said of weights: how many were read, what is wrong."""
+
+    checkpoints: int
+    faults: list[str]
+
+    def as_json(self) -> Json:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def _of_weights(log: Store) -> _Weights:
+    from rollbook.replay.backed import checkpoint_faults, checkpoints_of, unbacked_in
+
+    held = checkpoints_of(log)
+    with progress("reading checkpoints", len(held)) as advance:
+        faults: list[object] = [*checkpoint_faults(log, held, advance), *unbacked_in(log)]
+    return _Weights(len(held), [str(fault) for fault in faults])
+
+
+def _print_weights(log: Store, found: _Weights | None) -> None:
+    console = Console()
+    if found is None:
+        if next(iter(log.events_of({CheckpointWritten.KIND})), None) is not None:
+            console.print("checkpoints were not read: --weights compares them with the log, too")
+        return
+    if not found.faults:
+        are = "checkpoint is" if found.checkpoints == 1 else "checkpoints are"
+        console.print(f"{found.checkpoints} {are} what the log says, and what was served is backed by them")
+    for fault in found.faults:
+        console.print(fault, soft_wrap=True, style="red", markup=False)
 
 
 def run_repair(path: Path, as_json: bool) -> int:
