@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from rollbook.ingest.engines.model_files import MANIFEST
 from rollbook.ingest.engines.weights.digests import Tensors, line_of
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.inside import refuse_no_plain
-from rollbook.train.checkpoints.directory import MANIFEST, hashes
+from rollbook.train.checkpoints.directory import hashes
 from rollbook.train.checkpoints.shards import CRITIC, FILE, POLICY, address_of, file_name, refused
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.megatron.fused_experts import put_together

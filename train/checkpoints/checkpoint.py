@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.model_files import is_sharded
+from rollbook.ingest.engines.model_files import MANIFEST, is_sharded
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
     digest_tensors,
@@ -34,7 +34,6 @@ from rollbook.train.checkpoints.assembled import assembled
 from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.directory import (
     LORA,
-    MANIFEST,
     SHARDS,
     TENSORS,
     checkpoint_name,

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import torch
 
-from rollbook.ingest.engines.model_files import is_sharded, weight_files
+from rollbook.ingest.engines.model_files import MANIFEST, is_sharded, weight_files
 from rollbook.ingest.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
@@ -30,7 +30,7 @@ from rollbook.train.checkpoints.checkpoint import (
     save_weights,
     stream_checkpoint,
 )
-from rollbook.train.checkpoints.directory import MANIFEST, copy_along, holds_weights, manifest_of, size_of
+from rollbook.train.checkpoints.directory import copy_along, holds_weights, manifest_of, size_of
 from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
 
 PEFT_WEIGHTS = "adapter_model.safetensors"

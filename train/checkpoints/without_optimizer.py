@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollbook.ingest.engines.model_files import MANIFEST
 from rollbook.store.errors import ModelError
 from rollbook.store.permissions import make_folder
 from rollbook.train.checkpoints.checkpoint import CRITIC_OPTIMIZER, OPTIMIZER
-from rollbook.train.checkpoints.directory import MANIFEST, SHARDS, TENSORS, manifest_in, write_manifest
+from rollbook.train.checkpoints.directory import SHARDS, TENSORS, manifest_in, write_manifest
 
 
 def without_optimizer(checkpoint: Path, files: Mapping[str, Path], made: Path) -> dict[str, Path]:

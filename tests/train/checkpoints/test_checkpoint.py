@@ -14,6 +14,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
+from rollbook.ingest.engines.model_files import MANIFEST
 from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, StepFailed, SyncFailed
@@ -21,7 +22,6 @@ from rollbook.store.fold.history import fold_history
 from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import OPTIMIZER, read_checkpoint, write_checkpoint
-from rollbook.train.checkpoints.directory import MANIFEST
 from rollbook.train.config.config import OptimizerConfig, parse_config
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy

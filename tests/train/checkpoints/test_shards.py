@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.model_files import MANIFEST, weight_files
 from rollbook.store import Store
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, StepCommitted
 from rollbook.train.checkpoints.checkpoint import read_checkpoint, stream_checkpoint
-from rollbook.train.checkpoints.directory import MANIFEST
 from rollbook.train.checkpoints.shards import address_of, piece_name
 from rollbook.train.megatron.given import Address
 
