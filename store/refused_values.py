@@ -105,14 +105,18 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(part)
 
 
+def _holds(values: Any, part: int | str) -> bool:
+    if isinstance(values, list | tuple):
+        return isinstance(part, int) and part < len(values)
+    return isinstance(values, dict) and part in values
+
+
 def _of(error: ErrorDetails, values: Any) -> Refused:
     keys: list[str] = []
     inside = False
     for place, part in enumerate(error["loc"]):
         is_last = place == len(error["loc"]) - 1
-        if (isinstance(values, dict) and part in values) or (
-            isinstance(values, list | tuple) and isinstance(part, int) and part < len(values)
-        ):
+        if _holds(values, part):
             values = values[part]
         elif not (is_last and error["type"] == "missing"):
             inside = True
