@@ -229,7 +229,7 @@ class Rollouts:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
         if opened is None:
-            return Status.cancelled, None
+            return _End(Status.cancelled, None)
         folder = folder_of(config.folder, name, launch_id)
         make_folder(folder, self._tasks[place.task])
         activity = watch.begin(opened.trajectory_id)

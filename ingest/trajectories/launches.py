@@ -45,7 +45,8 @@ class Launch:
         """
         record = LaunchStarted(
             *(self.trajectory_id, self.launch_id, body.rollout, body.place.model_dump(), body.attempt),
-            *(body.launcher, body.isolation, body.owner, body.clocks.model_dump(), by, body.places),
+            *(body.launcher, body.isolation, body.owner, body.clocks.model_dump(), by),
+            places=body.places,
         )
         return self._once(record, "started", "choose another launch_id, or leave it out")
 
@@ -59,7 +60,8 @@ class Launch:
         output = {name: stream.model_dump() for name, stream in body.output.items()}
         record = LaunchEnded(
             *(self.trajectory_id, self.launch_id, body.status, body.why, body.exit_code, body.signal),
-            *(body.seconds, body.cpu_s, body.peak_rss_mb, output, body.scoring, by, body.proxy_away),
+            *(body.seconds, body.cpu_s, body.peak_rss_mb, output, body.scoring, by),
+            proxy_away=body.proxy_away,
         )
         return self._once(record, "ended", "it ends once, so repeat that or nothing")
 

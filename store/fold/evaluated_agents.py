@@ -37,9 +37,9 @@ class EvaluatedAgents:
                 self._opened.add(record.trajectory_id)
             case LaunchStarted() if record.trajectory_id in self._opened:
                 self._opened.discard(record.trajectory_id)
-                place = record.place
+                said = record.place
                 self.rollout, self.expected = record.rollout, record.places or self.expected
-                self._launched[record.launch_id] = (place["epoch"], place.get("task"), place["sample"])
+                self._launched[record.launch_id] = (said["epoch"], said.get("task"), said["sample"])
             case LaunchEnded() if record.launch_id in self._launched:
                 place = self._launched.pop(record.launch_id)
                 if record.status in CAME_TO_AN_END:
