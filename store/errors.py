@@ -30,7 +30,8 @@
     │   └── LaunchError          an agent that cannot be started, or not as isolated as is required
     ├── TrainError               a training run that cannot go on
     │   ├── IdleError            no samples came for a step in the time that is waited for them
-    │   ├── RankError            a rank of the training ended, hangs, or did not come
+    │   ├── RankError            a rank of the training failed, or did not come
+    │   │   └── RankLostError    one that was at work ended, or hangs: the same command goes on
     │   ├── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
     │   └── AllRejectedError     a step's batch has no token left to train; nothing of it was committed
     └── ReplayError              a step that cannot be replayed at all
@@ -186,6 +187,10 @@ class IdleError(TrainError):
 
 class RankError(TrainError):
     """A rank of the training ended, hangs, or did not come; it is named, with its last words."""
+
+
+class RankLostError(RankError):
+    """A rank that was at work ended, or hangs: what is committed stays, and the same command goes on."""
 
 
 class NotFiniteError(TrainError):

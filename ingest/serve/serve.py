@@ -75,8 +75,8 @@ ADOPTED_S = 20.0
 """So long another proxy may take to adopt what this one's lane left open."""
 LEAVE_S = 5.0
 """So long a proxy that ends may take to give its seats away before it closes its port."""
-END_S = 10.0
-"""After so long a proxy that ends cuts off whatever is still being answered."""
+END_S = 10
+"""After so many seconds a proxy that ends cuts off whatever is still being answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +240,7 @@ def _run(
         access_log=False,
         log_config=None,  # the command's own handler: a line a record
         timeout_keep_alive=75,
+        timeout_graceful_shutdown=END_S,
         backlog=BACKLOG,
         **forwarding(options.forwarded_from),
         **headers,  # type: ignore[arg-type]
@@ -291,12 +292,10 @@ class _Server(uvicorn.Server):
         Who sent a request on to one that had just closed its port could not tell whether it had been heard.
         What waits, for weights, for its turn or for room, is told to come again, or all would wait for it.
         """
-        until = time.monotonic() + END_S
         self._stop()
         if self._peers is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._peers.seats.left.wait(), LEAVE_S)
-        self.config.timeout_graceful_shutdown = max(round(until - time.monotonic()), 1)
         await super().shutdown(sockets)
 
 

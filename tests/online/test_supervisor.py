@@ -190,6 +190,19 @@ def test_bad_input_ends_it_at_once() -> None:
     assert "steps: is missing" in str(caught.value)
 
 
+def test_a_training_that_lost_a_rank() -> None:
+    """Exit code 75, at its first start: another one goes on."""
+    code = (
+        "import os; a = os.path.exists('again'); open('again', 'w').close(); raise SystemExit(0 if a else 75)"
+    )
+    said: list[str] = []
+    run(Supervisor([[program("work", code)]], said.append).run())
+    assert said == [
+        "work ended with exit code 75: it is started again; work.log says more",
+        "work has ended",
+    ]
+
+
 def test_one_that_dies_too_often() -> None:
     """It is given up, with the reason."""
     said: list[str] = []

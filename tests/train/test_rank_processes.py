@@ -15,7 +15,7 @@ import pytest
 
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
-from rollbook.store.errors import ConfigError, RankError
+from rollbook.store.errors import ConfigError, RankError, RankLostError
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.train.megatron.launch import Launched
 from rollbook.train.megatron.launcher import Place, place_in
@@ -60,7 +60,7 @@ def test_a_rank_that_dies_or_hangs(
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "run_step", ends)
         said = "rank 1 was ended by SIGKILL" if ending == signal.SIGKILL else "rank 1 does not answer"
-        with pytest.raises(RankError, match=said):
+        with pytest.raises(RankLostError, match=said):
             fabric.train(log, settings, ranks=2)
     assert _children() == []
     (failed,) = _of(log, StepFailed)

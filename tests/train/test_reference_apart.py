@@ -13,7 +13,7 @@ import pytest
 
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
-from rollbook.store.errors import ConfigError, ModelError, RankError
+from rollbook.store.errors import ConfigError, ModelError, RankLostError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.loop import reference_process, trainer
@@ -119,7 +119,7 @@ def test_it_ends_or_hangs(
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_plan", ends)
         said = "was ended by SIGKILL" if ending == signal.SIGKILL else "hangs; it is in"
-        with pytest.raises(RankError, match=f"the reference's process {said}"):
+        with pytest.raises(RankLostError, match=f"the reference's process {said}"):
             fabric.train(log, settings)
     (failed,) = _of(log, StepFailed)
     assert (failed.step, "the reference's process" in failed.error) == (1, True)

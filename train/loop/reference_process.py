@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rollbook.store.errors import ConfigError, ModelError, RankError
+from rollbook.store.errors import ConfigError, ModelError, RankLostError
 from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
@@ -81,7 +81,7 @@ class ReferenceProcess:
             digest: of the weights, as the log has it.
 
         What is given raises:
-            RankError: the process ended, or does not answer.
+            RankLostError: the process ended, or does not answer.
             ModelError: the checkpoint is damaged.
         """
         return functools.partial(self._answer, self._say(checkpoint, digest, micro_batches))
@@ -96,12 +96,12 @@ class ReferenceProcess:
         until = time.monotonic() + self._within_s + (START_S if number == 1 else 0)
         while not self._meeting.store.check([key]):
             if (ended := self._process.ended()) is not None:
-                raise RankError(f"the reference's process {ended[1]}")
+                raise RankLostError(f"the reference's process {ended[1]}")
             if time.monotonic() > until:
                 self._process.dump()
                 time.sleep(1)
                 where = "\n".join(self._process.where()) or "  (it did not say)"
-                raise RankError(f"the reference's process hangs; it is in:\n{where}")
+                raise RankLostError(f"the reference's process hangs; it is in:\n{where}")
             self._await(key)
         values, error = pickle.loads(self._meeting.heard(key))
         self._meeting.store.delete_key(key)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollbook.store.errors import RankError
+from rollbook.store.errors import RankError, RankLostError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import sent_algorithm
@@ -225,7 +225,7 @@ class Ranks:
         """Turn an error of the process group into one that names the rank that is to blame.
 
         Raises:
-            RankError: a rank ended or hangs.
+            RankLostError: a rank ended or hangs.
         """
         try:
             yield
@@ -233,7 +233,7 @@ class Ranks:
             if not _of_group(error):
                 raise
             why = self._launched.last_words() if self._launched else None
-            raise RankError(
+            raise RankLostError(
                 why or f"another rank ended, or was waited for in vain ({error}): see what it printed"
             ) from error
 

@@ -21,7 +21,7 @@ from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import Any
 
-NO, BAD, UNFORESEEN = 1, 2, 70
+NO, BAD, UNFORESEEN, AGAIN = 1, 2, 70, 75
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
 PATIENCE_S = 20.0
@@ -30,8 +30,9 @@ AGAIN_S = 0.05
 """After how long a signal is handled again that came where no exception may be raised."""
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
-    "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
-    "stopped by SIGINT and SIGTERM, as which SIGHUP counts; 141 nobody reads the output. "
+    "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 75 a "
+    "rank of a training was lost, and the same command goes on; 130, 143 stopped by SIGINT and SIGTERM, as "
+    "which SIGHUP counts; 141 nobody reads the output. "
     f"{TRACEBACK}=1 in the environment shows the traceback of an error."
 )
 _REMEDIES = {
@@ -199,7 +200,7 @@ def _exit_code(error: BaseException) -> int:
         _say(f"error: {text}")
         if os.environ.get(TRACEBACK):
             _say(_text_of(error))
-        return BAD
+        return AGAIN if _is(error, "rollbook.store.errors", "RankLostError") else BAD
     _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
     return UNFORESEEN
 
