@@ -22,6 +22,15 @@ def start() -> dict[str, str]:
     return {START: os.environ[START]} if START in os.environ else {}
 
 
+def start_of(pid: int) -> str | None:
+    """The same of another process, NAME=VALUE; None: it is of no start, or ended."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return next((entry for entry in environment if entry.startswith(f"{START}=")), None)
+
+
 def end_left(alive: frozenset[str]) -> list[Leak]:
     """End the processes of launches that are not among those alive, and that nobody watches over.
 

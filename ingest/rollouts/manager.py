@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
@@ -109,8 +110,7 @@ def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
         RolloutError: one does.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    lock = f"{config.name}.{what}.lock" if what else f"{config.name}.lock"
-    with (config.folder / lock).open("w") as file:
+    with lock_of(config, what).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -118,4 +118,12 @@ def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
                 f"another process runs rollouts {config.name!r} in {config.folder}: wait for it, or stop it"
             )
             raise RolloutError(text) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
         yield
+
+
+def lock_of(config: RolloutConfig, what: str = "") -> Path:
+    """The file that who runs these rollouts from this folder has locked, with the pid."""
+    return config.folder / (f"{config.name}.{what}.lock" if what else f"{config.name}.lock")

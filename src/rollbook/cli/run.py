@@ -32,6 +32,9 @@ def run_online(
         bool,
         typer.Option("--ray", help="Have a Ray cluster place the trainer's ranks, and run the rollouts."),
     ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="End what an earlier start of this run left running.")
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the commands that would be started, and start nothing.")
     ] = False,
@@ -55,5 +58,12 @@ def run_online(
     from rollbook.cli.running import run_whole
 
     raise typer.Exit(
-        run_whole(config, overrides or [], [part.value for part in only or ()], ray=ray, show=show)
+        run_whole(
+            config,
+            overrides or [],
+            [part.value for part in only or ()],
+            ray=ray,
+            take_over=take_over,
+            show=show,
+        )
     )

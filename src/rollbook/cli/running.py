@@ -7,6 +7,7 @@ import contextlib
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,9 +26,10 @@ from rollbook.ingest.rollouts.leaks import START
 from rollbook.online.awaited import Awaited, Limits, PartState, awaited
 from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
+from rollbook.online.earlier import alone, await_ends
 from rollbook.online.guarded import guarded
 from rollbook.online.part import Spec
-from rollbook.online.parts import specs_of
+from rollbook.online.parts import PARTS, specs_of
 from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import CheckpointWritten, Event, SyncFinished
@@ -42,23 +44,34 @@ _HELD = re.compile(r"^rollbook_held_trajectories(?:\{[^}]*\})? (\S+)", re.M)
 _TOKENS = re.compile(r'^rollbook_tokens_total\{[^}]*kind="completion"[^}]*\} (\S+)', re.M)
 
 
-def run_whole(path: Path, overrides: Sequence[str], only: Sequence[str], *, ray: bool, show: bool) -> int:
+def run_whole(
+    path: Path, overrides: Sequence[str], only: Sequence[str], *, ray: bool, take_over: bool, show: bool
+) -> int:
     """Run it to the end of its training, or until somebody interrupts; the exit code.
+
+    Args:
+        take_over: end what runs of it.
 
     Raises:
         ConfigError: the CONFIG cannot be used.
+        LaneLockedError: it runs already.
         PartError: a part cannot be started, or died too often.
     """
     config = load_whole(path, overrides)
-    with _placed(config, only, show=show) as placed:
-        return _run_parts(placed, specs_of(placed, only, ray=ray), show=show)
+    if show:
+        _show(specs_of(config, only, ray=ray))
+        return 0
+    parts = [spec.name for stage in specs_of(config, only, ray=ray) for spec in stage if spec.name in PARTS]
+    await_ends(config, parts, lambda text: say(text, sys.stderr), take_over=take_over)
+    with alone(config, parts), _placed(config, only) as placed:
+        return _run_parts(placed, specs_of(placed, only, ray=ray))
 
 
 @contextlib.contextmanager
-def _placed(config: WholeConfig, only: Sequence[str], *, show: bool) -> Iterator[WholeConfig]:
+def _placed(config: WholeConfig, only: Sequence[str]) -> Iterator[WholeConfig]:
     """The run with its engines placed, where Ray is to place them."""
     engines = config.engines
-    if show or engines is None or engines.placed is None or "engines" not in (only or ("engines",)):
+    if engines is None or engines.placed is None or "engines" not in (only or ("engines",)):
         yield config
         return
     from rollbook.online.placed import placed
@@ -67,12 +80,13 @@ def _placed(config: WholeConfig, only: Sequence[str], *, show: bool) -> Iterator
         yield at_addresses(config, group, addresses)
 
 
-def _run_parts(config: WholeConfig, stages: list[list[Spec]], *, show: bool) -> int:
-    if show:
-        for stage in stages:
-            for spec in stage:
-                say(f"{spec.name}: {_line(spec)}")
-        return 0
+def _show(stages: list[list[Spec]]) -> None:
+    for stage in stages:
+        for spec in stage:
+            say(f"{spec.name}: {_line(spec)}")
+
+
+def _run_parts(config: WholeConfig, stages: list[list[Spec]]) -> int:
     mark = {START: new_id()}
     stages = [[replace(spec, environment={**spec.environment, **mark}) for spec in stage] for stage in stages]
     return asyncio.run(_run(config, stages, mark[START]))

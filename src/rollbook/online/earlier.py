@@ -1,0 +1,167 @@
+"""What an earlier start of a run left running on this host: found by the locks that its processes hold."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from rollbook import store
+from rollbook.ingest.rollouts.leaks import command_of, start_of
+from rollbook.ingest.rollouts.manager import lock_of
+from rollbook.online.config import WholeConfig
+from rollbook.online.guard import GRACE_S, INSIST_S, end_all, marked
+from rollbook.store.errors import LaneLockedError
+
+ENDED_S = GRACE_S + INSIST_S
+"""So long what an earlier start left is waited for: its guard is at work."""
+ASKED_S = 30.0
+"""So long a run that is taken over may take to end in order."""
+SAID_S = 1.0
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A process that holds a lock which this start needs.
+
+    Attributes:
+        holds: what it does alone.
+        mark: of the start of a run that it belongs to; None: it was started by itself.
+        keeps: it is `rollbook run`, and keeps its parts running.
+    """
+
+    pid: int
+    holds: str
+    mark: str | None
+    keeps: bool
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({_command(self.pid) or 'perhaps of another host'}), {self.holds}"
+
+
+def keeping(part: str, run: str) -> str:
+    """What `rollbook run` claims for a part of a run, for as long as it runs."""
+    return f"keeping the {part} of run {run} running"
+
+
+@contextlib.contextmanager
+def alone(config: WholeConfig, parts: Sequence[str]) -> Iterator[None]:
+    """Context: no other `rollbook run` keeps these parts of this run.
+
+    Raises:
+        LaneLockedError: another one does.
+    """
+    with contextlib.ExitStack() as claims:
+        if "proxy" in parts or config.serve.store.exists():
+            log = store.open(config.serve.store, create=True)
+            for part in parts:
+                what = keeping(part, config.run)
+                claims.enter_context(log.claim(what, "give that one --only for other parts"))
+        yield
+
+
+def left_of(config: WholeConfig, parts: Sequence[str]) -> list[Left]:
+    """The processes that hold what these parts of the run need."""
+    run, found = config.run, list[Left]()
+    wanted: dict[str, Callable[[str], bool]] = {
+        "proxy": lambda what: what.partition(", proxy ")[0] == f"recording run {run}",
+        "trainer": lambda what: what.startswith("training policy ") and what.endswith(f" of run {run}"),
+    }
+    claims = sorted((config.serve.store / "claims").glob("*.lock"))
+    for file in claims:
+        what = unquote(file.stem)
+        keeps = any(what == keeping(part, run) for part in parts)
+        if keeps or any(part in parts and meant(what) for part, meant in wanted.items()):
+            found += _holder(file, what, keeps=keeps)
+    if "rollouts" in parts and config.rollout is not None:
+        found += _holder(lock_of(config.rollout), f"running rollouts {config.rollout.name}", keeps=False)
+    return found
+
+
+def _holder(file: Path, what: str, *, keeps: bool) -> list[Left]:
+    """Who holds a lock, if somebody does."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return []
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = os.pread(fd, 32, 0).split()
+        pid = int(said[0]) if said and said[0].isdigit() else 0
+        return [Left(pid, what, start_of(pid), keeps)]
+    except OSError:
+        return []  # there are no locks here
+    finally:
+        os.close(fd)
+    return []
+
+
+def await_ends(
+    config: WholeConfig, parts: Sequence[str], say: Callable[[str], None], *, take_over: bool
+) -> None:
+    """Return once nothing of an earlier start holds what these parts need: what such a start left without its
+    end ends by itself soon.
+
+    Args:
+        take_over: end whatever there is.
+
+    Raises:
+        LaneLockedError: something does.
+    """
+    begun, said = time.monotonic(), False
+    while left := left_of(config, parts):
+        told = [one for one in left if one.keeps] or left
+        texts = "; ".join(str(one) for one in {one.pid: one for one in told}.values())
+        if take_over:
+            say(f"taking over from {texts}")
+            _end(left)
+            take_over = False
+            continue
+        ends = all(one.mark is not None and not one.keeps for one in left)
+        waited = time.monotonic() - begun
+        if not ends or waited > ENDED_S:
+            raise LaneLockedError(
+                f"run {config.run} in {config.serve.store} is under way: {texts}. Stop that, or let this one "
+                "end it and go on: --take-over"
+            )
+        if not said and waited > SAID_S:
+            say(f"waiting at most {ENDED_S:g} s for what an earlier start left, and ends: {texts}")
+            said = True
+        time.sleep(LOOK_S)
+
+
+def _end(left: Sequence[Left]) -> None:
+    """Ask these to end, those that keep others in the first place, and end what is left of them."""
+    asked = [one for one in left if one.keeps] or left
+    for pid in {one.pid for one in asked if _command(one.pid)}:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+    pids = {one.pid for one in left if _command(one.pid)}
+    marks = {one.mark for one in left if one.mark is not None}
+
+    def running() -> list[int]:
+        ours = {pid for mark in marks for pid in marked(mark)}
+        return sorted(ours | {pid for pid in pids if _runs(pid)})
+
+    end_all(running, ASKED_S)
+
+
+def _command(pid: int) -> str:
+    """The command line of a process that is one of ours; empty: another one has its number, or none."""
+    command = command_of(pid)
+    return command if "rollbook" in command else ""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] != b"Z"
+    except OSError:
+        return False

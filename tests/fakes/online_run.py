@@ -1,0 +1,110 @@
+"""`rollbook run` in a folder of its own, with the parts that it has running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from rollbook import store as rb
+from rollbook.demo.model import make_model
+from rollbook.demo.processes import rollbook_command
+from rollbook.ingest.rollouts.leaks import start_of
+from rollbook.store import Store
+from rollbook.testing.ports import free_port
+
+HERE = Path(__file__).parents[2]
+
+
+class Run:
+    """`rollbook run`, in a folder of its own.
+
+    Args:
+        config: text of the CONFIG, in which `{port}` stands for a free one.
+    """
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self.folder, self.store, self.log_file = folder, folder / "runs", folder / "run.log"
+        (folder / "examples").symlink_to(HERE / "examples")
+        make_model(folder / "my-model", 0)
+        (folder / "online.toml").write_text(config.format(port=free_port()))
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start it."""
+        command = [*rollbook_command("run", "online.toml"), *words]
+        environment = os.environ | {"PYTHONPATH": str(HERE / "src"), "OMP_NUM_THREADS": "1"}
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=log, stderr=log, preexec_fn=_hears_hangups
+            )
+
+    def processes(self) -> dict[int, list[bytes]]:
+        """What runs of it: all that runs in its folder, and what such has started elsewhere; pid -> words."""
+        found, marks = dict[int, list[bytes]](), set[str]()
+        every = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        for pid in every:
+            if _in(pid, self.folder):
+                found[pid] = _words(pid)
+                marks |= {mark} if (mark := start_of(pid)) is not None else set()
+        found |= {pid: _words(pid) for pid in every if start_of(pid) in marks}
+        return {pid: words for pid, words in found.items() if words}
+
+    def pids(self, part: str) -> list[int]:
+        """Processes of a part, by its command."""
+        found = self.processes().items()
+        return [pid for pid, words in found if part.encode() in words[:5] and b"rollbook" in words]
+
+    def log(self) -> Store:
+        """Its store, once there is one."""
+        return rb.open(self.store)
+
+    def done(self) -> int:
+        """Steps that are committed."""
+        try:
+            [[count]] = self.sql("SELECT count(*) FROM metrics")
+            return int(count)
+        except rb.errors.RollbookError:
+            return 0
+
+    def sql(self, query: str) -> list[tuple[Any, ...]]:
+        """Rows of its store."""
+        with rb.connect(self.store) as connection:
+            return connection.execute(query).fetchall()
+
+    def await_steps(self, count: int, child: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        """Wait for so many more steps than there are; the process of the run.
+
+        One that gave up, since a part died too often, is started again: the same command goes on.
+        """
+        wanted, by = self.done() + count, time.monotonic() + 240
+        while self.done() < wanted:
+            said = self.log_file.read_text()[-3000:]
+            assert time.monotonic() < by, said
+            if child.poll() is not None:
+                assert "for the 6th time within 10 minutes" in said
+                child = self.start()
+            time.sleep(0.3)
+        return child
+
+
+def _hears_hangups() -> None:
+    """SIGHUP is ignored by all that `nohup` starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _in(pid: int, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(folder.resolve())
+    except OSError:
+        return False
+
+
+def _words(pid: int) -> list[bytes]:
+    """Of its command line; none of one that has ended."""
+    try:
+        return [word for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
+    except OSError:
+        return []

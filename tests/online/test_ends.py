@@ -1,0 +1,222 @@
+"""`rollbook run` and its parts are ended at random moments, with agents deaf to SIGTERM: nothing is left.
+
+ROLLBOOK_ENDS=40 ends that often, and ROLLBOOK_SEED makes a failed run again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from online_run import HERE, Run
+
+from rollbook.testing.ledger import fold_ledger
+
+pytestmark = [pytest.mark.torch, pytest.mark.crashes]
+ENDS = int(os.environ.get("ROLLBOOK_ENDS", "4"))
+SEED = int(os.environ.get("ROLLBOOK_SEED", random.SystemRandom().getrandbits(24)))
+WHOLE = {"SIGKILL": -9, "SIGHUP": 143, "SIGTERM": 143}
+"""Signals to `rollbook run` itself, and the exit code."""
+PARTS = {
+    "proxy": b"serve",
+    "trainer": b"train",
+    "rollouts": b"rollout",
+    "sealer": b"seal",
+    "reference": b"rollbook.train.loop.reference_process",
+    "keeper": b"keeper.py",
+    "agent": b"deaf.py",
+    "guard": b"guard.py",
+}
+"""Parts that are ended by SIGKILL, and a word of their command lines."""
+WITHIN_S = 15.0
+"""So long after the end of `rollbook run` something of it may be there."""
+CONFIG = """
+run = "sums"
+store = "runs"
+model = "my-model"
+
+[serve]
+port = {port}
+threads = 1
+
+[train]
+steps = 100000
+threads = 1
+reference_apart = true
+[train.algorithm]
+name = "grpo"
+groups = 2
+group_size = 4
+kl = 0.1
+[train.recipe]
+drop_zero_variance = false
+max_staleness = 2
+
+[rollout]
+tasks = "examples/arithmetic/tasks.jsonl"
+concurrency = 8
+[rollout.retries]
+attempts = 20
+pause_s = 0.2
+stop_share = 1.0
+[rollout.clocks]
+grace_s = 1.0
+[rollout.agent]
+command = ["python3", "-S", "deaf.py", "{{question}}"]
+isolation = "session"
+[[rollout.score]]
+name = "brief"
+function = "examples/arithmetic/sums.py:brief"
+"""
+DEAF = """
+import runpy, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+runpy.run_path({agent!r}, run_name="__main__")
+time.sleep(0.3)
+"""
+
+
+@dataclass
+class Silence:
+    """The longest time in which nothing new came into a file that somebody reads.
+
+    Attributes:
+        after: what stood there last before it.
+    """
+
+    file: Path
+    longest_s: float = 0.0
+    after: str = ""
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self) -> None:
+        """Watch it until `end`."""
+        size, since = -1, time.monotonic()
+        while not self._over.wait(0.1):
+            now, new = time.monotonic(), self.file.stat().st_size if self.file.exists() else 0
+            if new != size:
+                size, since = new, now
+            elif now - since > self.longest_s:
+                self.longest_s = now - since
+                self.after = self.file.read_text().splitlines()[-1] if size else ""
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._over.set()
+
+
+@dataclass
+class Ended:
+    """What became of a run that was ended so often.
+
+    Attributes:
+        left: processes that were there long after `rollbook run` had ended, with how it was ended.
+        took_s: how long after it the last process was gone, by signal.
+        ends: how often each was ended.
+    """
+
+    run: Run
+    left: list[tuple[str, list[bytes]]] = field(default_factory=list)
+    took_s: dict[str, float] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def whole(self, child: subprocess.Popen[bytes], name: str) -> subprocess.Popen[bytes]:
+        """End all of it, and start it again."""
+        began = time.monotonic()
+        child.send_signal(getattr(signal, name))
+        assert child.wait(60) == WHOLE[name], f"seed {SEED}"
+        while (there := self.run.processes()) and time.monotonic() < began + WITHIN_S:
+            time.sleep(0.2)
+        took = time.monotonic() - began
+        self.left += [(name, words) for words in there.values()]
+        self.took_s[name] = max(self.took_s.get(name, 0.0), took)
+        return self.run.start()
+
+    def part(self, name: str) -> None:
+        """End the processes of a part, if there are any now."""
+        for pid, words in self.run.processes().items():
+            if any(word == PARTS[name] or word.endswith(b"/" + PARTS[name]) for word in words):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                self.ends[name] += 1
+                if name in ("keeper", "agent"):
+                    return
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    """A run that was ended so often, and then ran to its end."""
+    folder, dice = tmp_path_factory.mktemp("ends"), random.Random(SEED)
+    run = Run(folder, CONFIG)
+    (folder / "deaf.py").write_text(DEAF.format(agent=str(HERE / "examples/arithmetic/agent.py")))
+    config = (folder / "online.toml").read_text().replace('"deaf.py"', f'"{folder / "deaf.py"}"')
+    (folder / "online.toml").write_text(config)
+    found, silence = Ended(run), Silence(run.log_file)
+    threading.Thread(target=silence.watch, daemon=True).start()
+    # Each once, in any order, and then again.
+    kinds: list[str] = []
+    while len(kinds) < ENDS:
+        more = [*WHOLE, *PARTS]
+        dice.shuffle(more)
+        kinds += more
+    child = run.start()
+    try:
+        child = run.await_steps(1, child)
+        for name in kinds[:ENDS]:
+            time.sleep(dice.uniform(0.0, 3.0))
+            if name in WHOLE:
+                found.ends[name] += 1
+                child = found.whole(child, name)
+            else:
+                found.part(name)
+            child = run.await_steps(1, child)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 143
+        child = run.start("--set", f"train.steps={run.done() + 2}")
+        assert child.wait(300) == 0, run.log_file.read_text()[-3000:]
+        silence.end()
+        print(f"\nseed {SEED}: ended {dict(found.ends)}; processes left: {len(found.left)}")
+        print(f"gone after, at most: { {k: round(v, 1) for k, v in found.took_s.items()} } s")
+        print(f"longest silence: {silence.longest_s:.1f} s, after: {silence.after}")
+        yield found
+    finally:
+        silence.end()
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+@pytest.mark.timeout(3600)
+def test_nothing_is_left(ended: Ended) -> None:
+    """However it was ended: no part, no agent that is deaf, no guard."""
+    assert ended.left == [], f"seed {SEED}"
+    by = time.monotonic() + WITHIN_S
+    while there := ended.run.processes():
+        assert time.monotonic() < by, (there, f"seed {SEED}")
+        time.sleep(0.2)
+
+
+def test_no_turn_is_trained_twice(ended: Ended) -> None:
+    """Each sampled turn is of one committed step, or of none."""
+    used = ended.run.sql("SELECT turn_id FROM samples WHERE status = 'committed'")
+    assert used, f"seed {SEED}"
+    assert len(used) == len(set(used)), f"seed {SEED}"
+
+
+def test_the_ledger_is_exact(ended: Ended) -> None:
+    """Every token is accounted for, and no launch and no trajectory is without its end."""
+    assert not any(fold_ledger(ended.run.log().events()).unaccounted().values()), f"seed {SEED}"
+    assert ended.run.sql("SELECT count(*) FROM launches WHERE ended IS NULL") == [(0,)], f"seed {SEED}"
+    assert ended.run.sql("SELECT count(*) FROM trajectories WHERE finished IS NULL") == [(0,)], f"seed {SEED}"
