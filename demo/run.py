@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from rollbook.demo.model import make_model
 from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_command
 from rollbook.demo.report import REWARD_BY_VERSION, plot, reward_by_version
 from rollbook.demo.task import Problem, problems
+from rollbook.demo.typed import activated_by, typed_rollbook
 from rollbook.store.errors import ConfigError
 
 RUN = "demo"
@@ -266,7 +269,8 @@ def _conclude(demo: Demo, same: dict[int, bool], seconds: float) -> int:
     picture = demo.folder / "reward.png"
     plot(rows, picture)
     say = demo.console.print
-    demo.console.tell("\n", ("rollbook sql", "bold"), f' "{REWARD_BY_VERSION}" --store {demo.path.name}\n')
+    rollbook, where = typed_rollbook(), shlex.quote(os.path.relpath(demo.path))
+    demo.console.tell("\n", (f"{rollbook} sql", "bold"), f' "{REWARD_BY_VERSION}" --store {where}\n')
     table = Table("version", "split", "rollouts", "reward", box=None)
     for row in rows:
         table.add_row(str(row.version), row.split, str(row.rollouts), f"{row.reward:.3f}")
@@ -279,9 +283,13 @@ def _conclude(demo: Demo, same: dict[int, bool], seconds: float) -> int:
         outcome = ("bit for bit", "green") if equal else ("differs", "red")
         demo.console.tell(f"replay of step {step}: ", outcome)
     say(f"plot: {picture}    took {seconds:.0f} s")
-    name = demo.path.name
     say("\nTry next:")
-    say(f'  rollbook sql "select * from turns limit 5" --store {name}')
-    say(f"  rollbook samples --trajectory online-0-0-0 --store {name} --json")
-    say(f"  rollbook replay step {OFFLINE_STEPS + 3} --store {name}")
+    for words in (
+        'sql "select * from turns limit 5"',
+        "samples --trajectory online-0-0-0 --json",
+        f"replay step {OFFLINE_STEPS + 3}",
+    ):
+        demo.console.tell(f"  {rollbook} {words} --store {where}")
+    if (activation := activated_by()) is not None:
+        demo.console.tell(f"With {activation} they begin with rollbook alone.")
     return 0 if learned and all(same.values()) else 1

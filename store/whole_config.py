@@ -111,7 +111,8 @@ def _train(values: Json) -> Json:
 
 def _rollout(values: Json) -> Json:
     algorithm = values.get("train", {}).get("algorithm", {})
-    found: Json = {"proxy": proxy_url(values)}
+    found: Json = {"proxy": proxy_url(values), "run": "default"} | _shared(values, "run", "store")
+    found |= _shared(values.get("serve", {}), "run", "store")
     if "group_size" in algorithm:
         found["samples"] = algorithm["group_size"]
     if "evaluation" in values:

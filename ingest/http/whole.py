@@ -11,13 +11,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 
+from rollbook.ingest.engines.whose import ASKS, PROVES, PROVING, proof
 from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.siblings import Siblings
+from rollbook.ingest.http.whose import whose
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.redact import Redactor
 from rollbook.store.events import Json
+from rollbook.store.secret import store_secret
 
 HEALTH, METRICS = "health", "metrics"
 OK = "ok"
@@ -118,12 +120,16 @@ def merged(pages: Iterable[tuple[int, bytes]]) -> list[Metric]:
     return list(families.values())
 
 
-def add_whole(app: FastAPI, whole: Whole, redactor: Redactor) -> None:
+def add_whole(app: FastAPI, whole: Whole, recorder: Recorder) -> None:
     """Add /healthz and /metrics."""
+    own, redactor, secret = whose(recorder), recorder.redactor, store_secret(recorder.store.path, PROVING)
+    named = {"store": own.store} | ({"start": own.start} if own.start else {})
 
     @app.get("/healthz")
     async def healthz(request: Request, response: Response) -> Json:
-        details = await whole.health()
+        details = await whole.health() | named
+        if (word := request.headers.get(ASKS)) is not None:
+            response.headers[PROVES] = proof(secret, word, own)
         failing = details["status"] != OK
         response.status_code = 503 if failing else 200
         if not sees_details(caller_of(request)):

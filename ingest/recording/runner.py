@@ -40,6 +40,8 @@ from rollbook.store.ids import new_id
 
 ANSWERED_S = 8.0
 """So long requests that an engine answers may go on once the proxy is to end."""
+SOON_S = 0.05
+"""An engine that takes requests says so within this time."""
 ATTEMPTS = 4
 """How many engines are tried, each lost on the way, before the client gets the error."""
 
@@ -118,7 +120,7 @@ class TurnRunner:
         return in_flight
 
     def stop(self) -> None:
-        """Refuse what waits for an engine, and whatever comes; what one answers has a while for it."""
+        """Have nobody wait for an engine any more; what one answers has a while for it."""
         self._stopped = True
         self._wake(lambda _: True)
         asyncio.get_running_loop().call_later(ANSWERED_S, self._cut)
@@ -187,22 +189,23 @@ class TurnRunner:
             EndingError: the proxy is ending.
             EngineError: nobody waits for the reply any more.
         """
-        if not self._stopped:
-            ready = asyncio.ensure_future(self.engine.ready())
-            refused = asyncio.get_running_loop().create_future()
-            self._held[refused] = in_flight
-            try:
-                await asyncio.wait({ready, refused}, timeout=self.hold_s, return_when="FIRST_COMPLETED")
-                if not ready.done() and not refused.done():
-                    text = "the engine's weights are being replaced, and were not ready within"
-                    raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s")
-            finally:
-                del self._held[refused]
-                ready.cancel()
-        if self._stopped:
-            raise EndingError
-        if in_flight.abandoned:
-            raise EngineError("its client left before the engine took it")
+        ready = asyncio.ensure_future(self.engine.ready())
+        refused = asyncio.get_running_loop().create_future()
+        self._held[refused] = in_flight
+        try:
+            both: set[asyncio.Future[None]] = {ready, refused}
+            hold_s = SOON_S if self._stopped else self.hold_s
+            await asyncio.wait(both, timeout=hold_s, return_when=asyncio.FIRST_COMPLETED)
+            if in_flight.abandoned:
+                raise EngineError("its client left before the engine took it")
+            if not ready.done() and self._stopped:
+                raise EndingError
+            if not ready.done():
+                text = "the engine's weights are being replaced, and were not ready within"
+                raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s")
+        finally:
+            del self._held[refused]
+            ready.cancel()
         ready.result()
 
     async def _turn(

@@ -79,6 +79,10 @@ class RolloutConfig(Table):
     """Of these rollouts, in the log; a restart under the same name goes on."""
     proxy: str = "http://127.0.0.1:8000"
     """The proxy of `rollbook serve`."""
+    run: Name | None = None
+    """Run that it is to record into; absent: whichever it does."""
+    store: Path | None = None
+    """Folder of that run's store; the proxy is to record there, if the folder is on this host."""
     tasks: str
     """A file of JSON lines or Parquet, a folder of either (a Hugging Face dataset) or of tasks as Harbor has
     them, `module:function` or `file.py:function`; or `range:N`, the tasks 0 to N-1 of an environment that has

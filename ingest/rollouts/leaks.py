@@ -7,12 +7,11 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rollbook.ingest.engines.whose import START
 from rollbook.ingest.rollouts.launching import Leak
 
 LAUNCH_ID, KEEPER = "ROLLBOOK_LAUNCH_ID", "ROLLBOOK_KEEPER"
 """In the environment of all processes of a launch; of its keeper, and what this is wrapped in, alone."""
-START = "ROLLBOOK_START"
-"""In the environment of all that one start of `rollbook run` has started."""
 TOLD_LENGTH = 500
 """Most characters of a command line."""
 

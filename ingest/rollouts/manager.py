@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rollbook.ingest.engines.whose import WANTED, Whose
 from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig
@@ -22,8 +23,9 @@ from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import Rollouts
 from rollbook.ingest.rollouts.tasks import read_tasks
-from rollbook.store.errors import LaunchError, RolloutError
+from rollbook.store.errors import LaunchError, RolloutError, StoreError
 from rollbook.store.ids import new_id
+from rollbook.store.marker import read_marker
 
 
 class RolloutManager:
@@ -65,7 +67,7 @@ class RolloutManager:
         """
         config = self._config
         with alone(config):
-            async with Proxy(config.proxy, self._key) as proxy:
+            async with Proxy(config.proxy, self._key, wanted(config)) as proxy:
                 proxy.say = self._say
                 launcher = launcher_of(config)
                 agents = agents_of(config, proxy, launcher)
@@ -100,6 +102,15 @@ def _unkept(agent: AgentConfig) -> str | None:
     with contextlib.suppress(LaunchError):
         return unkept(agent.isolation, agent.require, agent.user)
     return None
+
+
+def wanted(config: RolloutConfig) -> Whose:
+    """Whose the proxy of these rollouts is to be, as far as is known here."""
+    store_id = ""
+    if config.store is not None:
+        with contextlib.suppress(StoreError):
+            store_id = read_marker(config.store)
+    return Whose(store_id, config.run or "", os.environ.get(WANTED, ""))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import aiohttp
 import orjson
 
+from rollbook.ingest.engines.whose import Whose
 from rollbook.ingest.rollouts.http import FAILURES, Answer, Http, failure
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
@@ -21,6 +22,7 @@ from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
 from rollbook.store.patience import Waiting, waits
 
+ANY = Whose()
 AWAY_S = 180.0
 """How long a proxy may be away: it is started again, or weights change behind it."""
 FIRST_S = 5.0
@@ -46,10 +48,11 @@ class Proxy:
     Args:
         url: without a path.
         key: of an operator or writer, where it asks for keys.
+        wanted: whose it is to be.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str | None = None, wanted: Whose = ANY) -> None:
+        self.url, self._wanted = url.rstrip("/"), wanted
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = Http(headers)
         self.say: Callable[[str], None] = lambda text: None
@@ -67,7 +70,7 @@ class Proxy:
         """The run that it records into.
 
         Raises:
-            RolloutError: it does not answer.
+            RolloutError: it does not answer, or is another's.
         """
         by = time.monotonic() + FIRST_S
         while True:
@@ -83,6 +86,8 @@ class Proxy:
             if "run" not in said:
                 text = f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY"
                 raise RolloutError(text)
+            if (why := self._wanted.refuses(Whose.said(said))) is not None:
+                raise RolloutError(f"the proxy at {self.url} {why}: give `proxy` the address of that one's")
             return str(said["run"])
 
     async def open(self, name: str, group: str, task: str, split: str, labels: Json) -> Opened:

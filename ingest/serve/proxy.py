@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
@@ -30,6 +30,7 @@ from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
+from rollbook.ingest.http.whose import only_for, whose
 from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.peers.peers import Peers
 from rollbook.ingest.recording.recorder import Recorder
@@ -146,7 +147,7 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: Prox
     if control is not None:
         app.add_middleware(PacedBodies, prefix="/engine", silence_s=options.body_timeout_s)
         app.state.controlled = _controlled(recorder, engine)
-        app.include_router(control, prefix="/engine")
+        app.include_router(control, prefix="/engine", dependencies=[Depends(only_for(whose(recorder)))])
 
 
 def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, metrics: Metrics) -> None:
@@ -256,4 +257,4 @@ def _add_health(
         return turn_runner.engine.policy_version()
 
     recorder = turn_runner.recorder
-    add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder.redactor)
+    add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder)

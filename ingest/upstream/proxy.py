@@ -74,7 +74,7 @@ def build_upstream_app(
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     details = partial(_details, recorder, routes, others)
     siblings = others if isinstance(others, Siblings) else None
-    add_whole(app, Whole(siblings, metrics, recorder, details), recorder.redactor)
+    add_whole(app, Whole(siblings, metrics, recorder, details), recorder)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_all_guards(app, others, options, guard, metrics)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollbook import store
-from rollbook.demo import agent, run
+from rollbook.demo import agent, run, typed
 from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_command
 from rollbook.demo.report import plot, reward_by_version
 from rollbook.demo.task import TOOLS, conversation, parse
@@ -121,3 +121,22 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="choose another --store"):
             run.run_demo(tmp_path / "mine", 0, replace)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear to me"
+
+
+def test_commands_work_as_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `rollbook` is not on PATH they name its script, and what makes it so; else they do not."""
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typed.sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert (typed.typed_rollbook(), typed.activated_by()) == (".venv/bin/python -m rollbook", None)
+    for name in ("rollbook", "activate"):
+        (folder / name).touch(0o755)
+    assert typed.typed_rollbook() == ".venv/bin/rollbook"
+    assert typed.activated_by() == "`source .venv/bin/activate`"
+    monkeypatch.setenv("PATH", str(folder))
+    assert (typed.typed_rollbook(), typed.activated_by()) == ("rollbook", None)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert typed.typed_rollbook() == "./rollbook"

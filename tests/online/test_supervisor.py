@@ -324,3 +324,6 @@ def test_what_it_prints_is_kept() -> None:
     part = Part(spec, print)
     run(part.run())
     assert part.last_lines().splitlines() == [str(n) for n in range(25, 40)]
+    again = Part(program("work", "print('of this start')"), print)
+    run(again.run())
+    assert again.last_lines() == "of this start"

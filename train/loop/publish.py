@@ -20,6 +20,7 @@ from rollbook.ingest.engines.weights.digests import (
     read_unchanged,
     stream_files,
 )
+from rollbook.ingest.engines.whose import WANTED, Whose
 from rollbook.store import Event, Store
 from rollbook.store.errors import EngineError, EngineLostError, TrainError
 from rollbook.store.events import CheckpointWritten, Record
@@ -348,8 +349,9 @@ class Publisher:
             sync = self._config.sync
             assert sync is not None
             key, admin_key = sync.key(os.environ), os.environ.get(ADMIN_KEY_VARIABLE)
+            whose = Whose(self._log.store_id, self._config.run, os.environ.get(WANTED, ""))
             self._engines = [
-                EngineControl(address.url, sync.timeout_s, key, address.login, admin_key)
+                EngineControl(address.url, sync.timeout_s, key, address.login, admin_key, whose)
                 for address in sync.engines
             ]
             self._transport = transport_for(sync, self._engines)

@@ -10,6 +10,7 @@ import httpx
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
+from rollbook.ingest.engines.whose import FOR, Whose
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
@@ -61,6 +62,7 @@ class EngineControl:
         key: sent as a bearer token.
         login: the header `authorization`, where the address held a login.
         admin_key: sent instead to routes that control, where the server has one for them.
+        whose: for whom it is: a proxy of another run refuses.
     """
 
     url: str
@@ -68,6 +70,7 @@ class EngineControl:
     key: str | None = field(default=None, repr=False)
     login: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    whose: Whose = field(default_factory=Whose)
     _address: EngineAddress = field(init=False, repr=False)
     _client: httpx.Client = field(init=False, repr=False)
 
@@ -212,6 +215,7 @@ class EngineControl:
     def _ask(self, method: str, route: str, body: Json | None = None) -> Any:
         try:
             headers = self._address.headers((self.admin_key or self.key) if method == "POST" else self.key)
+            headers = {**headers, FOR: self.whose.header}
             reply = self._client.request(method, self.url + route, json=body, headers=headers)
         except httpx.ReadTimeout as error:
             text = f"engine {self.url}: {route} did not answer within {self.timeout_s:g} s"

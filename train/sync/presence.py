@@ -17,7 +17,7 @@ AGAIN_S = 0.5
 
 def looking_at(engines: Sequence[EngineControl]) -> list[EngineControl]:
     """The same engines with a time-out of `LOOK_S`."""
-    return [EngineControl(e.url, LOOK_S, e.key, e.login, e.admin_key) for e in engines]
+    return [EngineControl(e.url, LOOK_S, e.key, e.login, e.admin_key, e.whose) for e in engines]
 
 
 def await_one(

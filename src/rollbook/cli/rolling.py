@@ -16,7 +16,7 @@ from rich.table import Table
 from rollbook.cli.terminal import Console, print_json, say
 from rollbook.ingest.rollouts.agents import launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
-from rollbook.ingest.rollouts.manager import RolloutManager, alone
+from rollbook.ingest.rollouts.manager import RolloutManager, alone, wanted
 from rollbook.ingest.rollouts.progress import Progress
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rescoring import Rescored, score_again
@@ -74,7 +74,7 @@ def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool
 
     async def again() -> Rescored:
         tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
-        async with Proxy(config.proxy, key) as proxy:
+        async with Proxy(config.proxy, key, wanted(config)) as proxy:
             return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
 
     with alone(config, "scoring"):

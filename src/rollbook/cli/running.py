@@ -22,14 +22,15 @@ from rich.table import Table
 from rollbook import store
 from rollbook.cli.terminal import Console, say
 from rollbook.cli.training import line_of
-from rollbook.ingest.rollouts.leaks import START
+from rollbook.ingest.engines.whose import START, WANTED
+from rollbook.online.address import Proof, check_is_ours, placed_at
 from rollbook.online.awaited import Awaited, Limits, PartState, awaited
 from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
 from rollbook.online.earlier import alone, await_ends
 from rollbook.online.guarded import guarded
 from rollbook.online.part import Spec
-from rollbook.online.parts import PARTS, specs_of
+from rollbook.online.parts import PARTS, PROXY, specs_of
 from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import CheckpointWritten, Event, SyncFinished
@@ -62,7 +63,15 @@ def run_whole(
         _show(specs_of(config, only, ray=ray))
         return 0
     parts = [spec.name for stage in specs_of(config, only, ray=ray) for spec in stage if spec.name in PARTS]
-    await_ends(config, parts, lambda text: say(text, sys.stderr), take_over=take_over)
+
+    def tell(text: str) -> None:
+        say(text, sys.stderr)
+
+    await_ends(config, parts, tell, take_over=take_over)
+    if PROXY in parts:
+        config = placed_at(config, tell)
+    else:
+        check_is_ours(config)
     with alone(config, parts), _placed(config, only) as placed:
         return _run_parts(placed, specs_of(placed, only, ray=ray))
 
@@ -87,9 +96,19 @@ def _show(stages: list[list[Spec]]) -> None:
 
 
 def _run_parts(config: WholeConfig, stages: list[list[Spec]]) -> int:
-    mark = {START: new_id()}
-    stages = [[replace(spec, environment={**spec.environment, **mark}) for spec in stage] for stage in stages]
-    return asyncio.run(_run(config, stages, mark[START]))
+    start = new_id()
+    names = {spec.name for stage in stages for spec in stage}
+    proof = Proof.of(config, start) if PROXY in names and not config.serve.proxies else None
+    stages = [[_of_start(spec, start, proof) for spec in stage] for stage in stages]
+    return asyncio.run(_run(config, stages, start))
+
+
+def _of_start(spec: Spec, start: str, proof: Proof | None) -> Spec:
+    """A part as one start of the run has it: known by its environment, and told which proxy is its own."""
+    told = {START: start} | ({} if proof is None else {WANTED: start})
+    return replace(
+        spec, environment={**spec.environment, **told}, proof=proof if spec.name == PROXY else None
+    )
 
 
 def _line(spec: Spec) -> str:

@@ -204,6 +204,12 @@ def at_addresses(config: WholeConfig, group: str, addresses: Sequence[str]) -> W
     return replace(config, path=path, engines=engines, group=group)
 
 
+def at_port(config: WholeConfig, port: int) -> WholeConfig:
+    """The same run, with its proxy at another port; the parts read it from a file."""
+    serve = config.values.get("serve", {}) | {"port": port}
+    return load_whole(_written(config.values | {"serve": serve}, config.path, config.logs))
+
+
 def is_local(host: str) -> bool:
     """Whether an address is this host's: a server could listen on it."""
     try:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from rollbook.ingest.engines.whose import START
 from rollbook.ingest.rollouts.isolation import interpreter
-from rollbook.ingest.rollouts.leaks import START
 from rollbook.online import guard
 
 CLOSED_S = guard.INSIST_S + 5.0

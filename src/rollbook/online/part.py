@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from rollbook.online.address import Proof
 from rollbook.store.errors import RollbookError
 
 MOST_STARTS, WITHIN_S = 6, 600.0
@@ -40,6 +41,7 @@ class Spec:
         log: file for what it prints.
         health: address that answers 200 once it is ready; None: it is ready at once.
         any_answer: whatever it answers, it is ready: it may wait for another part.
+        proof: that it is this very part which answers there; None: whatever does is taken for it.
         ready_s: longest time until then. silence_s: after this long without an answer it is ended.
         stop_s: from SIGTERM to SIGKILL.
         ends: it ends by itself, with exit code 0; another one runs until it is stopped.
@@ -51,6 +53,7 @@ class Spec:
     environment: Mapping[str, str] = field(default_factory=dict)
     health: str | None = None
     any_answer: bool = False
+    proof: Proof | None = None
     ready_s: float = 300.0
     silence_s: float = 120.0
     stop_s: float = 30.0
@@ -73,6 +76,8 @@ class Part:
         self._stopping = False
         self._child: asyncio.subprocess.Process | None = None
         self._starts: deque[float] = deque(maxlen=MOST_STARTS)
+        self._log_from = 0
+        """Where in its log begins what it printed since it was started last."""
 
     async def run(self) -> None:
         """Run it until it ends by itself, or is stopped.
@@ -100,6 +105,7 @@ class Part:
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
+            self._log_from = log.tell()
             try:
                 self._child = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -132,14 +138,22 @@ class Part:
         async with httpx.AsyncClient(timeout=10.0) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    answer = await client.get(self.spec.health)
-                    if self.spec.any_answer or answer.status_code == 200:
+                    if await self._is_well(client, self.spec.health):
                         self._answers()
                         heard, limit = time.monotonic(), self.spec.silence_s
                 if time.monotonic() - heard > limit:
                     self._say(f"{self.spec.name} does not answer {self.spec.health} for {limit:g} s: ended")
                     _end_group(self._child.pid, signal.SIGKILL)
                 await asyncio.sleep(LOOK_S if self.ready.is_set() else LOOK_S / 8)
+
+    async def _is_well(self, client: httpx.AsyncClient, health: str) -> bool:
+        """Whether it answers as it should. Another one's server may be at its address."""
+        proof = self.spec.proof
+        question = {} if proof is None else proof.question()
+        answer = await client.get(health, headers=question)
+        if proof is not None and not proof.proven(question, answer):
+            return False
+        return self.spec.any_answer or answer.status_code == 200
 
     def _answers(self) -> None:
         self.state = "running"
@@ -163,10 +177,10 @@ class Part:
         raise PartError(f"{spec.name} {why}; {spec.log} ends with:\n{self.last_lines()}")
 
     def last_lines(self) -> str:
-        """The end of what it printed."""
+        """The end of what it printed since it was started last."""
         with contextlib.suppress(OSError), self.spec.log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(file.tell() - (64 << 10), 0))
+            file.seek(max(file.tell() - (64 << 10), self._log_from))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
         return ""
 

@@ -12,7 +12,8 @@ from rollbook.online.config import EnginesConfig, PlacedConfig, WholeConfig
 from rollbook.online.part import Spec
 from rollbook.store.errors import ConfigError
 
-PARTS = ("engines", "proxy", "trainer", "rollouts")
+PROXY = "proxy"
+PARTS = ("engines", PROXY, "trainer", "rollouts")
 """In the order in which they are started; they are stopped in the other."""
 FINISH_S = 900.0
 """How long the step in hand may take, when a training is asked to end."""
@@ -96,9 +97,7 @@ def _rollbook(*words: object) -> tuple[str, ...]:
 def _proxy(config: WholeConfig) -> Spec:
     health, log = f"{config.proxy}/healthz", config.logs / "proxy.log"
     # Its engine may wait for the trainer to give it weights, which begins after it.
-    return Spec(
-        "proxy", _rollbook("serve", config.path), log, health=health, any_answer=True, stop_s=SERVED_S
-    )
+    return Spec(PROXY, _rollbook("serve", config.path), log, health=health, any_answer=True, stop_s=SERVED_S)
 
 
 def _trainer(config: WholeConfig, ray: bool) -> Spec:

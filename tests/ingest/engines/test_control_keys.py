@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollbook.ingest.engines.whose import Whose
 from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.http.options import ProxyOptions
@@ -103,5 +104,14 @@ def test_a_trainer_sends_its_key(serve: Any, tiny_model: Path) -> None:
         control.resume()
         with pytest.raises(EngineError, match="answers 401"):
             EngineControl(f"{server.url}/engine", 30.0).pause("retract")
+        # One of another run is told both names, before anything was changed.
+        said = httpx.get(f"{server.url}/healthz", headers={"authorization": "Bearer operators-key"}).json()
+        control.whose = Whose.said(said)
+        assert control.info().kind == "rollbook-embedded"
+        control.whose = Whose("elsewhere", "words")
+        with pytest.raises(
+            EngineError, match=r"run 'default' of store .*, and not of run 'words' of store els"
+        ):
+            control.info()
     finally:
         control.close()

@@ -112,6 +112,7 @@ def test_what_is_sampled_when_the_proxy_ends(proxy: Any, monkeypatch: pytest.Mon
     """It has a while to be answered; then it is cut off, a turn that failed, and its client asks again."""
     monkeypatch.setattr("rollbook.ingest.recording.runner.ANSWERED_S", 0.05)
     proxy.engine.doors.set()
+    assert proxy.ask(f"/t/short{PATHS['chat']}", asked("chat")).status == 200
     proxy.engine.pace = asyncio.Semaphore(1)
 
     async def scenario() -> Any:

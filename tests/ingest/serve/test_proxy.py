@@ -539,10 +539,11 @@ def test_a_client_that_left_is_not_marked_delivered(http: httpx.Client, server: 
     assert turn.delivered is None
 
 
-def test_health_names_run_lane_and_engine(http: httpx.Client) -> None:
+def test_health_names_run_lane_and_engine(http: httpx.Client, server: Any) -> None:
     """/healthz says what is being recorded, and /engine is not there for a script."""
     assert http.get("/healthz").json() == {
         "status": "ok",
+        "store": store.open(server.path).store_id,
         "run": "default",
         "lane": "serve",
         "engine": "scripted",

@@ -1,0 +1,127 @@
+"""The address of a run's proxy: free to listen at, or the run's own; never another one's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from rollbook import store
+from rollbook.ingest.engines.whose import ASKS, PROVES, PROVING, Whose, proof
+from rollbook.online.config import WholeConfig, at_port
+from rollbook.store.errors import ConfigError, RollbookError
+from rollbook.store.ids import new_id
+from rollbook.store.secret import store_secret
+
+ANSWER_S = 5.0
+TRIED = 100
+"""Ports after the default one that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Has a proxy prove whose it is.
+
+    Attributes:
+        secret: of the store, for that purpose.
+        whose: that it is to be.
+    """
+
+    secret: bytes
+    whose: Whose
+
+    @classmethod
+    def of(cls, config: WholeConfig, start: str) -> Proof:
+        """That a proxy is of this run, and of this start of it."""
+        log = store.open(config.serve.store, create=True)
+        return cls(store_secret(log.path, PROVING), Whose(log.store_id, config.run, start))
+
+    def question(self) -> dict[str, str]:
+        """Headers that ask for it."""
+        return {ASKS: new_id()}
+
+    def proven(self, question: dict[str, str], answer: httpx.Response) -> bool:
+        """Whether an answer is that of the proxy which is meant."""
+        return answer.headers.get(PROVES) == proof(self.secret, question[ASKS], self.whose)
+
+
+def placed_at(config: WholeConfig, say: Callable[[str], None]) -> WholeConfig:
+    """The run, with its proxy at an address that is free: if the default port is taken, at another one.
+
+    Raises:
+        ConfigError: the address that the CONFIG gives is taken; it says by whom.
+    """
+    host, port = config.serve.host, config.serve.port
+    if not port or _is_free(host, port):
+        return config
+    own = Whose(_store_of(config), config.run)
+    taken = f"{host}:{port} is taken by {_who(config.proxy)}"
+    if "port" in config.values.get("serve", {}) or "proxy" in config.values:
+        raise ConfigError(
+            f"{config.path}: {taken}, and this is {own}: choose another port, such as "
+            f"--set serve.port={_next_free(host, port)}"
+        )
+    config = at_port(config, _next_free(host, port))
+    say(f"{taken}: the proxy of this run listens at {config.proxy}")
+    return config
+
+
+def check_is_ours(config: WholeConfig) -> None:
+    """Check that a proxy which is started elsewhere, if it answers by now, is this run's.
+
+    Raises:
+        ConfigError: it is another's.
+    """
+    found = _said(config.proxy)
+    if found is not None and found.run:
+        wanted = Whose(_store_of(config), config.run)
+        if (why := wanted.refuses(found)) is not None:
+            raise ConfigError(f"{config.path}: the proxy at {config.proxy} {why}: name its own with `proxy`")
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _next_free(host: str, port: int) -> int:
+    free = (one for one in range(port + 1, port + TRIED) if _is_free(host, one))
+    return next(free, 0)
+
+
+def _who(url: str) -> str:
+    """Who answers at an address, in words."""
+    found = _said(url)
+    if found is None:
+        return "something that is no proxy of Rollbook"
+    return f"a proxy of {found}" if found.run else "a proxy that does not say whose it is (it asks for a key)"
+
+
+def _said(url: str) -> Whose | None:
+    """What a proxy says of itself; None: none answers."""
+    key = os.environ.get("ROLLBOOK_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with contextlib.suppress(httpx.HTTPError, ValueError):
+        said = httpx.get(f"{url}/healthz", headers=headers, timeout=ANSWER_S).json()
+        if isinstance(said, dict) and "status" in said:
+            return Whose.said(said)
+    return None
+
+
+def _store_of(config: WholeConfig) -> str:
+    """The id of the run's store, if it is here."""
+    with contextlib.suppress(RollbookError):
+        return store.open(config.serve.store).store_id
+    return ""
