@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ from rollbook.store import Store
 from rollbook.testing.ports import free_port
 
 HERE = Path(__file__).parents[2]
+_STEP = re.compile(r" step \d+: version ")
 
 
 class Run:
@@ -74,14 +76,18 @@ class Run:
         with rb.connect(self.store) as connection:
             return connection.execute(query).fetchall()
 
+    def said(self) -> str:
+        """What it printed so far."""
+        return self.log_file.read_text()
+
     def await_steps(self, count: int, child: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        """Wait for so many more steps than there are; the process of the run.
+        """Wait until it has told of so many more steps; the process of the run.
 
         One that gave up, since a part died too often, is started again: the same command goes on.
         """
-        wanted, by = self.done() + count, time.monotonic() + 240
-        while self.done() < wanted:
-            said = self.log_file.read_text()[-3000:]
+        told, by = len(_STEP.findall(self.said())), time.monotonic() + 240
+        while len(_STEP.findall(self.said())) < told + count:
+            said = self.said()[-3000:]
             assert time.monotonic() < by, said
             if child.poll() is not None:
                 assert "for the 6th time within 10 minutes" in said

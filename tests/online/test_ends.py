@@ -110,6 +110,10 @@ class Silence:
                 self.longest_s = now - since
                 self.after = self.file.read_text().splitlines()[-1] if size else ""
 
+    def told(self) -> str:
+        """The same in a line."""
+        return f"longest silence: {self.longest_s:.1f} s, after {self.after!r}"
+
     def end(self) -> None:
         """Watch no more."""
         self._over.set()
@@ -129,6 +133,11 @@ class Ended:
     left: list[tuple[str, list[bytes]]] = field(default_factory=list)
     took_s: dict[str, float] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
+
+    def told(self) -> str:
+        """The same in a line."""
+        took = {name: round(seconds, 1) for name, seconds in self.took_s.items()}
+        return f"processes left: {len(self.left)}, all gone after {took} s at most"
 
     def whole(self, child: subprocess.Popen[bytes], name: str) -> subprocess.Popen[bytes]:
         """End all of it, and start it again."""
@@ -174,7 +183,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     child = run.start()
     try:
         child = run.await_steps(1, child)
-        for name in kinds[:ENDS]:
+        for number, name in enumerate(kinds[:ENDS]):
+            print(f"{number}: {name}; {found.told()}; {silence.told()}", flush=True)
             time.sleep(dice.uniform(0.0, 3.0))
             if name in WHOLE:
                 found.ends[name] += 1
@@ -187,9 +197,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         child = run.start("--set", f"train.steps={run.done() + 2}")
         assert child.wait(300) == 0, run.log_file.read_text()[-3000:]
         silence.end()
-        print(f"\nseed {SEED}: ended {dict(found.ends)}; processes left: {len(found.left)}")
-        print(f"gone after, at most: { {k: round(v, 1) for k, v in found.took_s.items()} } s")
-        print(f"longest silence: {silence.longest_s:.1f} s, after: {silence.after}")
+        print(f"seed {SEED}: ended {dict(found.ends)}; {found.told()}; {silence.told()}")
         yield found
     finally:
         silence.end()
