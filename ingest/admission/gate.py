@@ -15,6 +15,8 @@ from rollbook.store.events import Event, TrajectoryOpened
 STALLED_S = 10.0
 """After so long without any progress possible, one more trajectory is admitted than fits. The gaps between
 members of a group that run one after the other are shorter."""
+ANSWERED_S = 8.0
+"""So long a process that ends waits for what others answer: an engine, or another process of the run."""
 LOOKS = 5
 """How often progress is checked in that time."""
 

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from yarl import URL
 
+from rollbook.ingest.admission.gate import ANSWERED_S
 from rollbook.ingest.http.access import RULES, rule_of
 from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
 from rollbook.ingest.http.forwarding import MADE_ANEW, end_to_end, header_value
@@ -32,7 +33,6 @@ from rollbook.ingest.peers.asking import PeerBus, ProxyAwayError
 from rollbook.ingest.peers.duties import Duty, first_does
 from rollbook.ingest.peers.seats import LOOK_S, Seats
 from rollbook.ingest.peers.wire import TOKEN_HEADER, UnreachableError
-from rollbook.ingest.recording.runner import ANSWERED_S
 from rollbook.ingest.recording.taking_over import look_again
 from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
 from rollbook.ingest.workers.place import FIRST, owner_of

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollbook.ingest.admission.gate import ANSWERED_S
 from rollbook.ingest.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import any_lost
@@ -38,8 +39,6 @@ from rollbook.store.errors import (
 from rollbook.store.fold.siblings import as_sibling
 from rollbook.store.ids import new_id
 
-ANSWERED_S = 8.0
-"""So long requests that an engine answers may go on once the proxy is to end."""
 SOON_S = 0.05
 """An engine that takes requests says so within this time."""
 ATTEMPTS = 4

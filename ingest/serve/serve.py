@@ -246,9 +246,8 @@ def _run(
         **headers,  # type: ignore[arg-type]
     )
     server = _Server(config, siblings, ready, peers, app.state.stop)
-    app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
-    if peers is not None:
-        peers.seats.stopping = lambda: server.should_exit
+    for endless in (app.state.streams, *([] if peers is None else [peers.seats])):
+        endless.stopping = lambda: server.should_exit  # neither a followed tail nor a watch ends by itself
     # What is loaded by now is never freed. Without freezing it the first full collection would visit all
     # of it, and delay every reply by 90 to 350 ms.
     gc.collect()

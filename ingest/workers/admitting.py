@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rollbook.ingest.admission.gate import AdmissionGate
+from rollbook.ingest.admission.gate import ANSWERED_S, AdmissionGate
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.workers.asks import Asks
 from rollbook.ingest.workers.place import FIRST
@@ -156,7 +156,7 @@ class FarGate:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _telling: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once this worker ends."""
+    """Set once this worker ends, and waits no more."""
 
     def __post_init__(self) -> None:
         self.bus.on_begun(self._keep_again)
@@ -195,8 +195,8 @@ class FarGate:
         return reserved
 
     def stop(self) -> None:
-        """Hold nothing any more: who waits, or comes from now on, is refused."""
-        self._stopped.set()
+        """Wait for no answer any more, in a while: if the first worker ends, it refuses whom it holds."""
+        asyncio.get_running_loop().call_later(ANSWERED_S, self._stopped.set)
 
     def leave(self, name: str) -> None:
         """Release the room that was kept for it, once it is in the log or will not be."""

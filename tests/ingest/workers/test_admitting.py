@@ -13,6 +13,7 @@ from training_told import RUN, begins, opened
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding
+from rollbook.ingest.workers import admitting
 from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
 from rollbook.ingest.workers.bus import Bus, Inboxes
 from rollbook.ingest.workers.place import Place
@@ -119,8 +120,9 @@ def test_the_bound_holds_before_the_log_is_read() -> None:
     run(scenario)
 
 
-def test_a_worker_that_ends_holds_nothing() -> None:
-    """Who waits for the first worker's word is told to come again, and keeps no room there."""
+def test_a_worker_that_ends_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits long for the first worker's word is told to come again, and keeps no room there."""
+    monkeypatch.setattr(admitting, "ANSWERED_S", 0.05)
 
     async def scenario(workers: Workers) -> None:
         keeper, asker = workers.keeper(), workers.asker()
@@ -129,6 +131,7 @@ def test_a_worker_that_ends_holds_nothing() -> None:
         waiting = asyncio.ensure_future(workers.far.enter("c", None, "train", never))
         await soon()
         workers.far.stop()
+        assert not await workers.far.enter("e", None, "eval", never)  # an answer is at hand
         for refused in (waiting, workers.far.enter("d", None, "train", never)):
             with pytest.raises(EndingError):
                 await refused
