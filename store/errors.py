@@ -27,6 +27,7 @@
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── RolloutError             rollouts that cannot begin or go on
+    │   ├── ProxyLostError       their proxy does not answer: the same command goes on
     │   └── LaunchError          an agent that cannot be started, or not as isolated as is required
     ├── TrainError               a training run that cannot go on
     │   ├── IdleError            no samples came for a step in the time that is waited for them
@@ -171,6 +172,10 @@ class ConfigError(RollbookError, ValueError):
 
 class RolloutError(RollbookError):
     """Rollouts cannot begin or go on."""
+
+
+class ProxyLostError(RolloutError):
+    """The proxy of rollouts does not answer, or not as it should, for long: the same command goes on."""
 
 
 class LaunchError(RolloutError):

@@ -28,7 +28,7 @@ from sqlalchemy.exc import OperationalError
 
 from rollbook import store as rb
 from rollbook.cli.errors import PATIENCE_S, foreseen, run
-from rollbook.store.errors import CorruptionError, RankLostError
+from rollbook.store.errors import CorruptionError, EngineLostError, ProxyLostError, RankLostError
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import AppendSettings, SealSettings
@@ -88,10 +88,11 @@ def test_what_was_foreseen(error: Exception, said: str, capsys: Any, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_was_lost(capsys: Any) -> None:
-    """Exit code 75, by which whoever started the training knows that another start mends it."""
-    assert _ends(RankLostError("rank 1 was ended by SIGKILL")) == 75
-    assert capsys.readouterr().err == "error: rank 1 was ended by SIGKILL\n"
+@pytest.mark.parametrize("kind", [RankLostError, EngineLostError, ProxyLostError])
+def test_what_was_lost(kind: type[Exception], capsys: Any) -> None:
+    """Exit code 75, by which whoever started the command knows that another start may mend it."""
+    assert _ends(kind("it does not answer")) == 75
+    assert capsys.readouterr().err == "error: it does not answer\n"
 
 
 def test_what_was_not_foreseen(capsys: Any, tmp_path: Path) -> None:

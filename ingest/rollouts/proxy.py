@@ -17,7 +17,7 @@ from rollbook.ingest.engines.whose import Whose
 from rollbook.ingest.rollouts.http import FAILURES, Answer, Http, failure
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
-from rollbook.store.errors import RequestError, RolloutError
+from rollbook.store.errors import ProxyLostError, RequestError, RolloutError
 from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
 from rollbook.store.patience import Waiting, waits
@@ -80,14 +80,15 @@ class Proxy:
             except (*FAILURES, ValueError) as error:
                 if time.monotonic() > by:
                     why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
-                    raise RolloutError(f"the proxy at {self.url} {why}") from error
+                    raise ProxyLostError(f"the proxy at {self.url} {why}") from error
                 await asyncio.sleep(PAUSE_S)
                 continue
             if "run" not in said:
                 text = f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY"
                 raise RolloutError(text)
-            if (why := self._wanted.refuses(Whose.said(said))) is not None:
-                raise RolloutError(f"the proxy at {self.url} {why}: give `proxy` the address of that one's")
+            if (refusal := self._wanted.refuses(Whose.said(said))) is not None:
+                text = f"the proxy at {self.url} {refusal}: give `proxy` the address of that one's"
+                raise RolloutError(text)
             return str(said["run"])
 
     async def open(self, name: str, group: str, task: str, split: str, labels: Json) -> Opened:
@@ -239,7 +240,7 @@ class Proxy:
                 elif answer.status != 409:  # a turn of it is under way, which has its own time
                     self._is_away(asked, why, deadline - loop.time())
             if loop.time() > deadline:
-                raise RolloutError(f"the proxy at {self.url} {why}")
+                raise ProxyLostError(f"the proxy at {self.url} {why}")
             await asyncio.sleep(PAUSE_S)
 
     # What is waited for -----------------------------------------------------------------------

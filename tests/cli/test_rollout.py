@@ -59,7 +59,7 @@ def test_a_proxy_that_is_away(rollout: Command) -> None:
     """Its address is named, and what to start."""
     url = f"http://127.0.0.1:{free_port()}"
     code, error = rollout(WHOLE, "--set", f'proxy="{url}"')
-    assert code == 2
+    assert code == 75
     assert f"the proxy at {url} does not answer" in error
     assert "is `rollbook serve` up?" in error
 

@@ -22,6 +22,8 @@ from types import FrameType
 from typing import Any
 
 NO, BAD, UNFORESEEN, AGAIN = 1, 2, 70, 75
+LOST = ("RankLostError", "EngineLostError", "ProxyLostError")
+"""Errors of what was there, and may be again."""
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
 PATIENCE_S = 20.0
@@ -31,8 +33,8 @@ AGAIN_S = 0.05
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 75 a "
-    "rank of a training was lost, and the same command goes on; 130, 143 stopped by SIGINT and SIGTERM, as "
-    "which SIGHUP counts; 141 nobody reads the output. "
+    "proxy, an engine or a rank was lost, and the same command goes on; 130, 143 stopped by SIGINT and "
+    "SIGTERM, as which SIGHUP counts; 141 nobody reads the output. "
     f"{TRACEBACK}=1 in the environment shows the traceback of an error."
 )
 _REMEDIES = {
@@ -200,7 +202,8 @@ def _exit_code(error: BaseException) -> int:
         _say(f"error: {text}")
         if os.environ.get(TRACEBACK):
             _say(_text_of(error))
-        return AGAIN if _is(error, "rollbook.store.errors", "RankLostError") else BAD
+        lost = any(_is(error, "rollbook.store.errors", name) for name in LOST)
+        return AGAIN if lost else BAD
     _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
     return UNFORESEEN
 

@@ -61,7 +61,8 @@ def rollout(
     rollbook sql "select status, count(*) from launches group by 1" --store runs
 
     Exit codes: 0 all places have their trajectory, 1 some were given up (or, of
-    --score-again, some scorers failed), 2 they could not begin or go on.
+    --score-again, some scorers failed), 2 they could not begin or go on, 75 the
+    proxy was lost: the same command goes on.
     """
     from rollbook.cli.rolling import resources_of, run_rollouts, run_scoring
 

@@ -46,7 +46,7 @@ class Proof:
 
     def proven(self, question: dict[str, str], answer: httpx.Response) -> bool:
         """Whether an answer is that of the proxy which is meant."""
-        return answer.headers.get(PROVES) == proof(self.secret, question[ASKS], self.whose)
+        return bool(answer.headers.get(PROVES) == proof(self.secret, question[ASKS], self.whose))
 
 
 def placed_at(config: WholeConfig, say: Callable[[str], None]) -> WholeConfig:

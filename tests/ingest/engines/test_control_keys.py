@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollbook.ingest.engines.whose import Whose
+from rollbook.ingest.engines.whose import FOR, Whose
 from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.http.options import ProxyOptions
@@ -94,6 +94,22 @@ def test_without_keys_it_is_this_hosts(served: Any) -> None:
     assert told == [("pause_generation", None, {}, None), ("continue_generation", None, {}, None)]
 
 
+def test_it_is_controlled_for_its_own_run(served: Any) -> None:
+    """A trainer of another one is told both names, before anything was changed; that is recorded too."""
+    before = len(_controlled(served))
+    own = Whose(served.store.store_id, "default")
+
+    def pause(whose: Whose) -> httpx.Response:
+        return served.post("/engine/pause_generation", json={}, headers={FOR: whose.header})
+
+    refused = pause(Whose("elsewhere", "words"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_run")
+    assert f"of {own}, and not of run 'words' of store elsewhere" in refused.json()["error"]["message"]
+    assert pause(own).status_code == 200
+    assert [record.error is None for record in _controlled(served)[before:]] == [False, True]
+    assert _post(served, "continue_generation", None).status_code == 200
+
+
 def test_a_trainer_sends_its_key(serve: Any, tiny_model: Path) -> None:
     """The control that syncs use, over a real server that checks keys."""
     server = serve("--model", str(tiny_model), "--api-key", "operators-key")
@@ -104,14 +120,5 @@ def test_a_trainer_sends_its_key(serve: Any, tiny_model: Path) -> None:
         control.resume()
         with pytest.raises(EngineError, match="answers 401"):
             EngineControl(f"{server.url}/engine", 30.0).pause("retract")
-        # One of another run is told both names, before anything was changed.
-        said = httpx.get(f"{server.url}/healthz", headers={"authorization": "Bearer operators-key"}).json()
-        control.whose = Whose.said(said)
-        assert control.info().kind == "rollbook-embedded"
-        control.whose = Whose("elsewhere", "words")
-        with pytest.raises(
-            EngineError, match=r"run 'default' of store .*, and not of run 'words' of store els"
-        ):
-            control.info()
     finally:
         control.close()
