@@ -170,11 +170,11 @@ def references(fabric: Any, log: Store) -> Callable[..., References]:
     """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
     found: dict[str, References] = {}
 
-    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any) -> References:
-        assert (asked, cut, run, mixture) == (log, log.head(), fabric.RUN, None)
+    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any, policy: str) -> References:
+        assert (asked, cut, run, mixture, policy) == (log, log.head(), fabric.RUN, None, "actor")
         key = recipe.model_dump_json()
         if key not in found:
-            found[key] = find_references(log, cut, run, recipe)
+            found[key] = find_references(log, cut, run, recipe, policy=policy)
         return found[key]
 
     return find
