@@ -25,12 +25,15 @@ from rollbook.train.loop.spent import is_spent
 from rollbook.train.loop.step import STAGES
 
 ORDER: Sequence[str] = (
+    "training",
     *STAGES[: STAGES.index("samples")],
     *("selection", "schedule"),
     *STAGES[STAGES.index("samples") :],
-    *("metrics", "checkpoint", "sent"),
+    *("metrics", "evidence", "checkpoint", "sent"),
 )
 """All stages of a replay, in the order in which they depend on each other."""
+ONLY_DIGESTS = "bits are not promised; only a digest was recorded"
+"""Why a stage is not proven whose bits are others elsewhere, and of which there are no numbers."""
 TensorsOf = Callable[[str, str], torch.Tensor | None]
 """(stage, name) -> a tensor of the stage; None where it is not there."""
 
@@ -135,15 +138,15 @@ def _nearly(
         return None
     numbers = _numbers(stage, sides)
     if numbers is None:
-        why = "bits are not promised; only a digest was recorded"
-        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
     near = compare_stage(
         stage, *numbers, stages=lenient.stages, dtype=lenient.dtype, rate=lenient.learning_rate
     )
     if near.verdict == "differs":
         return None
     why = "" if near.worst is None else f"at most {near.worst.share:.0%} of what it may be off"
-    return StageReplay(stage, Verdict.within, recorded, found, why)
+    tolerance = str(lenient.tolerance(stage))
+    return StageReplay(stage, Verdict.within, recorded, found, why, tolerance=tolerance)
 
 
 def _numbers(stage: str, sides: Sides) -> tuple[Arrays, Arrays] | None:
@@ -170,7 +173,7 @@ def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | Non
         return _tensor_place(stage, sides)
     if stage in sides.values and stage in sides.evidence.values:
         recorded_values, found_values = sides.values[stage], sides.evidence.values[stage]
-        if (at := _token_place(sides.batch, recorded_values, found_values, sample)) is not None:
+        if (at := place_of_token(sides.batch, recorded_values, found_values, sample)) is not None:
             return at
     if sample is not None:
         return _sample_place(sides.batch, sample)
@@ -188,12 +191,21 @@ def _as_stored(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def metrics(step: CommittedStep, found: Json, lenient: Lenient | None = None) -> StageReplay:
+def metrics(
+    step: CommittedStep,
+    found: Json,
+    lenient: Lenient | None = None,
+    owed: Callable[[str], bool] = lambda name: False,
+) -> StageReplay:
     """The stage `metrics`: all that were recorded, but for what the step took of time and memory.
 
-    One that is computed now and was not recorded came with a later release.
+    Args:
+        owed: whether the step must have recorded one that is computed now; else it came with a later release.
     """
     said = {name: value for name, value in step.committed.metrics.items() if not is_spent(name)}
+    if missing := sorted(name for name in found if name not in step.committed.metrics and owed(name)):
+        place = Place(key=missing[0], recorded="none", replayed=_as_stored(found[missing[0]]))
+        return StageReplay("metrics", Verdict.differs, why=place.said(), place=place)
     due = {name: _as_stored(found.get(name)) for name in said}
     digests = digest_json(said), digest_json(due)
     odd = [name for name in said if said[name] != due[name]]
@@ -202,7 +214,9 @@ def metrics(step: CommittedStep, found: Json, lenient: Lenient | None = None) ->
     if lenient is not None:
         far = [name for name in odd if not _metric_near(said[name], due[name], lenient)]
         if not far:
-            return StageReplay("metrics", Verdict.within, *digests)
+            return StageReplay(
+                "metrics", Verdict.within, *digests, tolerance=str(lenient.tolerance("metrics"))
+            )
         odd = far
     first = odd[0]
     both = said[first], due[first]
@@ -228,7 +242,9 @@ def _sample_place(batch: Batch, at: int, **more: object) -> Place:
     return Place(sample=at, turn_id=turn, **named, **more)  # type: ignore[arg-type]
 
 
-def _token_place(batch: Batch, recorded: Singles, found: Singles, sample: int | None) -> Place | None:
+def place_of_token(
+    batch: Batch, recorded: Singles, found: Singles, sample: int | None = None
+) -> Place | None:
     """The first trained token, of a sample if one is named, whose value differs, bit by bit."""
     if recorded.shape != found.shape:
         return Place(key="trained tokens", recorded=str(len(recorded)), replayed=str(len(found)))

@@ -6,7 +6,7 @@ step recorded what it asks of models (`[record] vectors`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -15,8 +15,21 @@ import numpy as np
 import torch
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
-from rollbook.replay.compare import ORDER, Sides, compared, hashes_of, place_in
-from rollbook.replay.verdict import StageReplay, Verdict
+from rollbook.replay.compare import (
+    ONLY_DIGESTS,
+    ORDER,
+    Lenient,
+    Sides,
+    compared,
+    hashes_of,
+    place_in,
+    place_of_token,
+)
+from rollbook.replay.recorded_parts import STAGE as EVIDENCE
+from rollbook.replay.recorded_parts import Due, with_missing
+from rollbook.replay.recorded_parts import evidence as of_parts
+from rollbook.replay.tolerances import compare_stage
+from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned
@@ -63,6 +76,11 @@ class Part:
     def stages(self) -> tuple[str, ...]:
         """The stages from the first to the last."""
         return tuple(ORDER[ORDER.index(self.first) : ORDER.index(self.last) + 1])
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What is said of it: these, and of what the step recorded of their parts."""
+        return self.stages if EVIDENCE in self.stages else (*self.stages, EVIDENCE)
 
 
 def chosen(
@@ -161,13 +179,17 @@ def why_no_losses(plan: StepPlanned, values: Mapping[str, Singles]) -> str | Non
     return None
 
 
-def part_stages(step: CommittedStep, part: Part, asked: Asked) -> dict[str, StageReplay]:
+def part_stages(
+    step: CommittedStep, part: Part, asked: Asked, due: Due, lenient: Lenient | None = None
+) -> dict[str, StageReplay]:
     """Run a part of a step, and compare its stages as far as they were asked for.
 
     Of some samples it is the hashes that are compared: the digest of a stage is of all of them.
 
     Args:
         asked: what gives the batch, and what its passes give.
+        due: what the step must have recorded.
+        lenient: bits are not promised here, so numbers are compared within tolerances.
 
     Raises:
         ReplayError: what it needs was not recorded, or is not in the log.
@@ -186,23 +208,58 @@ def part_stages(step: CommittedStep, part: Part, asked: Asked) -> dict[str, Stag
     sides = Sides(batch, hashes_of(step, None), evidence, asked.values)
     stages = [stage for stage in part.stages if stage in found or stage in evidence.samples]
     if part.samples is None:
-        recorded = step.committed.digests
-        return {stage: compared(stage, recorded.get(stage), found.get(stage), sides) for stage in stages}
-    return {stage: of_some(stage, sorted(part.samples), sides) for stage in stages}
+        said = step.committed.digests
+        judged = {s: compared(s, said.get(s), found.get(s), sides, lenient) for s in stages}
+        judged = with_missing(judged, due)
+        return judged | {EVIDENCE: of_parts(step, sides, judged, due)}
+    return {stage: of_some(stage, sorted(part.samples), sides, lenient) for stage in stages}
 
 
-def of_some(stage: str, samples: Sequence[int], sides: Sides) -> StageReplay:
-    """The verdict on a stage of some samples, by the hashes that the step recorded."""
+def of_some(stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient | None = None) -> StageReplay:
+    """The verdict on a stage of some samples, by the hashes that the step recorded, and by their numbers as
+    far as it recorded these."""
     recorded, found = sides.hashes.samples.get(stage), sides.evidence.samples.get(stage)
     if recorded is None or found is None:
         return StageReplay(stage, Verdict.not_recorded)
+    if recorded.shape != found.shape:
+        place = Place(key="samples", recorded=str(len(recorded)), replayed=str(len(found)))
+        return StageReplay(stage, Verdict.differs, why=place.said(), place=place)
     odd = [at for at in samples if (recorded[at] != found[at]).any()]
     hashes = [of[list(samples)].tobytes().hex() for of in (recorded, found)]
-    if not odd:
+    if odd and lenient is not None and not lenient.tolerance(stage).exact:
+        return _some_nearly(stage, samples, sides, lenient, hashes)
+    places = [place_in(stage, sides, at) for at in odd[:1]] or list(_odd_numbers(stage, samples, sides))
+    if not odd and not places:
         return StageReplay(stage, Verdict.equal, hashes[0], hashes[1])
-    place = place_in(stage, sides, odd[0])
-    why = "" if place is None else place.said()
-    return StageReplay(stage, Verdict.differs, hashes[0], hashes[1], why, place)
+    why = "" if places[0] is None else places[0].said()
+    return StageReplay(stage, Verdict.differs, hashes[0], hashes[1], why, places[0])
+
+
+def _odd_numbers(stage: str, samples: Sequence[int], sides: Sides) -> Iterator[Place]:
+    """Where numbers of samples are others than the step recorded."""
+    before, now = sides.values.get(stage), sides.evidence.values.get(stage)
+    if before is None or now is None:
+        return
+    for at in samples:
+        if (place := place_of_token(sides.batch, before, now, at)) is not None:
+            yield place
+
+
+def _some_nearly(
+    stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient, hashes: Sequence[str]
+) -> StageReplay:
+    """The verdict on a stage of some samples whose bits are others, and not promised."""
+    recorded, found = hashes
+    said, now = sides.values.get(stage), sides.evidence.values.get(stage)
+    if said is None or now is None or said.shape != now.shape:
+        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
+    of = sides.batch.experience
+    both = ({stage: np.concatenate([of.of(one, at) for at in samples])} for one in (said, now))
+    near = compare_stage(stage, *both, stages=lenient.stages, dtype=lenient.dtype)
+    if near.verdict == "differs":
+        return StageReplay(stage, Verdict.differs, recorded, found, str(near.worst or near.unlike))
+    tolerance = str(lenient.tolerance(stage))
+    return StageReplay(stage, Verdict.within, recorded, found, tolerance=tolerance)
 
 
 class Asked(Protocol):

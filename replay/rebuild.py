@@ -10,7 +10,8 @@ from pathlib import Path
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import Start, find_start
-from rollbook.replay.verdict import StepReplay
+from rollbook.replay.verdict import StepReplay, Verdict
+from rollbook.replay.written import STAGES_OF, digests_of
 from rollbook.store import Event, Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import CheckpointWritten
@@ -28,7 +29,8 @@ class Rebuilt:
 
     Attributes:
         proof: of the step that made it; of what came before only that it differs, where it does.
-        path: where it was written to; None where it was not, or differs.
+        proven: whether what came out is the version, by every digest that the step recorded of it.
+        path: where it was written to; None where it was not.
     """
 
     run: str
@@ -36,6 +38,7 @@ class Rebuilt:
     policy_version: int
     weights_digest: str
     proof: StepReplay
+    proven: bool
     path: str | None = None
 
 
@@ -96,7 +99,7 @@ def rebuild(
     proof, held = _run_to(of, start, target, done, trust_parts=trust_parts)
     digest = target.committed.digests["weights"]
     path = None if held is None else _written(log, history, start, target, held, out, restore=restore)
-    return Rebuilt(history.run, history.policy, version, digest, proof, path)
+    return Rebuilt(history.run, history.policy, version, digest, proof, held is not None, path)
 
 
 def _run_to(
@@ -107,7 +110,7 @@ def _run_to(
     *,
     trust_parts: bool,
 ) -> tuple[StepReplay, Checkpoint | None]:
-    """The proof of the step that made a version, and the version; None where something differs."""
+    """The proof of the step that made a version, and the version; None where it is not proven to be it."""
     with Replayer(of, start, trust_parts=trust_parts) as replayer:
         reran: list[int] = []
         for one in (*start.between, target):
@@ -118,7 +121,20 @@ def _run_to(
                 break
         differs = None if found.equal else found.step
         proof = replace(found, reran=reran, differs_at_step=differs)
-        return proof, replayer.state() if proof.bit_for_bit else None
+        made = replayer.state() if _is_proven(proof) else None
+        return proof, made if made is not None and _is_made(made, target) else None
+
+
+def _is_proven(proof: StepReplay) -> bool:
+    """Whether nothing differs, and each stage that a checkpoint holds came out bit for bit."""
+    held = [proof.stages[stage] for stage in STAGES_OF.values() if stage in proof.stages]
+    return proof.equal and "weights" in proof.stages and all(one.verdict == Verdict.equal for one in held)
+
+
+def _is_made(made: Checkpoint, target: CommittedStep) -> bool:
+    """Whether what would be written has the digests that the step recorded."""
+    found, said = digests_of(made), target.committed.digests
+    return all(digest == said.get(STAGES_OF[what]) for what, digest in found.items())
 
 
 def _written(

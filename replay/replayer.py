@@ -12,11 +12,15 @@ from rollbook.replay.claims import judged
 from rollbook.replay.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.partial import OfModel, Part, part_stages
 from rollbook.replay.placed import Placed, made_for, policies, put
+from rollbook.replay.recorded_parts import STAGE as EVIDENCE
+from rollbook.replay.recorded_parts import due_of, evidence, with_missing
 from rollbook.replay.run_log import RunLog
 from rollbook.replay.schedule import schedule
 from rollbook.replay.selection import Selections
 from rollbook.replay.sent import sent, sent_differences
 from rollbook.replay.starts import Start
+from rollbook.replay.training import STAGE as TRAINING
+from rollbook.replay.training import training
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
 from rollbook.replay.written import STAGES_OF, written
 from rollbook.store import Store
@@ -59,6 +63,8 @@ class Replayer:
     last: RerunStep | None = None
     _placed: Placed | None = None
     _before: CommittedStep | None = None
+    _chosen: tuple[int, StageReplay] | None = None
+    """The stage `selection` of the last rollout batch, under the step that begins it."""
     _references: References = field(init=False)
 
     log: Store = field(init=False)
@@ -156,12 +162,17 @@ class Replayer:
         inputs = input_evidence(placed.policy, placed.critic)
         before = self._before or self._earlier(step)
         sides = Sides(batch, hashes_of(step, before), inputs)
-        stages = {s: compared(s, plan.input_digests.get(s), digest, sides) for s, digest in found.items()}
+        said = plan.input_digests
+        lenient = self._lenient(step, said | step.committed.digests, placed)
+        stages = {s: compared(s, said.get(s), digest, sides, lenient) for s, digest in found.items()}
+        due = due_of(self.history, step, self.of.trainings)
+        stages = with_missing(stages, due)
         if self.start.weights_only:
             stages |= self._without_update(stages)
-        stages |= self._claims(step, batch, placed)
-        stages |= part_stages(step, part, OfModel(plan, batch, self._values(step), placed.policy))
-        return self._replay(step, placed, stages, {}, part.stages)
+        stages |= self._claims(step, batch, placed) | {TRAINING: self._training(step)}
+        asked = OfModel(plan, batch, self._values(step), placed.policy)
+        stages |= part_stages(step, part, asked, due, lenient)
+        return self._replay(step, placed, stages, {}, part.shown)
 
     def state(self) -> Checkpoint:
         """What a checkpoint of the version that the last step made would hold."""
@@ -232,9 +243,13 @@ class Replayer:
             for stage in STAGES
             if stage in rerun.recorded or stage in rerun.found
         }
-        found["metrics"] = metrics(step, rerun.metrics, lenient)
+        due = due_of(self.history, step, self.of.trainings)
+        found = with_missing(found, due)
+        found["metrics"] = metrics(step, rerun.metrics, lenient, due.metric)
         if self.start.weights_only:
             found |= self._without_update(found)
+        found[TRAINING] = self._training(step)
+        found[EVIDENCE] = evidence(step, sides, found, due)
         if claims:
             found |= self._claims(step, rerun.batch, placed)
         if checkpoint is not None:
@@ -270,16 +285,24 @@ class Replayer:
         shape, selections = self.start.shape, self.of.selections
         mixture = shape.mixture if step.planned.routing_replay else None
         selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
-        found = {"selection": judged("selection", selections.claim(step))}
-        found["schedule"] = self._schedule(step, batch, placed, selections)
-        return found
+        begun = self.history.beginning(step)
+        if self._chosen is None or self._chosen[0] != begun.planned.step:
+            self._chosen = begun.planned.step, judged("selection", selections.claim(begun))
+        return {
+            "selection": self._chosen[1],
+            "schedule": self._schedule(step, batch, placed, selections),
+        }
+
+    def _training(self, step: CommittedStep) -> StageReplay:
+        return training(self.history, step, self.of.trainings, excerpt=self.of.selections.excerpt)
 
     def _schedule(
         self, step: CommittedStep, batch: Batch, placed: Placed, selections: Selections
     ) -> StageReplay:
         if selections.excerpt and step.planned.schedule is not None:
             return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
-        due = schedule(self.history, step, selections.openings, batch, placed.policy, placed.critic)
+        whole, policies_of = placed.experiences.samples, (placed.policy, placed.critic)
+        due = schedule(self.history, step, selections.openings, batch, whole, *policies_of)
         return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
 
     def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:

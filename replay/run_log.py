@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rollbook.replay.selection import Selections, openings
 from rollbook.replay.sent import Activated, activations
+from rollbook.replay.training import Trainings, trainings
 from rollbook.store import Store, parse_cut
 from rollbook.store.events import StepPlanned, StepVectors, TrajectoryErased
 from rollbook.store.fold.history import History
@@ -46,6 +47,11 @@ class RunLog:
     def activated(self) -> Mapping[int, Sequence[Activated]]:
         """The events that say that an engine serves a version, by version."""
         return activations(self.log, self.history.run, self.history.policy)
+
+    @cached_property
+    def trainings(self) -> Trainings:
+        """The starts of its trainings, and the attempts at steps that each planned."""
+        return trainings(self.log, self.history.run, self.history.policy)
 
     @cached_property
     def vectors(self) -> Mapping[tuple[int, int], Mapping[str, Singles]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollbook.replay.claims import Claim
+from rollbook.store.errors import TrainError
 from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
 from rollbook.train.algorithms.algorithm import Algorithm
@@ -13,6 +14,7 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.data.batch import Batch
 from rollbook.train.data.mini_batches import mini_batches
+from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import recorded_critic
 from rollbook.train.loop.schedule import divided
 from rollbook.train.loop.step import step_seed
@@ -24,6 +26,7 @@ def schedule(
     step: CommittedStep,
     openings: Sequence[Json],
     batch: Batch,
+    whole: Sequence[Sample],
     policy: Policy,
     critic: Policy | None,
 ) -> Claim | None:
@@ -31,7 +34,7 @@ def schedule(
 
     Args:
         openings: the configurations that the run's trainings of the policy were opened with.
-        batch: of the step; policy, critic: any of its training.
+        batch: of the step; whole: the samples of its rollout batch; policy, critic: any of its training.
     """
     plan = step.planned
     if plan.schedule is None:
@@ -44,7 +47,7 @@ def schedule(
         "number": settings["number"],
         "seed": plan.seed,
         "learning_rate": plan.learning_rate,
-        "algorithm": _without_reference(plan.algorithm, algorithm),
+        "algorithm": _keys_of(algorithm),
         "partition": plan.partition,
         "mini_batch": [ref["turn_id"] for ref in plan.samples],
     }
@@ -52,10 +55,14 @@ def schedule(
         "number": number,
         "seed": step_seed(settings["seed"], plan.step),
         "learning_rate": policy.learning_rate(number, settings["steps"]),
-        "algorithm": _algorithm_due(earlier, number, openings, plan, algorithm),
+        "algorithm": _algorithm_due(earlier, number, openings, algorithm),
         "partition": divided(batch.samples, algorithm, settings, parallel.copies(ranks), policy.shape.work),
         "mini_batch": _mini_batch_due(history, plan, algorithm),
     }
+    if plan.rollout_batch is not None:
+        copies = parallel.copies(ranks)
+        said["rollout_batch"] = _without_samples(plan.rollout_batch)
+        due["rollout_batch"] = _rollout_batch_due(history, step, algorithm, whole, copies, policy)
     if critic is not None and plan.critic is not None:
         rate, alone = plan.critic["learning_rate"], plan.critic["alone"]
         said |= {"critic_learning_rate": rate, "critic_alone": alone}
@@ -71,27 +78,62 @@ def schedule(
     return Claim(said, due)
 
 
-def _without_reference(said: Json, algorithm: Algorithm) -> Json:
-    """An algorithm's keys, but for the reference's version where training renews it."""
+def _keys_of(algorithm: Algorithm) -> Json:
+    """An algorithm's keys, but for the reference's version where training renews it.
+
+    Algorithms are compared as they are read, and not as they were written: of a key that the release which
+    took a step did not have, the default is what that release did.
+    """
     dropped = () if algorithm.reference_interval is None else ("reference_version",)
-    return {key: value for key, value in said.items() if key not in dropped}
+    return {key: value for key, value in algorithm.model_dump(mode="json").items() if key not in dropped}
 
 
 def _algorithm_due(
-    earlier: Sequence[CommittedStep],
-    number: int,
-    openings: Sequence[Json],
-    plan: StepPlanned,
-    algorithm: Algorithm,
+    earlier: Sequence[CommittedStep], number: int, openings: Sequence[Json], algorithm: Algorithm
 ) -> Json:
     """The keys of the algorithm that follow the step before, or that the training was opened with."""
     if number:
         before = earlier[number - 1]
-        after = recorded_algorithm(before.planned.algorithm).after(before.committed.metrics)
-        return _without_reference(after.model_dump(mode="json"), algorithm)
-    own = _without_reference(plan.algorithm, algorithm)
-    opened = [_without_reference(config["algorithm"], algorithm) for config in openings]
+        return _keys_of(recorded_algorithm(before.planned.algorithm).after(before.committed.metrics))
+    own = _keys_of(algorithm)
+    opened = [_opened(config["algorithm"]) for config in openings]
     return own if own in opened or not opened else opened[-1]
+
+
+def _opened(said: Json) -> Json:
+    """The keys of an algorithm that a training was opened with; of one that cannot be read here, as it was
+    written."""
+    try:
+        return _keys_of(recorded_algorithm(said))
+    except TrainError:
+        return said
+
+
+def _without_samples(batch: Json) -> Json:
+    return {key: value for key, value in batch.items() if key != "samples"}
+
+
+def _rollout_batch_due(
+    history: History,
+    step: CommittedStep,
+    algorithm: Algorithm,
+    whole: Sequence[Sample],
+    copies: int,
+    policy: Policy,
+) -> Json:
+    """What a manifest must say of its rollout batch, beside its samples and which of its parts it takes.
+
+    Of one that was scored as it came nothing says in which parts but the manifest itself.
+    """
+    batch, settings = step.planned.rollout_batch, step.planned.schedule
+    assert batch is not None
+    assert settings is not None
+    first = history.beginning(step).planned.step
+    parts = mini_batches(len(whole), algorithm.demand, step_seed(settings["seed"], first))
+    said = _without_samples(batch) | {"first_step": first, "steps": len(parts)}
+    if "samples" in batch and "iterations" not in batch:
+        said["partition"] = divided(whole, algorithm, settings, copies, policy.shape.work)
+    return said
 
 
 def _mini_batch_due(history: History, plan: StepPlanned, algorithm: Algorithm) -> list[str]:
@@ -102,5 +144,6 @@ def _mini_batch_due(history: History, plan: StepPlanned, algorithm: Algorithm) -
     whole = history.batch_of(plan)
     assert plan.schedule is not None
     seed = step_seed(plan.schedule["seed"], batch["first_step"])
-    part = mini_batches(len(whole), algorithm.demand, seed)[batch["number"]]
+    parts = mini_batches(len(whole), algorithm.demand, seed)
+    part = parts[batch["number"]] if 0 <= batch["number"] < len(parts) else []
     return [whole[i]["turn_id"] for i in part]

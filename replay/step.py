@@ -12,9 +12,12 @@ from rollbook.replay.claims import judged
 from rollbook.replay.manifest import checked
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
 from rollbook.replay.placed import promised
+from rollbook.replay.recorded_parts import due_of
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.run_log import RunLog, recorded_vectors
 from rollbook.replay.starts import Start, find_start
+from rollbook.replay.training import STAGE as TRAINING
+from rollbook.replay.training import training
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError
@@ -93,7 +96,7 @@ def _run_to(
         if not found.equal:
             break
     if part is not None and found.step == step:
-        wanted = {stage: found.stages[stage] for stage in part.stages if stage in found.stages}
+        wanted = {stage: found.stages[stage] for stage in part.shown if stage in found.stages}
         found = replace(found, stages=wanted)
     differs = None if found.equal else found.step
     return replace(found, step=step, reran=reran, differs_at_step=differs)
@@ -107,11 +110,16 @@ def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)
     limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
-    selections = RunLog(log, history).selections
+    of = RunLog(log, history)
+    selections = of.selections
     selections.limits = limits or UNLIMITED
-    stages = {"selection": judged("selection", selections.claim(step))}
-    stages |= part_stages(step, part, OfLog(plan, batch, values))
-    return StepReplay(
+    due = due_of(history, step, of.trainings)
+    stages = {
+        "selection": judged("selection", selections.claim(history.beginning(step))),
+        TRAINING: training(history, step, of.trainings, excerpt=selections.excerpt),
+        **part_stages(step, part, OfLog(plan, batch, values), due),
+    }
+    found = StepReplay(
         run=history.run,
         step=plan.step,
         attempt=plan.attempt,
@@ -120,10 +128,11 @@ def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -
         from_version=None,
         weights_only=False,
         reran=[],
-        stages={stage: stages[stage] for stage in part.stages if stage in stages},
+        stages={stage: stages[stage] for stage in part.shown if stage in stages},
         metrics={},
         late=late_rewards(log, history, step),
     )
+    return found if found.equal else replace(found, differs_at_step=plan.step)
 
 
 def _shape(log: Store, history: History) -> ModelShape | None:

@@ -53,6 +53,11 @@ class Tolerance:
         """Whether nothing but the same bits will do."""
         return not (self.rtol or self.atol or self.of_largest or self.of_rate)
 
+    def __str__(self) -> str:
+        terms = {"rate": self.of_rate, "largest": self.of_largest, "own": self.rtol}
+        parts = [f"{name} x {share:g}" for name, share in terms.items() if share]
+        return " + ".join([*parts, f"{self.atol:g}"] if self.atol else parts)
+
 
 _KEPT = Tolerance("kept: by the log, a checkpoint or the step before")
 _PURE = Tolerance(

@@ -25,6 +25,20 @@ class Verdict(StrEnum):
 PROVEN = (Verdict.equal, Verdict.within)
 
 
+class Outcome(StrEnum):
+    """What a replay says of a step."""
+
+    bits = "bit for bit"
+    """All that was recorded was compared, and came out bit for bit."""
+    within = "equal within"
+    """All was compared; some of it is not the same bits, and within its tolerance."""
+    part = "in part"
+    """What was compared is as recorded, and not everything was."""
+    nothing = "not proven"
+    """Nothing of it could be compared."""
+    differs = "differs"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a stage begins to differ, as far as the step's records say; None where they do not.
@@ -74,6 +88,7 @@ class StageReplay:
 
     Attributes:
         why: it differs or is not proven, where that is known.
+        tolerance: of one that is `equal within` it.
     """
 
     stage: str
@@ -82,6 +97,7 @@ class StageReplay:
     replayed: str | None = None
     why: str = ""
     place: Place | None = None
+    tolerance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +145,35 @@ class StepReplay:
 
     @property
     def bit_for_bit(self) -> bool:
-        """Whether every stage that could be proven came out as recorded."""
-        return all(one.verdict not in (Verdict.differs, Verdict.within) for one in self.stages.values())
+        """Whether all that was recorded was compared and came out bit for bit, its new weights with it."""
+        compared = self.named(Verdict.equal)
+        rest = self.named(Verdict.not_recorded)
+        return bool(compared) and len(compared) + len(rest) == len(self.stages) and "weights" not in rest
+
+    @property
+    def exact(self) -> bool:
+        """Whether what was compared came out bit for bit; there may be more that was not."""
+        return bool(self.named(Verdict.equal)) and not self.named(Verdict.differs, Verdict.within)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What it comes to."""
+        if not self.equal:
+            return Outcome.differs
+        if self.bit_for_bit:
+            return Outcome.bits
+        if not self.named(*PROVEN):
+            return Outcome.nothing
+        return Outcome.part if self.unproven or "weights" in self.unrecorded else Outcome.within
+
+    def named(self, *verdicts: Verdict) -> list[str]:
+        """The stages of these verdicts, in order."""
+        return [name for name, one in self.stages.items() if one.verdict in verdicts]
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Stages that the step did not record."""
+        return self.named(Verdict.not_recorded)
 
     @property
     def equal(self) -> bool:

@@ -41,7 +41,7 @@ def written(
         except (ModelError, OutsideError, OSError) as error:
             found = found or _unreadable(log, record, str(error))
             continue
-        there = _digests(held)
+        there = digests_of(held)
         due = {what: step.get(stage) for what, stage in STAGES_OF.items() if what in there}
         due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
         digests = digest_json(due), digest_json(there)
@@ -53,7 +53,8 @@ def written(
     return found, None
 
 
-def _digests(held: Checkpoint) -> Json:
+def digests_of(held: Checkpoint) -> Json:
+    """What a checkpoint holds -> its digest."""
     all_of: dict[str, Tensors | None] = {
         "weights": held.weights,
         "optimizer": held.optimizer,

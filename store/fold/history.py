@@ -145,6 +145,15 @@ class History:
             if (batch := step.planned.rollout_batch) is not None and batch["first_step"] == last["first_step"]
         ]
 
+    def beginning(self, step: CommittedStep) -> CommittedStep:
+        """The first committed step on a step's rollout batch, whose manifest names all of its samples."""
+        batch = step.planned.rollout_batch
+        if batch is None or "samples" in batch:
+            return step
+        same = (other for _, other in sorted(self.steps.items()) if other.planned.rollout_batch is not None)
+        begun = (o for o in same if (o.planned.rollout_batch or {})["first_step"] == batch["first_step"])
+        return next(begun, step)
+
     def batch_of(self, plan: StepPlanned) -> list[Json]:
         """References to the samples of the whole rollout batch that a committed step is taken on."""
         batch = plan.rollout_batch

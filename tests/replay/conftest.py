@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
+from rollbook.store.events import RunOpened, StepPlanned
 from rollbook.store.events.batches import encode, to_batch
 from rollbook.store.events.codec import decode
 from rollbook.store.events.row import row_of
@@ -134,6 +135,18 @@ def _edit_event(log: Store, kind: str, change: Callable[[Any], Any], **where: An
     assert sum(changed.values()) == 1, f"{kind} {where}: {changed}"
 
 
+def _edit_environment(log: Store, **changes: Any) -> None:
+    """Have all trainings and their steps recorded in another environment."""
+
+    def one(event: Event) -> Any:
+        record = event.record
+        if not isinstance(record, RunOpened | StepPlanned):
+            return None
+        return replace(record, environment=record.environment | changes)
+
+    assert sum(_rewrite(log, lane, one) for lane in log.lanes())
+
+
 def _edit_checkpoint(log: Store, version: int, what: str) -> None:
     """Change one number of a checkpoint's weights or optimizer, and its manifest to fit."""
     folder = log.path / f"checkpoints/demo/actor/v{version:08d}"
@@ -150,4 +163,6 @@ def _edit_checkpoint(log: Store, version: int, what: str) -> None:
 @pytest.fixture(scope="session")
 def tamper() -> Any:
     """Ways to change a store so that every checksum still holds."""
-    return SimpleNamespace(rewrite=_rewrite, event=_edit_event, checkpoint=_edit_checkpoint)
+    return SimpleNamespace(
+        rewrite=_rewrite, event=_edit_event, environment=_edit_environment, checkpoint=_edit_checkpoint
+    )

@@ -57,7 +57,8 @@ def test_up_to_the_losses_by_the_log_alone(with_vectors: Store) -> None:
     result = replay_step(with_vectors, GRPO_STEP, part=Part(model=False))
     assert result.from_version is None
     assert list(result.stages) == [
-        *("selection", "samples", "old_logprobs", "rewards", "advantages", "logprobs", "losses")
+        *("training", "selection", "samples", "old_logprobs", "rewards", "advantages"),
+        *("logprobs", "losses", "evidence"),
     ]
     assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
 
@@ -151,6 +152,7 @@ def test_from_one_stage_to_another(trained: Stores, cli: Any) -> None:
     """Only these are shown and judged; beyond the passes all of the step is run."""
     log = trained()
     for last, expected in (("rewards", ["samples", "old_logprobs", "rewards"]), ("samples", ["samples"])):
+        expected = [*expected, "evidence"]
         code, out, _ = cli(
             "replay", "step", 11, "--store", log.path, "--from", "samples", "--to", last, "--json"
         )
@@ -158,7 +160,7 @@ def test_from_one_stage_to_another(trained: Stores, cli: Any) -> None:
     code, out, _ = cli("replay", "step", 11, "--store", log.path, "--from", "gradients", "--json")
     assert (code, list(orjson.loads(out)["stages"])) == (
         0,
-        ["gradients", "optimizer", "weights", "metrics", "checkpoint"],
+        ["gradients", "optimizer", "weights", "metrics", "evidence", "checkpoint"],
     )
 
 
@@ -166,7 +168,7 @@ def test_what_is_not_there_is_said(trained: Stores, cli: Any) -> None:
     """Unknown stages, samples, groups and micro-batches; what only a model gives; what is of all samples."""
     log = trained()
     for options, said in (
-        (("--to", "weight"), "there is no stage 'weight'; there are input_weights"),
+        (("--to", "weight"), "there is no stage 'weight'; there are training, input_weights"),
         (("--sample", "99"), "step 11 has no sample '99'"),
         (("--group", "nobody"), "no sample of group 'nobody': its groups are g"),
         (("--micro-batch", "9"), "no micro-batch 9: it has"),

@@ -161,6 +161,55 @@ def test_what_cannot_be_rebuilt(trained: Stores, tamper: Any, cli: Any, tmp_path
     assert not (tmp_path / "v7").exists()
 
 
+@pytest.mark.parametrize("stage", ["weights", "optimizer"])
+def test_a_version_that_is_not_proven_is_not_written(
+    trained: Stores, tamper: Any, cli: Any, tmp_path: Path, stage: str
+) -> None:
+    """Recorded in another environment, and with another digest: bits are not promised, so that nothing
+    differs, and what comes out is not the version. It is not written, nor restored; exit code 3."""
+    log = trained()
+    tamper.environment(log, processor="abacus")
+    tamper.event(log, "step.committed", lambda r: replace(r, digests=r.digests | {stage: "0" * 64}), step=6)
+    held = sorted(log.path.glob("checkpoints/*/*/*"))
+    for how in (("-o", tmp_path / "v7"), ("--restore",), ("--json",)):
+        code, out, _ = cli("replay", "weights", 7, "--store", log.path, *how)
+        assert code == 3, out
+        assert ("each bit for bit" in out, "rollbook.json" in out) == (False, False)
+    values = orjson.loads(out)
+    assert (values["proven"], values["path"], values["proof"]["outcome"]) == (False, None, "in part")
+    assert values["proof"]["not_compared"]["not proven"] == [stage]
+    assert not (tmp_path / "v7").exists()
+    assert sorted(log.path.glob("checkpoints/*/*/*")) == held
+    said = " ".join(cli("replay", "weights", 7, "--store", log.path, "--restore")[1].split())
+    assert "step 6: equal in part: bit for bit in training to" in said
+    assert "version 7 of policy actor is not proven and nothing was written" in said
+    assert cli("replay", "weights", 6, "--store", log.path, "-o", tmp_path / "v6")[0] == 0
+
+
+def test_what_was_not_compared_is_said(trained: Stores, tamper: Any, cli: Any) -> None:
+    """Of a stretch, on a machine that makes no promise, whose steps have other digests of their passes:
+    nothing is called equal within a tolerance that was not compared. Exit code 3."""
+    log = trained()
+    tamper.environment(log, processor="abacus")
+    passes = ("logprobs", "losses", "gradients")
+
+    def otherwise(event: Any) -> Any:
+        record = event.record
+        if event.kind != "step.committed":
+            return None
+        return replace(record, digests=record.digests | dict.fromkeys(passes, "0" * 64))
+
+    assert tamper.rewrite(log, "train", otherwise) == 12
+    code, out, _ = cli("replay", "run", "--store", log.path, "--from", 5, "--to", 6)
+    said = " ".join(out.split())
+    assert (code, "steps 5 to 6: equal in part: bit for bit in training to advantages" in said) == (3, True)
+    assert "not compared: logprobs to gradients" in said
+    assert "within" not in said
+    values = orjson.loads(cli("replay", "run", "--store", log.path, "--from", 5, "--to", 6, "--json")[1])
+    assert [one["verdict"] for one in values["steps"]] == ["in part", "in part"]
+    assert {tuple(one["not_compared"]["not proven"]) for one in values["steps"]} == {passes}
+
+
 # The first bad step -------------------------------------------------------------------------------
 
 

@@ -137,9 +137,9 @@ def test_one_number_of_a_checkpoint(
     [
         (lambda p: replace(p, learning_rate=p.learning_rate * 1.0001), "schedule"),
         (lambda p: replace(p, seed=p.seed + 1), "rng"),
-        (lambda p: replace(p, optimizer=p.optimizer | {"betas": [0.9, 0.96]}), "optimizer"),
-        (lambda p: replace(p, optimizer=p.optimizer | {"clip_grad": 1e-3}), "optimizer"),
-        (lambda p: replace(p, optimizer=p.optimizer | {"weight_decay": 0.5}), "weights"),
+        (lambda p: replace(p, optimizer=p.optimizer | {"betas": [0.9, 0.96]}), "training"),
+        (lambda p: replace(p, optimizer=p.optimizer | {"clip_grad": 1e-3}), "training"),
+        (lambda p: replace(p, optimizer=p.optimizer | {"weight_decay": 0.5}), "training"),
         (lambda p: replace(p, samples=p.samples[::-1]), "selection"),
         (lambda p: replace(p, partition=[[list(range(12))]]), "schedule"),
         (lambda p: replace(p, algorithm=p.algorithm | {"std_epsilon": 1e-3}), "schedule"),
@@ -184,12 +184,7 @@ def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any
 def test_another_environment_is_told(trained: Stores, tamper: Any) -> None:
     """A recorded environment that is not this one is listed with both values."""
     log = trained()
-    tamper.event(
-        log,
-        "step.planned",
-        lambda p: replace(p, environment=p.environment | {"processor": "abacus"}),
-        step=8,
-    )
+    tamper.environment(log, processor="abacus")
     result = replay_step(log, 8)
     assert result.bit_for_bit
     assert [line.partition(", here")[0] for line in result.environment] == ["processor: recorded 'abacus'"]

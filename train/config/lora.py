@@ -56,8 +56,8 @@ class LoraTraining:
 
 def recorded_lora(said: Json) -> LoraTraining:
     """The training of which a manifest says this."""
-    config = {key: said[key] for key in LoraConfig.model_fields}
-    targets = config.pop("targets")
+    config = {key: said[key] for key in LoraConfig.model_fields if key in said}
+    targets = config.pop("targets", None)
     return LoraTraining(
         LoraConfig(**config, targets=None if targets is None else tuple(targets)),
         int(said["seed"]),

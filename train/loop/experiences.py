@@ -49,6 +49,11 @@ class Experiences:
         self._places: dict[str, list[int]] = {}
         """Leaf turn -> the places of its sample in the rollout batch."""
 
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Those of the rollout batch in hand, in order."""
+        return () if self._held is None else self._held.samples
+
     def input_digests(self, algorithm: Algorithm, seed: int) -> Json:
         """Seed the generators and digest what a step starts from.
 

@@ -37,6 +37,13 @@ def _steps_before(config: TrainConfig, before: RunOpened | None) -> int | None:
     if before is None:
         return None
     decides = {key: value for key, value in config.as_json().items() if key not in FREE}
-    same = all(before.config.get(key, value) == value for key, value in decides.items())
+    same = all(_is_same(before.config.get(key, value), value) for key, value in decides.items())
     steps = before.config.get("steps")
     return steps if same and isinstance(steps, int) else None
+
+
+def _is_same(before: object, now: object) -> bool:
+    """Whether a value, or each key of a table that there was then, is the same."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(before.get(key, value) == value for key, value in now.items())
+    return before == now

@@ -13,7 +13,8 @@ from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.replay.partial import Part
 from rollbook.replay.step import replay_step
-from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
+from rollbook.replay.summary import compared, summary
+from rollbook.replay.verdict import Outcome, StageReplay, StepReplay, Verdict
 from rollbook.store import Store
 from rollbook.train.loop.promise import Promise
 
@@ -39,7 +40,7 @@ def replay_command(
     part: Part | None,
     as_json: bool,
 ) -> int:
-    """Replay a step and print the comparison; the exit code, 0 if no stage differs and 1 if one does."""
+    """Replay a step and print the comparison; the exit code."""
     with of_run(log, run):
         how = {"trust_parts": trust_parts, "one_rank": one_rank}
         say = (lambda promise: None) if as_json else _say_promise
@@ -49,7 +50,16 @@ def replay_command(
         print_json(described(result))
     else:
         show(Console(), result)
-    return 0 if result.equal else 1
+    return exit_code([result])
+
+
+def exit_code(results: Iterable[StepReplay | None]) -> int:
+    """0: all of these is as recorded; 1: something differs; 3: nothing does of what was compared, but not
+    everything was. None is a step of which nothing was."""
+    outcomes = {Outcome.nothing if one is None else one.outcome for one in results}
+    if Outcome.differs in outcomes:
+        return 1
+    return 0 if outcomes <= {Outcome.bits, Outcome.within} else 3
 
 
 def _say_promise(promise: Promise) -> None:
@@ -70,6 +80,7 @@ def described(result: StepReplay) -> dict[str, object]:
         "equal": result.equal,
         "differs_in": result.differs_in,
         "as_far_as": result.as_far_as,
+        **compared(result),
     }
 
 
@@ -95,8 +106,11 @@ def stage_table(stages: Iterable[StageReplay]) -> Table:
         table.add_column(name, overflow="fold")
     for one in stages:
         mark = Text(str(one.verdict), COLOURS[one.verdict])
-        if one.why:
-            mark.append(f": {one.why}", "default")
+        why = [one.why] if one.why else []
+        if one.tolerance:
+            why.append(f"tolerance {one.tolerance}")
+        if why:
+            mark.append(f": {'; '.join(why)}", "default")
         table.add_row(one.stage, (one.recorded or "")[:16], (one.replayed or "")[:16], mark)
     return table
 
@@ -120,11 +134,6 @@ def _tell_verdict(console: Console, result: StepReplay) -> None:
         where = f", first at step {at} in stage "
         console.tell(f"step {result.step}: ", ("differs", "bold red"), where, (first.stage, "bold"))
         return
-    if result.as_far_as is None:
-        console.tell(f"step {result.step}: ", ("nothing of it can be proven here", "bold yellow"))
-    else:
-        verdict = "bit for bit" if result.bit_for_bit else "equal within tolerances"
-        part = "" if result.whole else f" as far as {result.as_far_as}"
-        console.tell(f"step {result.step}: ", (verdict, "bold green"), part)
-    if open_ones := [one.stage for one in result.unproven]:
-        console.tell(("not proven", "yellow"), f" {', '.join(open_ones)}")
+    said, sep, rest = summary(result).partition(": ")
+    colour = "bold green" if exit_code([result]) == 0 else "bold yellow"
+    console.tell(f"step {result.step}: ", (said, colour), sep + rest)

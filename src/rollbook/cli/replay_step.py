@@ -65,7 +65,8 @@ def replay_step(
     With --recipe, --set or --rescore the step is also taken by that rule, and
     the two are shown side by side: `rollbook replay what-if` says more.
 
-    Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
+    Exit codes: 0 all is as recorded, 1 something differs, 2 it cannot be
+    replayed, 3 nothing differs of what was compared, but not everything was.
     """
     from rollbook import store as stores
     from rollbook.cli.replay import replay_command

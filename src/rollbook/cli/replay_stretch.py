@@ -37,10 +37,12 @@ def replay_run(
     its stages compared. A segment ends at its first difference, since what
     follows starts from it; the next begins at its own checkpoint.
 
-    Exit codes: 0 nothing differs, 1 something does, 2 no step can be replayed.
+    Exit codes: 0 all is as recorded, 1 something differs, 2 no step can be
+    replayed, 3 nothing differs of what was compared, but not everything was.
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
+    from rollbook.cli.replay import exit_code
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch import history_of, prove_stretch
 
@@ -61,7 +63,7 @@ def replay_run(
         _show_steps(console, found.steps)
     if all(one.replay is None for one in found.steps):
         raise typer.Exit(2)
-    raise typer.Exit(0 if found.equal else 1)
+    raise typer.Exit(1 if found.broken else exit_code(one.replay for one in found.steps))
 
 
 def replay_weights(
@@ -84,11 +86,14 @@ def replay_weights(
     the committed steps since, run again. So checkpoints between may be removed
     (checkpoint.keep_last of a CONFIG) and had again.
 
-    Exit codes: 0 it is the version, 1 a step on the way differs, 2 it cannot be rebuilt.
+    Nothing is written unless all digests of the version's step are proven equal.
+
+    Exit codes: 0 it is the version, 1 a step on the way differs, 2 it cannot be
+    rebuilt, 3 nothing differs, but that it is the version is not proven here.
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
-    from rollbook.cli.replay import described
+    from rollbook.cli.replay import described, exit_code
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.rebuild import rebuild, steps_to
     from rollbook.replay.stretch import history_of
@@ -101,7 +106,7 @@ def replay_weights(
     proof, console = found.proof, Console()
     if json:
         print_json(asdict(found) | {"proof": described(proof)})
-    elif proof.bit_for_bit:
+    elif found.proven:
         ran = len(proof.reran)
         console.print(
             f"version {version} of policy {policy}, run {found.run}: from the checkpoint of version "
@@ -112,7 +117,10 @@ def replay_weights(
             console.print(f"written to {found.path}", soft_wrap=True)
     else:
         _show_steps(console, _as_steps([proof]))
-    raise typer.Exit(0 if proof.bit_for_bit else 1)
+        if proof.equal:
+            where = " and nothing was written" if out is not None or restore else ""
+            console.tell(f"version {version} of policy {policy} is ", ("not proven", "bold yellow"), where)
+    raise typer.Exit(0 if found.proven else exit_code([proof]) or 3)
 
 
 def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[int, int]:
@@ -128,23 +136,17 @@ def _as_steps(replays: list[StepReplay]) -> list[ProvenStep]:
 def _described(steps: list[ProvenStep], broken: list[Break]) -> dict[str, Any]:
     """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
     from rollbook.cli.replay import described
+    from rollbook.replay.summary import compared
 
     def one(step: ProvenStep) -> dict[str, Any]:
         replay = step.replay
         if replay is None:
             return {"step": step.step, "verdict": "not proven", "why": step.why}
         if replay.equal:
-            unproven = [stage.stage for stage in replay.unproven]
-            return {"step": step.step, "verdict": _verdict(replay), "not_proven": unproven}
+            return {"step": step.step, "verdict": str(replay.outcome), **compared(replay)}
         return {"step": step.step, "verdict": "differs", "replay": described(replay)}
 
     return {"broken": [asdict(b) for b in broken], "steps": [one(step) for step in steps]}
-
-
-def _verdict(replay: StepReplay) -> str:
-    if not replay.equal:
-        return "differs"
-    return "bit for bit" if replay.bit_for_bit else "equal within"
 
 
 def show_breaks(console: Console, broken: list[Break]) -> None:
@@ -161,15 +163,25 @@ def _show_steps(console: Console, steps: list[ProvenStep]) -> None:
     """A line for each run of steps of the same verdict, and for each that differs."""
     lines: list[tuple[int, int, str, str]] = []
     for one in steps:
-        verdict = "not proven" if one.replay is None else _verdict(one.replay)
-        why = one.why
-        if one.replay is not None and (first := one.replay.first_difference) is not None:
-            why = f"first in stage {first.stage}" + (f": {first.why}" if first.why else "")
+        verdict, why = _said(one)
         if lines and lines[-1][2:] == (verdict, why) and lines[-1][1] + 1 == one.step:
             lines[-1] = (lines[-1][0], one.step, verdict, why)
         else:
             lines.append((one.step, one.step, verdict, why))
-    colours = {"differs": "bold red", "not proven": "yellow"}
+    colours = {"differs": "bold red", "not proven": "yellow", "equal in part": "yellow"}
     for start, end, verdict, why in lines:
         named = f"step {start}" if start == end else f"steps {start} to {end}"
-        console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), f" {why}" if why else "")
+        more = why if why.startswith(":") else f" {why}" if why else ""
+        console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), more)
+
+
+def _said(one: ProvenStep) -> tuple[str, str]:
+    """What is said of a step of a stretch, and more about it."""
+    from rollbook.replay.summary import summary
+
+    if one.replay is None:
+        return "not proven", one.why
+    if (first := one.replay.first_difference) is not None:
+        return "differs", f"first in stage {first.stage}" + (f": {first.why}" if first.why else "")
+    said, sep, rest = summary(one.replay).partition(":")
+    return said, sep + rest
