@@ -30,6 +30,7 @@ class Rebuilt:
     Attributes:
         proof: of the step that made it; of what came before only that it differs, where it does.
         proven: whether what came out is the version, by every digest that the step recorded of it.
+        bits: whether all of each step on the way came out bit for bit.
         path: where it was written to; None where it was not.
     """
 
@@ -39,6 +40,7 @@ class Rebuilt:
     weights_digest: str
     proof: StepReplay
     proven: bool
+    bits: bool
     path: str | None = None
 
 
@@ -96,10 +98,10 @@ def rebuild(
             f"version {version} cannot be rebuilt: the only checkpoint before it, of version "
             f"{start.record.policy_version}, has no optimizer state; {'; '.join(start.passed_over)}"
         )
-    proof, held = _run_to(of, start, target, done, trust_parts=trust_parts)
-    digest = target.committed.digests["weights"]
+    proof, bits, held = _run_to(of, start, target, done, trust_parts=trust_parts)
+    digest = target.committed.digests.get("weights", "")
     path = None if held is None else _written(log, history, start, target, held, out, restore=restore)
-    return Rebuilt(history.run, history.policy, version, digest, proof, held is not None, path)
+    return Rebuilt(history.run, history.policy, version, digest, proof, held is not None, bits, path)
 
 
 def _run_to(
@@ -109,20 +111,22 @@ def _run_to(
     done: Callable[[int], None],
     *,
     trust_parts: bool,
-) -> tuple[StepReplay, Checkpoint | None]:
-    """The proof of the step that made a version, and the version; None where it is not proven to be it."""
+) -> tuple[StepReplay, bool, Checkpoint | None]:
+    """The proof of the step that made a version, whether all steps came out bit for bit, and the version;
+    None where it is not proven to be it."""
     with Replayer(of, start, trust_parts=trust_parts) as replayer:
-        reran: list[int] = []
+        reran, bits = list[int](), True
         for one in (*start.between, target):
             found = replayer.run(one, claims=False)
             reran.append(one.planned.step)
             done(1)
+            bits = bits and found.bit_for_bit
             if not found.equal:
                 break
         differs = None if found.equal else found.step
         proof = replace(found, reran=reran, differs_at_step=differs)
         made = replayer.state() if _is_proven(proof) else None
-        return proof, made if made is not None and _is_made(made, target) else None
+        return proof, bits, made if made is not None and _is_made(made, target) else None
 
 
 def _is_proven(proof: StepReplay) -> bool:

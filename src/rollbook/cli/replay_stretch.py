@@ -12,6 +12,7 @@ from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 
 if TYPE_CHECKING:
     from rollbook.cli.terminal import Console
+    from rollbook.replay.rebuild import Rebuilt
     from rollbook.replay.stretch import Break, ProvenStep
     from rollbook.replay.verdict import StepReplay
 
@@ -63,7 +64,7 @@ def replay_run(
         _show_steps(console, found.steps)
     if all(one.replay is None for one in found.steps):
         raise typer.Exit(2)
-    raise typer.Exit(1 if found.broken else exit_code(one.replay for one in found.steps))
+    raise typer.Exit(exit_code(one.replay for one in found.steps) if found.equal else 1)
 
 
 def replay_weights(
@@ -103,24 +104,35 @@ def replay_weights(
     steps = steps_to(log, history, version)
     with progress("running steps again", steps, shown=not json) as advance:
         found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
-    proof, console = found.proof, Console()
     if json:
-        print_json(asdict(found) | {"proof": described(proof)})
-    elif found.proven:
-        ran = len(proof.reran)
-        console.print(
-            f"version {version} of policy {policy}, run {found.run}: from the checkpoint of version "
-            f"{proof.from_version}, {ran} step{'s' * (ran != 1)} run again, each bit for bit"
-        )
-        console.print(f"weights {found.weights_digest}", soft_wrap=True)
-        if found.path is not None:
-            console.print(f"written to {found.path}", soft_wrap=True)
+        print_json(asdict(found) | {"proof": described(found.proof)})
     else:
+        _show_rebuilt(Console(), found, asked=out is not None or restore)
+    raise typer.Exit(0 if found.proven else exit_code([found.proof]) or 3)
+
+
+def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
+    """Print a version that was rebuilt, or what it is not.
+
+    Args:
+        asked: whether it was to be written.
+    """
+    proof, which = found.proof, f"version {found.policy_version} of policy {found.policy}"
+    if not found.proven:
         _show_steps(console, _as_steps([proof]))
         if proof.equal:
-            where = " and nothing was written" if out is not None or restore else ""
-            console.tell(f"version {version} of policy {policy} is ", ("not proven", "bold yellow"), where)
-    raise typer.Exit(0 if found.proven else exit_code([proof]) or 3)
+            where = " and nothing was written" if asked else ""
+            console.tell(f"{which} is ", ("not proven", "bold yellow"), where)
+        return
+    steps = len(proof.reran)
+    how = "each bit for bit" if found.bits else "and its weights are the recorded bits"
+    console.print(
+        f"{which}, run {found.run}: from the checkpoint of version {proof.from_version}, {steps} "
+        f"step{'s' * (steps != 1)} run again, {how}"
+    )
+    console.print(f"weights {found.weights_digest}", soft_wrap=True)
+    if found.path is not None:
+        console.print(f"written to {found.path}", soft_wrap=True)
 
 
 def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[int, int]:
