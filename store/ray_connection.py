@@ -58,7 +58,7 @@ def connect(namespace: str | None = None) -> Callable[[], None] | None:
         leave = _joined(ray, namespace)
     except ConfigError:
         raise
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # so Ray says that a node did not start in time
         lines = [f"  {line.strip()}" for line in str(error).splitlines() if line.strip()]
         raise ConnectionError("Ray cannot be reached or started:\n" + "\n".join(lines)) from error
     atexit.register(leave)

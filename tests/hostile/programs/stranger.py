@@ -76,7 +76,7 @@ def main() -> None:
 
     def told(line: str) -> None:
         host, port = line.split()
-        print(line.strip(), attack(host, int(port), harm), flush=True)
+        print(f"{host} {port} {attack(host, int(port), harm)}\n", end="", flush=True)  # as one piece
 
     with ThreadPoolExecutor(8) as pool:
         for line in sys.stdin:
