@@ -23,9 +23,10 @@ from rollbook import store
 from rollbook.bench.processes import BenchError
 from rollbook.replay import first_bad, run_log
 from rollbook.replay import step as steps
+from rollbook.replay.attempts import drops_of
 from rollbook.replay.partial import Part
 from rollbook.replay.run_log import RunLog, recorded_vectors
-from rollbook.replay.selection import Selections, drops_of, openings
+from rollbook.replay.selection import Selections, openings
 from rollbook.replay.sent import activations
 from rollbook.replay.starts import find_start
 from rollbook.replay.step import history_with, late_rewards, replay_step

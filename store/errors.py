@@ -129,8 +129,13 @@ class RequestError(RollbookError):
 class EndingError(RequestError):
     """A request that the process it came to does not answer any more, as that ends: 503, to be sent again."""
 
-    def __init__(self, *_: object) -> None:
-        super().__init__(503, "proxy_ends", "this proxy is ending: try again, as another one takes its place")
+    def __init__(
+        self,
+        status: int = 503,
+        code: str = "proxy_ends",
+        message: str = "this proxy is ending: try again, as another one takes its place",
+    ) -> None:
+        super().__init__(status, code, message)
 
 
 class LimitError(RequestError):

@@ -52,7 +52,8 @@ def run_verify(path: Path, weights: bool, as_json: bool) -> int:
     else:
         _print(log.path, found)
         _print_incomplete(incomplete)
-        _print_weights(log, of_weights)
+        if not damaged:
+            _print_weights(log, of_weights)
     return 1 if damaged or incomplete or (of_weights and of_weights.faults) else 0
 
 
