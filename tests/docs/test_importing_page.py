@@ -83,10 +83,11 @@ def test_ranks_that_follow_import_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     from rollbook.train.megatron import ranks
 
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    launched["ROLLBOOK_RANKS_SECRET"] = "a text that nobody guesses, of some length"
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     followed: list[object] = []
-    monkeypatch.setattr(ranks, "follow_at", followed.append)
+    monkeypatch.setattr(ranks, "follow_at", lambda *place: followed.append(place))
     (tmp_path / "sft.toml").write_text(SFT.format(steps=1))
     config = load_config(tmp_path / "sft.toml", [])
     run_train(

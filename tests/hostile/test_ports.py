@@ -255,7 +255,8 @@ def test_ranks(fabric: Any, recorded: Store, watched: Watched) -> None:
     done = _training(fabric, recorded, watched.folder, base=fabric.GRPO, **changes)
     code = watched.run("train", "train.toml", "--store", "runs", "--ranks", 2)
     assert "is not signed by a rank of this training" in watched.said
-    assert (watched.outside, code) == (set(), 2)
+    assert watched.outside == set()
+    assert code in (2, 75)  # the rank that read it ends with an error, or is found lost by the other
     assert done() >= 1
 
 

@@ -22,6 +22,7 @@ import pytest
 from exchange import Exchange
 from http_upstream import HttpUpstream
 from played_engine import PlayedEngine
+from tests.ingest.tokens.corpus import chat_templates, qwen_tokenizer, real_chat_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from warm import WarmProcess
 
@@ -43,8 +44,6 @@ from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.testing.ports import free_port
-
-from .tokens.corpus import chat_templates, qwen_tokenizer, real_chat_tokenizer
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

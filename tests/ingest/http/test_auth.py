@@ -85,7 +85,7 @@ def test_health_is_open_to_all(proxy: Any) -> None:
         reply = proxy.ask("/healthz", method="GET", headers=headers)
         assert (reply.status, reply.json) == (200, {"status": "ok"})
     known = proxy.ask("/healthz", method="GET", headers=_bearer(KEYS[0])).json
-    assert set(known) == {"status", "run", "lane", "engine", "policy_version", "engines"}
+    assert set(known) == {"status", "store", "run", "lane", "engine", "policy_version", "engines"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

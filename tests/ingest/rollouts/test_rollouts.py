@@ -432,15 +432,18 @@ def test_a_stop_waits_for_no_trajectory_that_is_held(
 ) -> None:
     """An online training may admit none for minutes."""
 
-    async def held(*_: Any) -> None:
-        await asyncio.sleep(600)
+    stops: list[Any] = []
+    waiting: list[Any] = []
 
-    def soon(rollouts: Rollouts) -> None:
-        asyncio.get_running_loop().call_later(0.3, rollouts.stop)
+    async def held(*names: Any) -> None:
+        waiting.append(names)
+        if len(waiting) == 2:
+            asyncio.get_running_loop().call_later(0.1, stops[0])
+        await asyncio.sleep(600)
 
     monkeypatch.setattr(Proxy, "open", held)
     began = time.monotonic()
-    found, _ = run(config(concurrency=2), tasks("answer", "answer"), soon)
+    found, _ = run(config(concurrency=2), tasks("answer", "answer"), lambda made: stops.append(made.stop))
     assert time.monotonic() - began < 30
     assert (found.done, found.by_status) == (0, {"cancelled": 2})
 
