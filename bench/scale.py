@@ -206,7 +206,12 @@ class _Asking:
         return self._says(made, made.shown, "samples", "--trajectory", made.shown)
 
     def _replay(self, made: Made) -> Use:
-        return self._says(made, "bit for bit", "replay", "step", made.last_step)
+        """A replay, which names the choice of samples, since it was told to the trainer, and nothing else."""
+        words = ("replay", "step", made.last_step, "--json", "--store", made.path)
+        used, said = commands.run(words, self._scratch, 1)
+        verdicts = {name: one["verdict"] for name, one in orjson.loads(said)["stages"].items()}
+        assert {name for name, verdict in verdicts.items() if verdict != "equal"} == {"selection"}, verdicts
+        return used
 
     def _count(self, made: Made) -> Use:
         used, said = commands.run(["sql", COUNT, "--format", "json", "--store", made.path], self._scratch)
