@@ -80,19 +80,19 @@ class ReplyWriter:
         whole = _parts(reply, self.family, prompt)
         refusal: ReplyError | None = None
         for left in _leaving(whole):
-            shown = _without(reply, left, whole)
+            kept = _without(reply, left, whole)
             try:
-                text, ids = self._written(prompt, messages, tools, shown, kwargs)
+                text, ids = self._written(prompt, messages, tools, kept, kwargs)
             except ReplyError as error:
                 refusal = refusal or error
                 continue
             if refusal is None:
-                return Written(prompt, text, ids, shown)
+                return Written(prompt, text, ids, kept)
             if not set(left) <= set(self.leave_out):
                 raise self._refused(refusal, left)
-            if says_nothing(shown):
+            if says_nothing(kept):
                 raise ReplyError(f"without its {_and(left)} the reply says nothing", left)
-            return Written(prompt, text, ids, shown, left)
+            return Written(prompt, text, ids, kept, left)
         assert refusal is not None
         raise self._refused(refusal, ("text",))
 
@@ -166,8 +166,8 @@ class ReplyWriter:
         own = self.family.end(parts)
         if own in self._ends(parts):
             return str(own)
-        shown = _end_of_text(self.tokenizer)
-        return stops_of(self.tokenizer)[0] if own and not shown else shown
+        of_text = _end_of_text(self.tokenizer)
+        return stops_of(self.tokenizer)[0] if own and not of_text else of_text
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from pathlib import Path
 
 LOOK_S = 2.0
@@ -22,7 +21,6 @@ def bytes_used(folder: Path) -> int:
             with contextlib.suppress(OSError):  # it is gone by now
                 entry = os.lstat(os.path.join(root, name))
                 place = (entry.st_dev, entry.st_ino)
-                if stat.S_ISDIR(entry.st_mode) or entry.st_nlink == 1 or place not in seen:
-                    used += entry.st_blocks * _BLOCK
-                    seen.add(place)
+                used += 0 if place in seen else entry.st_blocks * _BLOCK
+                seen |= {place} if entry.st_nlink > 1 else set()
     return used

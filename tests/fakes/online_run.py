@@ -19,20 +19,69 @@ from rollbook.testing.ports import free_port
 
 HERE = Path(__file__).parents[2]
 _STEP = re.compile(r" step \d+: version ")
+CONFIG = """
+run = "sums"
+store = "runs"
+model = "my-model"
+
+[serve]
+port = {port}
+threads = 1
+
+[train]
+steps = 100000
+threads = 1
+{train}
+[train.algorithm]
+name = "grpo"
+groups = 2
+group_size = 4
+{algorithm}
+[train.recipe]
+drop_zero_variance = false
+max_staleness = 2
+
+[rollout]
+tasks = "examples/arithmetic/tasks.jsonl"
+concurrency = 8
+[rollout.retries]
+attempts = 20
+pause_s = 0.2
+stop_share = 1.0
+{rollout}
+[rollout.agent]
+command = ["python3", "-S", "{agent}", "{{question}}"]
+isolation = "session"
+[[rollout.score]]
+name = "brief"
+function = "examples/arithmetic/sums.py:brief"
+{more}
+"""
 
 
 class Run:
     """`rollbook run`, in a folder of its own.
 
     Args:
-        config: text of the CONFIG, in which `{port}` stands for a free one.
+        agent: the program of its agents.
+        train, algorithm, rollout, more: lines for these tables of its CONFIG, and for its end.
     """
 
-    def __init__(self, folder: Path, config: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        agent: str = "examples/arithmetic/agent.py",
+        train: str = "",
+        algorithm: str = "",
+        rollout: str = "",
+        more: str = "",
+    ) -> None:
         self.folder, self.store, self.log_file = folder, folder / "runs", folder / "run.log"
         (folder / "examples").symlink_to(HERE / "examples")
         make_model(folder / "my-model", 0)
-        (folder / "online.toml").write_text(config.format(port=free_port()))
+        given = {"agent": agent, "train": train, "algorithm": algorithm, "rollout": rollout, "more": more}
+        (folder / "online.toml").write_text(CONFIG.format(port=free_port(), **given))
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start it."""

@@ -39,44 +39,6 @@ PARTS = {
 """Parts that are ended by SIGKILL, and a word of their command lines."""
 WITHIN_S = 15.0
 """So long after the end of `rollbook run` something of it may be there."""
-CONFIG = """
-run = "sums"
-store = "runs"
-model = "my-model"
-
-[serve]
-port = {port}
-threads = 1
-
-[train]
-steps = 100000
-threads = 1
-reference_apart = true
-[train.algorithm]
-name = "grpo"
-groups = 2
-group_size = 4
-kl = 0.1
-[train.recipe]
-drop_zero_variance = false
-max_staleness = 2
-
-[rollout]
-tasks = "examples/arithmetic/tasks.jsonl"
-concurrency = 8
-[rollout.retries]
-attempts = 20
-pause_s = 0.2
-stop_share = 1.0
-[rollout.clocks]
-grace_s = 1.0
-[rollout.agent]
-command = ["python3", "-S", "deaf.py", "{{question}}"]
-isolation = "session"
-[[rollout.score]]
-name = "brief"
-function = "examples/arithmetic/sums.py:brief"
-"""
 DEAF = """
 import runpy, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -168,7 +130,13 @@ class Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     """A run that was ended so often, and then ran to its end."""
     folder, dice = tmp_path_factory.mktemp("ends"), random.Random(SEED)
-    run = Run(folder, CONFIG)
+    run = Run(
+        folder,
+        agent="deaf.py",
+        train="reference_apart = true",
+        algorithm="kl = 0.1",
+        rollout="[rollout.clocks]\ngrace_s = 1.0",
+    )
     (folder / "deaf.py").write_text(DEAF.format(agent=str(HERE / "examples/arithmetic/agent.py")))
     config = (folder / "online.toml").read_text().replace('"deaf.py"', f'"{folder / "deaf.py"}"')
     (folder / "online.toml").write_text(config)

@@ -23,40 +23,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.crashes]
 KILLS = int(os.environ.get("ROLLBOOK_KILLS", "6"))
 SEED = int(os.environ.get("ROLLBOOK_SEED", random.SystemRandom().getrandbits(24)))
 PARTS = ("serve", "train", "rollout")
-CONFIG = """
-run = "sums"
-store = "runs"
-model = "my-model"
-
-[serve]
-port = {port}
-threads = 1
-
-[train]
-steps = 100000
-threads = 1
-[train.algorithm]
-name = "grpo"
-groups = 2
-group_size = 4
-[train.recipe]
-drop_zero_variance = false
-max_staleness = 2
-
-[rollout]
-tasks = "examples/arithmetic/tasks.jsonl"
-concurrency = 8
-[rollout.retries]
-attempts = 20
-pause_s = 0.2
-stop_share = 1.0
-[rollout.agent]
-command = ["python3", "-S", "examples/arithmetic/agent.py", "{{question}}"]
-isolation = "session"
-[[rollout.score]]
-name = "brief"
-function = "examples/arithmetic/sums.py:brief"
-
+EVALUATION = """
 [evaluation]
 tasks = "examples/arithmetic/tasks.jsonl"
 every = 4
@@ -67,7 +34,7 @@ limit = 3
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run whose parts were killed at random moments, interrupted, and run to its end."""
-    run, dice = Run(tmp_path_factory.mktemp("online"), CONFIG), random.Random(SEED)
+    run, dice = Run(tmp_path_factory.mktemp("online"), more=EVALUATION), random.Random(SEED)
     child = run.start()
     try:
         child = run.await_steps(2, child)

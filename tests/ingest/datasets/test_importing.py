@@ -19,13 +19,12 @@ from rollbook.cli.importing import reading_of
 from rollbook.ingest.datasets.first_look import FirstLook
 from rollbook.ingest.datasets.importing import import_dataset
 from rollbook.ingest.datasets.tokenized import FROM_TEXT
-from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import PreferenceAdded, TurnCompleted
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
-from rollbook.testing.dialogues import write_model
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.applied import apply_recipe
@@ -34,20 +33,6 @@ from rollbook.train.data.samples import Sample, all_samples
 ASKED = {"role": "user", "content": "What is two plus two?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("It is four.", "It is five."))
 PAIR = {"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five.", "margin": 1.5, "score_chosen": 1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder: a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> ChatTokenizer:
-    """Its tokenizer."""
-    return load_chat_tokenizer(model)
 
 
 def _file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.importing import Reading, import_dataset
-from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import TurnCompleted
 from rollbook.testing.dialogues import write_model
@@ -36,12 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> ChatTokenizer:
-    """Its tokenizer."""
-    return load_chat_tokenizer(model)
 
 
 def _file(tmp_path: Path, *chats: list[Any]) -> Path:

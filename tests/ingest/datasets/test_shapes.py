@@ -21,7 +21,7 @@ from rollbook.ingest.datasets.importing import Reading, import_dataset
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.testing.dialogues import END, write_model
+from rollbook.testing.dialogues import END
 from rollbook.train.data.samples import samples_of
 
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
@@ -300,20 +300,6 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
         [(LONG, ["Four.", "Yes."]), (CHAT, ["Four."])],
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder: a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> ChatTokenizer:
-    """Its tokenizer."""
-    return load_chat_tokenizer(model)
 
 
 def _read_back(store: Path, tokenizer: ChatTokenizer) -> list[tuple[list[str], list[str]]]:

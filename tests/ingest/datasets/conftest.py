@@ -1,0 +1,24 @@
+"""A small model, for which files are imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
+from rollbook.testing.dialogues import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> ChatTokenizer:
+    """Its tokenizer."""
+    return load_chat_tokenizer(model)
