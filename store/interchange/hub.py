@@ -55,6 +55,7 @@ ROWS = pa.schema(
         ("messages", pa.list_(MESSAGE)),
         ("messages_json", pa.string()),
         ("tools", pa.string()),
+        ("chat_template_kwargs", pa.string()),
         ("turns", pa.list_(TURN)),
         ("input_ids", IDS),
         ("loss_mask", pa.list_(pa.bool_())),
@@ -62,7 +63,8 @@ ROWS = pa.schema(
         ("versions", IDS),
     ]
 )
-"""Columns. `messages` holds role and text, `messages_json` all of what was sent; `labels`, `tools`: JSON."""
+"""Columns. `messages` holds role and text, `messages_json` all of what was sent; `labels`, `tools` and
+`chat_template_kwargs`: JSON."""
 
 
 def export_dataset(
@@ -106,6 +108,7 @@ def as_row(path: Path) -> Json:
         "messages": [{"role": m.get("role"), "content": text_of(m.get("content"))} for m in path.messages],
         "messages_json": json_text(path.messages),
         "tools": None if path.tools is None else json_text(path.tools),
+        "chat_template_kwargs": json_text(path.template_kwargs) if path.template_kwargs else None,
         "turns": path.turn_rows(),
         "input_ids": path.tokens.tokens,
         "loss_mask": path.tokens.loss_mask,

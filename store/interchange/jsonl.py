@@ -34,16 +34,19 @@ def export_jsonl(selection: TrajectorySet, file: FilePath, advance: Callable[[in
 
 
 def as_json(path: Path) -> Json:
-    """The path as plain JSON values. NaN and a version of -1 become null; `tools` is there if sent.
+    """The path as plain JSON values. NaN and a version of -1 become null; `tools` is there if sent, and so
+    is `chat_template_kwargs`.
 
     A float32 is written as the float64 of the same value, so that it reads back to the same bits.
     """
-    tools = {} if path.tools is None else {"tools": path.tools}
+    sent = {} if path.tools is None else {"tools": path.tools}
+    if path.template_kwargs:
+        sent["chat_template_kwargs"] = path.template_kwargs
     turns = [
         row | {"completion_ids": row["completion_ids"].tolist(), "logprobs": _floats(row["logprobs"])}
         for row in path.turn_rows()
     ]
-    return {"messages": path.messages, **tools, **path.head(), "turns": turns, "tokens": _tokens(path.tokens)}
+    return {"messages": path.messages, **sent, **path.head(), "turns": turns, "tokens": _tokens(path.tokens)}
 
 
 def _tokens(tokens: PathTokens) -> Json:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.store.events import Json, VersionSpan
+from rollbook.store.events import Json, TurnRequested, VersionSpan
 from rollbook.store.events.erased import TEXT_ERASED, TOKENS_ERASED
 from rollbook.store.fold.path_tokens import PathTokens, path_tokens
 from rollbook.store.fold.trajectory import Trajectory, Turn
@@ -20,11 +20,15 @@ ERASED = frozenset({TEXT_ERASED, TOKENS_ERASED})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """One path: `messages` as last sent, then the last reply, and the tokens of all of it."""
+    """One path: `messages` as last sent, then the last reply, and the tokens of all of it.
+
+    `template_kwargs` is what the chat template was given besides messages and tools.
+    """
 
     trajectory: Trajectory
     messages: list[Json]
     tools: Any
+    template_kwargs: Json
     tokens: PathTokens
 
     @property
@@ -65,7 +69,22 @@ def paths(trajectory: Trajectory) -> Iterator[Path]:
         if any(ERASED & set(turn.completed.flags) for turn in tokens.turns if turn.completed):
             continue
         messages = [*trajectory.messages(leaf), leaf.completed.reply]
-        yield Path(trajectory, messages, leaf.requested.request.get("tools"), tokens)
+        asked = leaf.requested
+        yield Path(trajectory, messages, asked.request.get("tools"), _template_kwargs(asked), tokens)
+
+
+def _template_kwargs(asked: TurnRequested) -> Json:
+    """What the chat template is given for a request: its own, and a reasoning effort, which each API names
+    in its own way."""
+    request, kwargs = asked.request, asked.request.get("chat_template_kwargs")
+    reasoning = request.get("reasoning")
+    efforts = {
+        "/v1/chat/completions": request.get("reasoning_effort"),
+        "/v1/responses": reasoning.get("effort") if isinstance(reasoning, dict) else None,
+    }
+    effort = efforts.get(asked.wire.get("endpoint", "/v1/chat/completions"))
+    given = {} if effort is None else {"reasoning_effort": effort}
+    return given | (kwargs if isinstance(kwargs, dict) else {})
 
 
 def _turn_row(trajectory: Trajectory, turn: Turn) -> Json:

@@ -21,6 +21,7 @@ from rollbook.ingest.datasets.importing import Reading, import_dataset
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.fold.trajectory import Trajectory
+from rollbook.store.interchange.export import export_store
 from rollbook.testing.dialogues import END
 from rollbook.train.data.samples import samples_of
 
@@ -508,16 +509,23 @@ def test_what_was_judged_bad_is_not_imitated(tmp_path: Path, model: Path, tokeni
         assert _read_back(store, tokenizer) == [(CHAT, ["Four."])]
 
 
-def test_what_a_template_is_given(tmp_path: Path, model: Path) -> None:
-    """By a row, or for all rows that do not say it themselves; a template's own names are not free."""
-    thinking = tmp_path / "thinking"
-    shutil.copytree(model, thinking)
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module")
+def thinking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template writes something else where it is not to think."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("thinking") / "model")
     template = (model / "chat_template.jinja").read_text()
     closed = "{%- if enable_thinking is false and add_generation_prompt %}{{- 'No thoughts. ' }}{%- endif %}"
-    (thinking / "chat_template.jinja").write_text(closed + template)
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    (folder / "chat_template.jinja").write_text(closed + template)
+    return folder
+
+
+def test_what_a_template_is_given(tmp_path: Path, thinking: Path) -> None:
+    """By a row, or for all rows that do not say it themselves; a template's own names are not free."""
     rows = [{"prompt": "a", "completion": str(i)} for i in range(2)]
-    (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | off, rows[1]))
+    (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | OFF, rows[1]))
     tokenizer = load_chat_tokenizer(thinking)
     for name, given, silent in (("a", {}, [True, False]), ("b", {"enable_thinking": False}, [True, True])):
         reading = Reading(template_kwargs=given)
@@ -532,6 +540,27 @@ def test_what_a_template_is_given(tmp_path: Path, model: Path) -> None:
         (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | {"chat_template_kwargs": wrong or "[1]"}))
         with pytest.raises(InterchangeError, match=said):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", thinking)
+
+
+def test_an_export_gives_a_template_the_same(tmp_path: Path, thinking: Path) -> None:
+    """Import, export, import: what a template was given goes along, and the trained ids are the same."""
+    chats = [{"messages": _said("u:Hi", "a:Hi!", "u:2+2?", "a:4"), "id": name} for name in ("on", "off")]
+    (tmp_path / "x.jsonl").write_bytes(_lines(chats[0], chats[1] | OFF))
+    first, again = tmp_path / "first", tmp_path / "again"
+    import_dataset(tmp_path / "x.jsonl", first, "r", thinking)
+    export_store(first, tmp_path / "out.jsonl", "jsonl")
+    import_dataset(tmp_path / "out.jsonl", again, "r", thinking)
+    told, told_again = _trained(first), _trained(again)
+    assert told == told_again
+    assert told["on"] != told["off"]
+
+
+def _trained(path: Path) -> dict[str, Any]:
+    """Of each trajectory its samples' ids, and which of them are trained."""
+    return {
+        t.opened.name: [(s.tokens.tolist(), s.loss_mask.tolist()) for s in samples_of(t)]
+        for t in rb.open(path).trajectories().values()
+    }
 
 
 def test_files_that_say_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,17 @@ import pytest
 
 from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, InterchangeError
-from rollbook.store.events import RewardAssigned, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.events import (
+    RewardAssigned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnRequested,
+    token_ids,
+)
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.export import export_store
+from rollbook.store.interchange.hub import as_row
 from rollbook.store.interchange.paths import paths
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.train.data.samples import samples_of
@@ -220,3 +229,49 @@ def test_folders_on_the_way_are_made(told: Store, tmp_path: Path) -> None:
     rows = {"trajectories": 2, "paths": 1}
     assert done == {"to": str(out), "format": "jsonl", "cut": cut, "rows": rows}
     assert orjson.loads(out.read_bytes())["trajectory"] == "alpha"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "sent", "given"),
+    [
+        (None, {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        (
+            "/v1/chat/completions",
+            {"reasoning_effort": "low", "reasoning": {"effort": "x"}},
+            {"reasoning_effort": "low"},
+        ),
+        (
+            "/v1/responses",
+            {"reasoning": {"effort": "high"}, "reasoning_effort": "x"},
+            {"reasoning_effort": "high"},
+        ),
+        (
+            "/v1/responses",
+            {"reasoning": {"effort": "high"}, "chat_template_kwargs": {"reasoning_effort": "low", "a": 1}},
+            {"reasoning_effort": "low", "a": 1},
+        ),
+        ("/v1/messages", {"reasoning_effort": "x", "chat_template_kwargs": {"a": 1}}, {"a": 1}),
+        (None, {"reasoning": "x", "chat_template_kwargs": None}, None),
+    ],
+)
+def test_what_a_template_was_given(
+    empty: Store, chats: Any, tmp_path: Path, endpoint: str | None, sent: Any, given: Any
+) -> None:
+    """Whatever API it came by; in a dataset as JSON text. A line without it was given nothing."""
+    messages, reply = [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"}
+    wire = {} if endpoint is None else {"endpoint": endpoint}
+    none = token_ids([])
+    records = [
+        TrajectoryOpened("t", "t"),
+        TurnRequested("t", "u", "r", None, None, None, 0, messages, sent, None, {}, {}, "c", wire),
+        TurnCompleted(
+            *("t", "u", None, None, none, none, None, (), 0, prompt_sha256(none), "stop", reply, {}, [], {})
+        ),
+    ]
+    with empty.writer("serve") as writer:
+        writer.append([Event(record, "r") for record in records]).result(30)
+    [line] = chats(empty)
+    assert line.get("chat_template_kwargs") == given
+    [path] = paths(empty.trajectories()["t"])
+    row = as_row(path)["chat_template_kwargs"]
+    assert (None if row is None else orjson.loads(row)) == given

@@ -52,8 +52,16 @@ REPLY = st.fixed_dictionaries(
 )
 REWARD = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 # A turn: which earlier one it extends (-1: none), messages before its reply, the reply, whether it shows
-# the earlier messages as its own (a changed history), a reward, and tools.
-TURN = st.tuples(st.integers(-1, 4), st.lists(ASKED | REPLY, max_size=2), REPLY, REWARD, st.booleans())
+# the earlier messages as its own (a changed history), a reward, and what its template is given besides.
+REQUEST = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.just([{"type": "function"}]),
+        "chat_template_kwargs": st.dictionaries(TEXT, JSON, max_size=2),
+        "reasoning_effort": st.sampled_from([None, "low", "high"]),
+    },
+)
+TURN = st.tuples(st.integers(-1, 4), st.lists(ASKED | REPLY, max_size=2), REPLY, REWARD, REQUEST)
 HEAD = st.fixed_dictionaries(
     {
         "group": st.none() | TEXT,
@@ -72,13 +80,12 @@ def _records(name: str, trajectory: Any) -> list[Record]:
     head, turns, reward, end = trajectory
     records: list[Record] = [TrajectoryOpened(name, name, **head)]
     made: list[Any] = []
-    for i, (wanted, new, reply, turn_reward, tools) in enumerate(turns):
+    for i, (wanted, new, reply, turn_reward, request) in enumerate(turns):
         turn = f"{name}.{i}"
         before = made[wanted] if 0 <= wanted < len(made) else None
         messages = [*before[1], before[2], *new] if before else new
         # Every other one says that it is a root, although it shows an earlier conversation.
         parent = before[0] if before and i % 2 else None
-        request = {"tools": [{"type": "function"}]} if tools else {}
         records += [
             TurnRequested(name, turn, "r", parent, None, None, 0, messages, request, None, {}, {}, "c"),
             TurnCompleted(
@@ -162,7 +169,7 @@ def test_runs_do_not_mix(woods: Store, tmp_path: Path) -> None:
     with woods.writer("twin") as writer:
         records = [
             TrajectoryOpened("t9", "alpha"),
-            *_records("t9", ({}, [(-1, [], {"role": "assistant"}, None, False)], None, None))[1:],
+            *_records("t9", ({}, [(-1, [], {"role": "assistant"}, None, {})], None, None))[1:],
         ]
         writer.append([Event(r, "twin") for r in records]).result(30)
     out = tmp_path / "all.jsonl"
