@@ -82,15 +82,18 @@ class Run:
         make_model(folder / "my-model", 0)
         given = {"agent": agent, "train": train, "algorithm": algorithm, "rollout": rollout, "more": more}
         (folder / "online.toml").write_text(CONFIG.format(port=free_port(), **given))
+        self.child: subprocess.Popen[bytes]
+        """The process that was started last."""
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start it."""
         command = [*rollbook_command("run", "online.toml"), *words]
         environment = os.environ | {"PYTHONPATH": str(HERE / "src"), "OMP_NUM_THREADS": "1"}
         with self.log_file.open("ab") as log:
-            return subprocess.Popen(
+            self.child = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=log, stderr=log, preexec_fn=_hears_hangups
             )
+        return self.child
 
     def processes(self) -> dict[int, list[bytes]]:
         """What runs of it: all that runs in its folder, and what such has started elsewhere; pid -> words."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from rollbook.online.awaited import Awaited, Limits, PartState, awaited
+from rollbook.online.awaited import Awaited, Limits, PartState, Silence, awaited
 from rollbook.online.course import Course
 from rollbook.store.events import (
     EvalFinished,
@@ -18,12 +18,15 @@ from rollbook.store.events import (
     Record,
     RunOpened,
     StepCommitted,
+    StepFailed,
     StepPlanned,
+    SyncFinished,
     TrajectoryFinished,
     TrajectoryOpened,
 )
 
-TRAINER = PartState("trainer", "running", 5.0, 300.0, "logs/trainer.log")
+TRAINER = PartState("trainer", "running", 5.0, 300.0, 900.0, "logs/trainer.log")
+ROLLOUTS = PartState("rollouts", "running", 5.0, 300.0, 16.0, "logs/rollouts.log")
 LIMITS = Limits(groups=8, idle_s=600.0, evaluation_s=1800.0)
 BEGUN = [RunOpened("train", {"steps": 9, "steps_done": 2})]
 
@@ -57,17 +60,31 @@ def _said(course: Course, held: int = 0, parts: Any = (TRAINER,), now: float = 2
 
 
 def test_a_part() -> None:
-    """That is not ready, where its output is, and how long that may take."""
-    starting = PartState("proxy", "starting again", 170.0, 300.0, "logs/proxy.log")
+    """That is not ready, or not at its end: where its output is, and how long that may take."""
+    starting = PartState("proxy", "starting again", 170.0, 300.0, 15.0, "logs/proxy.log")
     assert _said(Course(), parts=(starting,)) == [
         "waiting for proxy, which is starting again; logs/proxy.log says what it does (for 30 s, until "
         "1970-01-01T00:07:50Z at most)"
     ]
+    stopping = replace(TRAINER, state="stopping", since=150.0)
+    assert _said(_course(*BEGUN, _planned()), parts=(stopping, ROLLOUTS)) == [
+        "waiting for trainer, which is stopping; logs/trainer.log says what it does (for 50 s, until "
+        "1970-01-01T00:17:30Z at most)"
+    ]
 
 
 def test_a_trainer_that_has_not_begun() -> None:
-    """It reads its model."""
-    assert _said(Course())[0].startswith("waiting for the trainer to read its model and the log")
+    """It reads its model, as does one that was started again in the middle of a step."""
+    reads = "waiting for the trainer to read its model and the log"
+    assert _said(Course())[0].startswith(reads)
+    again = replace(TRAINER, since=150.0)
+    assert [one[: len(reads)] for one in _said(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
+
+
+def test_a_proxy_that_begins_again() -> None:
+    """It changes nothing of how long groups are waited for."""
+    groups = _said(_course(*BEGUN))
+    assert _said(_course(*BEGUN, RunOpened("serve", {}))) == groups != []
 
 
 def test_agents_that_are_evaluated() -> None:
@@ -79,24 +96,51 @@ def test_agents_that_are_evaluated() -> None:
 
 
 def test_groups() -> None:
-    """Those that are there, of those that a step takes; none are awaited while a step is taken."""
+    """Those that are there, of those that a step takes; while a step is taken that is waited for."""
     opened = [TrajectoryOpened(f"t{at}", f"t{at}", f"g{at}", "t") for at in range(3)]
     there = [*BEGUN, *opened, TrajectoryFinished("t0", "completed")]
     assert _said(_course(*there)) == [
         "waiting for groups for step 3 of 9: 1 of 8 are there, 2 run (for 100 s, until 1970-01-01T00:11:40Z "
         "at most)"
     ]
-    assert _said(_course(*there, _planned())) == []
-    assert len(_said(_course(*there, _planned(), StepCommitted(2, 1, "actor", 3, {}, {})))) == 1
+    assert _said(_course(*there, _planned())) == [
+        "waiting for the trainer to take step 3 of 9; logs/trainer.log says what it does (for 95 s, as long "
+        "as it takes)"
+    ]
+    for ended in (StepCommitted(2, 1, "actor", 3, {}, {}), StepFailed(2, 1, "actor", "of no use")):
+        assert _said(_course(*there, _planned(), ended))[0].startswith("waiting for groups for step")
+    all_there = [TrajectoryOpened(f"w{at}", f"w{at}", f"h{at}", "t") for at in range(8)]
+    finished = [TrajectoryFinished(f"w{at}", "completed") for at in range(8)]
+    assert _said(_course(*BEGUN, *all_there, *finished)) == [
+        "waiting for the trainer to plan step 3 of 9: 8 groups are there (for 100 s, as long as it takes)"
+    ]
+
+
+def test_a_training_at_its_end() -> None:
+    """After its last step, and rollouts that are to notice; rollouts alone are what there is to wait for."""
+    last = [RunOpened("train", {"steps": 3, "steps_done": 2}), StepCommitted(2, 1, "actor", 3, {}, {})]
+    assert _said(_course(*last))[0].startswith("waiting for the trainer to end, after step 3 of 3")
+    ended = replace(TRAINER, state="ended", since=190.0)
+    assert _said(_course(*last), parts=(ended, ROLLOUTS)) == [
+        "waiting for the rollouts to end: 0 run, 0 ended (for 10 s, until 1970-01-01T00:04:10Z at most)"
+    ]
+    assert _said(_course(*_evaluation()), parts=(ROLLOUTS,)) == [
+        "waiting for the rollouts to end: 1 run, 2 ended (for 195 s, as long as it takes)"
+    ]
 
 
 def test_whom_admission_holds() -> None:
     """How many, and for which version."""
     found = _said(_course(*BEGUN, _planned(), StepCommitted(2, 1, "actor", 3, {}, {}), _planned()), held=12)
-    assert found == [
+    assert found[1:] == [
         "waiting for room for 12 new trajectories, which admission holds until the trainer has made version "
         "4 or a later one (for 98 s, as long as it takes)"
     ]
+    begun_again = [
+        RunOpened("train", {"steps": 9, "steps_done": 7}),
+        SyncFinished("actor", 7, "s", "e", 1, 0.1),
+    ]
+    assert "has made version 8 or a later one" in _said(_course(*begun_again), held=12)[-1]
 
 
 @pytest.mark.parametrize("records", [BEGUN, [*BEGUN, *_evaluation()]])
@@ -113,3 +157,44 @@ def test_the_same_wait_has_the_same_key(records: list[Record]) -> None:
     ]
     assert found[0][0].key == found[1][0].key
     assert (found[0][0].key == found[2][0].key) == (len(records) == 1)
+
+
+def _broken(silence: Silence, at: dict[int, list[Awaited]], until: int) -> list[tuple[int, str]]:
+    """When something was said, and of what, while these waits are there from these times on."""
+    said, found = list[tuple[int, str]](), list[Awaited]()
+    for now in range(until):
+        found = at.get(now, found)
+        said += [(now, one.key) for one in silence.due(found, float(now))]
+    return said
+
+
+def test_a_long_silence() -> None:
+    """It is broken after 10 s, 30 s, a minute, and then each minute."""
+    reads = Awaited("trainer", "it", 0.0, None)
+    assert [now for now, _ in _broken(Silence(0.0), {0: [reads]}, 250)] == [10, 30, 60, 120, 180, 240]
+
+
+def test_short_waits_one_after_the_other() -> None:
+    """None takes 10 s, and no line tells of one that ends: the silence is broken all the same."""
+    waits = {at: [Awaited(f"wait {at}", "it", float(at), None)] for at in range(0, 40, 6)}
+    assert _broken(Silence(0.0), waits, 40) == [(10, "wait 6"), (30, "wait 30")]
+
+
+def test_a_wait_among_other_lines() -> None:
+    """It is said after 10 s and each minute, however much else is printed."""
+    silence, one, said = Silence(0.0), Awaited("evaluation", "it", 0.0, None), []
+    for now in range(140):
+        silence.hear(float(now))
+        said += [now] if silence.due([one], float(now)) else []
+    assert said == [10, 70, 130]
+
+
+def test_long_steps() -> None:
+    """A healthy training, each of whose steps takes 40 s, is told of no more often than each minute."""
+    silence, said = Silence(0.0), []
+    for now in range(200):
+        begun = float(now // 40 * 40)
+        if now == begun:
+            silence.hear(begun)
+        said += [now] if silence.due([Awaited("step", "it", begun, None, work=True)], float(now)) else []
+    assert said == [10, 70, 130, 190]

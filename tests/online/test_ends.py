@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from online_run import HERE, Run
@@ -39,6 +38,10 @@ PARTS = {
 """Parts that are ended by SIGKILL, and a word of their command lines."""
 WITHIN_S = 15.0
 """So long after the end of `rollbook run` something of it may be there."""
+SILENT_S, SAID_S = 20.0, 75.0
+"""So long the console may be silent: twice what is meant, on a machine with much to do; and after it has said
+what it waits for."""
+WAITS = "waiting for "
 DEAF = """
 import runpy, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -50,31 +53,39 @@ time.sleep(0.3)
 
 @dataclass
 class Silence:
-    """The longest time in which nothing new came into a file that somebody reads.
+    """The longest times without a new line on the console of `rollbook run`, while that runs.
 
     Attributes:
-        after: what stood there last before it.
+        longest: how long, and after which line; said: the same, after a line that says what is waited for.
     """
 
-    file: Path
-    longest_s: float = 0.0
-    after: str = ""
+    run: Run
+    longest: tuple[float, str] = (0.0, "")
+    said: tuple[float, str] = (0.0, "")
     _over: threading.Event = field(default_factory=threading.Event)
 
     def watch(self) -> None:
         """Watch it until `end`."""
-        size, since = -1, time.monotonic()
+        heard, since, at_start = (0, 0), time.monotonic(), 0
         while not self._over.wait(0.1):
-            now, new = time.monotonic(), self.file.stat().st_size if self.file.exists() else 0
-            if new != size:
-                size, since = new, now
-            elif now - since > self.longest_s:
-                self.longest_s = now - since
-                self.after = self.file.read_text().splitlines()[-1] if size else ""
+            now, child, size = time.monotonic(), self.run.child, self.run.log_file.stat().st_size
+            if child.poll() is not None:
+                continue  # nobody is there to speak
+            if child.pid != heard[0]:
+                at_start = size
+            if (child.pid, size) != heard:
+                heard, since = (child.pid, size), now
+                continue
+            after = "its start" if size == at_start else self.run.said().splitlines()[-1]
+            if WAITS in after:
+                self.said = max(self.said, (now - since, after))
+            else:
+                self.longest = max(self.longest, (now - since, after))
 
     def told(self) -> str:
         """The same in a line."""
-        return f"longest silence: {self.longest_s:.1f} s, after {self.after!r}"
+        (longest_s, after), (said_s, wait) = self.longest, self.said
+        return f"longest silence: {longest_s:.1f} s, after {after!r}; {said_s:.1f} s, after {wait!r}"
 
     def end(self) -> None:
         """Watch no more."""
@@ -86,12 +97,14 @@ class Ended:
     """What became of a run that was ended so often.
 
     Attributes:
+        silence: of its console.
         left: processes that were there long after `rollbook run` had ended, with how it was ended.
         took_s: how long after it the last process was gone, by signal.
         ends: how often each was ended.
     """
 
     run: Run
+    silence: Silence
     left: list[tuple[str, list[bytes]]] = field(default_factory=list)
     took_s: dict[str, float] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
@@ -140,8 +153,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     (folder / "deaf.py").write_text(DEAF.format(agent=str(HERE / "examples/arithmetic/agent.py")))
     config = (folder / "online.toml").read_text().replace('"deaf.py"', f'"{folder / "deaf.py"}"')
     (folder / "online.toml").write_text(config)
-    found, silence = Ended(run), Silence(run.log_file)
-    threading.Thread(target=silence.watch, daemon=True).start()
+    found = Ended(run, silence := Silence(run))
     # Each once, in any order, and then again.
     kinds: list[str] = []
     while len(kinds) < ENDS:
@@ -149,6 +161,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         dice.shuffle(more)
         kinds += more
     child = run.start()
+    threading.Thread(target=silence.watch, daemon=True).start()
     try:
         child = run.await_steps(1, child)
         for number, name in enumerate(kinds[:ENDS]):
@@ -182,6 +195,12 @@ def test_nothing_is_left(ended: Ended) -> None:
     while there := ended.run.processes():
         assert time.monotonic() < by, (there, f"seed {SEED}")
         time.sleep(0.2)
+
+
+def test_nothing_waits_in_silence(ended: Ended) -> None:
+    """Whatever the console waits for, it says so soon, and again."""
+    assert ended.silence.longest[0] < SILENT_S, (ended.silence.told(), f"seed {SEED}")
+    assert ended.silence.said[0] < SAID_S, (ended.silence.told(), f"seed {SEED}")
 
 
 def test_no_turn_is_trained_twice(ended: Ended) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import pytest
 from ray_nodes import ray_nodes
 
 from rollbook.online import part as parts
+from rollbook.online import placed as placing
 from rollbook.online.config import PlacedConfig, WholeConfig, at_addresses, load_whole
 from rollbook.online.parts import specs_of
 from rollbook.online.placed import placed
 from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import ConfigError, RolloutError
+from rollbook.store.patience import Patience
 
 pytestmark = pytest.mark.ranks
 ENGINE = """
@@ -112,7 +116,7 @@ def test_engines_on_nodes(config: WholeConfig) -> None:
     async def all_of_it() -> None:
         assert config.engines is not None
         assert config.engines.placed is not None
-        with placed(config.engines.placed) as (group, addresses):
+        with placed(config.engines.placed, print) as (group, addresses):
             there = at_addresses(config, group, addresses)
             supervisor = Supervisor(specs_of(there, ["engines"]), lambda text: None)
             running = asyncio.create_task(supervisor.run())
@@ -146,14 +150,19 @@ def test_engines_on_nodes(config: WholeConfig) -> None:
     until(lambda: ray.available_resources().get("GPU") == 2)
 
 
-def test_no_room() -> None:
-    """It says what was asked for, and what there is."""
-    wanted = PlacedConfig(count=3, resources={"engines": 1.0}, within_s=0.5)
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what was asked for, and what there is; and before that what is waited for, and until when."""
+    wanted, said = PlacedConfig(count=3, resources={"engines": 1.0}, within_s=0.5), list[str]()
+    monkeypatch.setattr(placing, "LOOK_S", 0.05)
+    monkeypatch.setattr(placing, "Patience", partial(Patience, after_s=0.2))
     with (
         pytest.raises(RolloutError, match=r"room for 3 engines within 0.5 s.*1 engines each.*has 2, 2 free"),
-        placed(wanted),
+        placed(wanted, said.append),
     ):
         pass
+    what = "room in the Ray cluster for 3 engines, by PACK: 1 engines each"
+    [once] = said
+    assert re.fullmatch(rf"waiting for {what} \(for 0 s, until \S+Z at most\)", once)
 
 
 def test_addresses_and_places_at_once(config: WholeConfig) -> None:

@@ -24,7 +24,7 @@ from rollbook.cli.terminal import Console, say
 from rollbook.cli.training import line_of
 from rollbook.ingest.engines.whose import START, WANTED
 from rollbook.online.address import Proof, check_is_ours, placed_at
-from rollbook.online.awaited import Awaited, Limits, PartState, awaited
+from rollbook.online.awaited import Awaited, Limits, PartState, Silence, awaited
 from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.course import KINDS, Course
 from rollbook.online.earlier import alone, await_ends
@@ -33,10 +33,10 @@ from rollbook.online.part import Spec
 from rollbook.online.parts import PARTS, PROXY, specs_of
 from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import RollbookError
-from rollbook.store.events import CheckpointWritten, Event, SyncFinished
+from rollbook.store.events import CheckpointWritten, Event
 from rollbook.store.ids import new_id
 from rollbook.store.log.tail import Filter, Tail
-from rollbook.store.patience import SAY_AFTER_S, Patience
+from rollbook.store.patience import SAY_AFTER_S
 
 LOOK_S = 0.5
 LATEST_S = 30.0
@@ -72,12 +72,12 @@ def run_whole(
         config = placed_at(config, tell)
     else:
         check_is_ours(config)
-    with alone(config, parts), _placed(config, only) as placed:
+    with alone(config, parts), _placed(config, only, tell) as placed:
         return _run_parts(placed, specs_of(placed, only, ray=ray))
 
 
 @contextlib.contextmanager
-def _placed(config: WholeConfig, only: Sequence[str]) -> Iterator[WholeConfig]:
+def _placed(config: WholeConfig, only: Sequence[str], tell: Callable[[str], None]) -> Iterator[WholeConfig]:
     """The run with its engines placed, where Ray is to place them."""
     engines = config.engines
     if engines is None or engines.placed is None or "engines" not in (only or ("engines",)):
@@ -85,7 +85,7 @@ def _placed(config: WholeConfig, only: Sequence[str]) -> Iterator[WholeConfig]:
         return
     from rollbook.online.placed import placed
 
-    with placed(engines.placed) as (group, addresses):
+    with placed(engines.placed, tell) as (group, addresses):
         yield at_addresses(config, group, addresses)
 
 
@@ -118,71 +118,99 @@ def _line(spec: Spec) -> str:
 
 async def _run(config: WholeConfig, stages: list[list[Spec]], mark: str) -> int:
     """Run the parts; a signal stops them orderly, and if this process is killed, nothing of them is left."""
-    console, stopped = Console(stderr=True), list[int]()
-    supervisor = Supervisor(stages, lambda text: console.tell((text, "yellow")))
+    lines, stopped = Lines(Console(stderr=True)), list[int]()
+    supervisor = Supervisor(stages, lambda text: lines.tell((text, "yellow")))
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:
         stopped.append(number)
-        console.tell(f"{signal.Signals(number).name}: stopping in order; repeat the signal to end all now")
+        lines.tell(f"{signal.Signals(number).name}: stopping in order; repeat the signal to end all now")
         supervisor.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    console.tell(
+    lines.tell(
         "run ", (config.run, "bold"), f" into {config.serve.store}, what each part prints: {config.logs}"
     )
-    screen = Screen(config, supervisor, console)
-    shown = asyncio.create_task(screen.show())
+    screen = Screen(config, supervisor, lines)
+    shown = screen.begin()
     try:
-        async with guarded(mark, lambda text: console.tell((text, "yellow"))):
+        async with guarded(mark, lambda text: lines.tell((text, "yellow"))):
             await supervisor.run()
     finally:
         screen.over = True
         await shown
     if not stopped and (left := screen.steps_left):
-        console.tell(f"the training ended {left} steps before its end: {config.logs}/trainer.log says why")
+        lines.tell(f"the training ended {left} steps before its end: {config.logs}/trainer.log says why")
     return 128 + stopped[0] if stopped else 0
+
+
+class Lines:
+    """The console, and how long nothing new was printed there."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.silence = console, Silence(time.time())
+
+    def tell(self, *texts: str | tuple[str, str]) -> None:
+        """Print a line of texts, each with the style beside it, if it has one."""
+        self.silence.hear(time.time())
+        self.console.tell(*texts)
 
 
 class Screen:
     """Shows the state of the parts, and the course of the run as its log has it."""
 
-    def __init__(self, config: WholeConfig, supervisor: Supervisor, console: Console) -> None:
-        self._config, self._supervisor, self._console = config, supervisor, console
+    def __init__(self, config: WholeConfig, supervisor: Supervisor, lines: Lines) -> None:
+        self._config, self._supervisor, self._lines, self._console = config, supervisor, lines, lines.console
         self.over = False
         self._course = Course()
         self._tail: Tail | None = None
         self._tokens: list[tuple[float, float]] = []
-        self._states: dict[str, tuple[str, float]] = {}
-        """Part -> its state, and since when."""
+        self._states: dict[str, str] = {}
+        """Part -> its state, as it was said last."""
         self._held = 0
-        self._patience: dict[str, Patience] = {}
-        """What is waited for -> whether that is to be said."""
 
     @property
     def steps_left(self) -> int:
         """Steps that the training of this run, if there was one, did not take."""
         return max((self._course.steps or 0) - self._course.done, 0)
 
-    async def show(self) -> None:
-        """Show it until `over`."""
+    def begin(self) -> asyncio.Task[None]:
+        """Show it until `over`, and say so if a fault ends that before: silence would look well."""
+        shown = asyncio.create_task(self._show())
+        shown.add_done_callback(self._tell_end)
+        return shown
+
+    def _tell_end(self, shown: asyncio.Task[None]) -> None:
+        if not shown.cancelled() and (error := shown.exception()) is not None:
+            self._lines.tell(f"from here on nothing is shown of this run, which goes on: {error!r}")
+
+    async def _show(self) -> None:
         with self._live() as update:
-            async with httpx.AsyncClient(timeout=2.0) as client:
-                while not self.over:
-                    await asyncio.sleep(LOOK_S)
-                    with contextlib.suppress(RollbookError, OSError):  # the store is not there yet
-                        for event in await asyncio.to_thread(self._events):
-                            self._told(event)
-                    await self._ask_the_proxy(client)
-                    self._tell_states()
-                    self._tell_waits()
-                    update()
+            following = asyncio.create_task(self._follow())
+            while not self.over:
+                await asyncio.wait([following], timeout=LOOK_S)
+                if following.done():
+                    following.result()
+                self._tell_states()
+                self._tell_waits()
+                update()
+            await following
             with contextlib.suppress(RollbookError, OSError):
                 for event in self._events():
                     self._told(event)
             self._tell_states()
             update()
+
+    async def _follow(self) -> None:
+        """Note what is new in the log and at the proxy until `over`; waits are said meanwhile."""
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            while not self.over:
+                with contextlib.suppress(RollbookError, OSError):  # the store is not there yet
+                    for event in await asyncio.to_thread(self._events):
+                        self._told(event)
+                await self._ask_the_proxy(client)
+                await asyncio.sleep(LOOK_S)
 
     @contextlib.contextmanager
     def _live(self) -> Iterator[Callable[[], None]]:
@@ -198,7 +226,7 @@ class Screen:
         if self._tail is None:
             log = store.open(self._config.serve.store)
             head = log.head()
-            kinds = KINDS | {CheckpointWritten.KIND, SyncFinished.KIND}
+            kinds = KINDS | {CheckpointWritten.KIND}
             self._tail = log.tail(head, Filter(kinds, run=self._config.run))
         events = self._tail.poll(2000)
         self._course.take(events)
@@ -208,21 +236,22 @@ class Screen:
         """Print a line for an event of the training, where there is no table."""
         line = line_of(event.record)
         if line is not None and not self._console.is_terminal:
-            self._console.tell(f"{_time(event.time_us / 1e6)} {line}")
+            self._lines.tell(f"{_time(event.time_us / 1e6)} {line}")
 
     def _tell_states(self) -> None:
         for part in self._supervisor.parts:
-            if self._states.get(part.spec.name, ("", 0.0))[0] != part.state:
-                self._states[part.spec.name] = part.state, time.time()
+            if self._states.get(part.spec.name) != part.state:
+                self._states[part.spec.name] = part.state
                 if not self._console.is_terminal:
-                    self._console.tell(f"{_time(time.time())} {part.spec.name}: {part.state}")
+                    self._lines.tell(f"{_time(time.time())} {part.spec.name}: {part.state}")
 
     def _awaited(self) -> list[Awaited]:
         """What the run waits for."""
         trained, parts = self._config.train, []
         for part in self._supervisor.parts:
-            state, since = self._states.get(part.spec.name, (part.state, time.time()))
-            parts.append(PartState(part.spec.name, state, since, part.spec.ready_s, str(part.spec.log)))
+            spec = part.spec
+            limits_s = (spec.ready_s, spec.stop_s)
+            parts.append(PartState(spec.name, part.state, part.since, *limits_s, str(spec.log)))
         limits = None
         if trained is not None:
             waits_s = 0.0 if trained.evaluation is None else trained.evaluation.wait_s
@@ -231,10 +260,9 @@ class Screen:
 
     def _tell_waits(self) -> None:
         """Print a line for what is waited for for long; where there is a table, it has a row."""
-        found, now = self._awaited(), time.time()
-        self._patience = {one.key: self._patience.get(one.key, Patience(one.since)) for one in found}
-        for one in found:
-            if self._patience[one.key].due(now) and not self._console.is_terminal:
+        now = time.time()
+        if not self._console.is_terminal:
+            for one in self._lines.silence.due(self._awaited(), now):
                 self._console.tell(f"{_time(now)} {one.said(now)}")
 
     async def _ask_the_proxy(self, client: httpx.AsyncClient) -> None:

@@ -18,7 +18,9 @@ from rollbook.store.events import (
     RunOpened,
     SampleDropped,
     StepCommitted,
+    StepFailed,
     StepPlanned,
+    SyncFinished,
     TrajectoryFinished,
     TrajectoryOpened,
 )
@@ -28,8 +30,8 @@ from rollbook.store.fold.evaluated_agents import EvaluatedAgents
 KINDS = evaluated_agents.KINDS | frozenset(
     record.KIND
     for record in (
-        *(RunOpened, StepPlanned, StepCommitted, EvalStarted, EvalFinished, LaunchStarted, LaunchEnded),
-        *(TrajectoryOpened, TrajectoryFinished, RewardAssigned, SampleDropped),
+        *(RunOpened, StepPlanned, StepCommitted, StepFailed, SyncFinished, EvalStarted, EvalFinished),
+        *(LaunchStarted, LaunchEnded, TrajectoryOpened, TrajectoryFinished, RewardAssigned, SampleDropped),
     )
 )
 RECENT = 200
@@ -44,12 +46,13 @@ class Course:
 
     Attributes:
         steps, done: optimizer steps of the training in all, and those that are committed.
-        version: of the policy.
+        version: of the policy: that of the last step, or that which engines hold.
         metrics: of the last step; evaluation: of the last evaluation, with its `policy_version`; partial:
             what is said of it if it is not whole.
         evaluating: the version that agents are being evaluated at; None: none. agents: those.
         changed: when the training last began, took a step or began or ended an evaluation, in seconds since
-            1970; None: it did not. in_step: whether a step is being taken.
+            1970; None: it did not. opened: when it last began; planned: when the step began that is being
+            taken; None: none is.
         launched: agents that run.
         ended: launches that ended, by status.
         rewards: the latest, of trajectories.
@@ -64,7 +67,8 @@ class Course:
     evaluating: int | None = None
     agents: EvaluatedAgents = field(default_factory=EvaluatedAgents)
     changed: float | None = None
-    in_step: bool = False
+    opened: float | None = None
+    planned: float | None = None
     launched: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -94,7 +98,7 @@ class Course:
             match event.record:
                 case RunOpened(command="train") as record:
                     self.steps, self.done = record.config["steps"], record.config["steps_done"]
-                    self.in_step, self.evaluating = False, None
+                    self.opened, self.planned, self.evaluating = event.time_us / 1e6, None, None
                 case TrajectoryOpened(split="train") as record:
                     self._opened(record.trajectory_id, record.group or record.trajectory_id)
                 case TrajectoryFinished() as record if record.trajectory_id in self._group_of:
@@ -112,8 +116,13 @@ class Course:
                     self._trained(record)
 
     def _note_change(self, event: Event) -> None:
-        if isinstance(event.record, RunOpened | StepCommitted | EvalStarted | EvalFinished):
-            self.changed = event.time_us / 1e6
+        match event.record:
+            case RunOpened(command="train") | StepCommitted() | EvalStarted() | EvalFinished():
+                self.changed, self.planned = event.time_us / 1e6, None
+            case StepPlanned():
+                self.planned = event.time_us / 1e6
+            case StepFailed():
+                self.planned = None
 
     def _launch(self, record: LaunchStarted | LaunchEnded) -> None:
         if isinstance(record, LaunchStarted):
@@ -125,12 +134,13 @@ class Course:
     def _trained(self, record: object) -> None:
         match record:
             case StepPlanned():
-                self.in_step = True
                 self._planned[record.step] = {str(one["trajectory_id"]) for one in record.samples}
             case StepCommitted():
-                self.done, self.version, self.in_step = self.done + 1, record.policy_version, False
+                self.done, self.version = self.done + 1, record.policy_version
                 self.metrics = record.metrics
                 self._forget(self._planned.pop(record.step, set()))
+            case SyncFinished():
+                self.version = max(self.version, record.policy_version)
             case EvalStarted():
                 self.evaluating = record.policy_version
             case EvalFinished():

@@ -18,6 +18,7 @@ from rollbook.ingest.rollouts.manager import lock_of
 from rollbook.online.config import WholeConfig
 from rollbook.online.guard import GRACE_S, INSIST_S, end_all, marked
 from rollbook.store.errors import LaneLockedError
+from rollbook.store.patience import SAY_AFTER_S, Patience, waits
 
 ENDED_S = GRACE_S + INSIST_S
 """So long what an earlier start left is waited for: its guard is at work."""
@@ -116,25 +117,25 @@ def await_ends(
     Raises:
         LaneLockedError: something does.
     """
-    begun, said = time.monotonic(), False
+    begun = time.monotonic()
+    patience = Patience(begun, after_s=SAID_S, again_s=SAY_AFTER_S)
     while left := left_of(config, parts):
         told = [one for one in left if one.keeps] or left
         texts = "; ".join(str(one) for one in {one.pid: one for one in told}.values())
         if take_over:
-            say(f"taking over from {texts}")
+            say(f"taking over from {texts}: waiting at most {ASKED_S + INSIST_S:g} s for the end of that")
             _end(left)
             take_over = False
             continue
         ends = all(one.mark is not None and not one.keeps for one in left)
-        waited = time.monotonic() - begun
-        if not ends or waited > ENDED_S:
+        if not ends or time.monotonic() - begun > ENDED_S:
             raise LaneLockedError(
                 f"run {config.run} in {config.serve.store} is under way: {texts}. Stop that, or let this one "
                 "end it and go on: --take-over"
             )
-        if not said and waited > SAID_S:
-            say(f"waiting at most {ENDED_S:g} s for what an earlier start left, and ends: {texts}")
-            said = True
+        if patience.due(now := time.monotonic()):
+            left_s = ENDED_S - (now - begun)
+            say(waits(f"what an earlier start left, and ends: {texts}", now - begun, left_s, time.time()))
         time.sleep(LOOK_S)
 
 

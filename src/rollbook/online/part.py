@@ -69,8 +69,9 @@ class Part:
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self.spec, self._say = spec, say
-        self.state = "not started"
-        """For people: not started, starting, running, starting again, stopping, ended."""
+        self.state, self.since = "not started", time.time()
+        """For people: not started, starting, running, starting again, stopping, ended; and since when, in
+        seconds since 1970."""
         self.pid: int | None = None
         self.ready = asyncio.Event()
         self._stopping = False
@@ -89,16 +90,20 @@ class Part:
         while not self._stopping:
             begun = time.monotonic()
             self._starts.append(begun)
-            self.state = "starting" if len(self._starts) == 1 else "starting again"
+            self._become("starting" if len(self._starts) == 1 else "starting again")
             code = await self._once()
             if self._stopping or (self.spec.ends and code == 0):
                 break
             self._check(code)
             pause = PAUSE_S if time.monotonic() - begun > WITHIN_S else min(pause * 2, LONGEST_PAUSE_S)
-            self.state = "starting again"
+            self._become("starting again")
             self._say(f"{self.spec.name} {_ended(code)}: it is started again; {self.spec.log} says more")
             await asyncio.sleep(pause / 2)
-        self.state = "ended"
+        self._become("ended")
+
+    def _become(self, state: str) -> None:
+        if state != self.state:
+            self.state, self.since = state, time.time()
 
     async def _once(self) -> int:
         """Start it, and wait for its end; the exit code."""
@@ -156,7 +161,8 @@ class Part:
         return self.spec.any_answer or answer.status_code == 200
 
     def _answers(self) -> None:
-        self.state = "running"
+        if not self._stopping:
+            self._become("running")
         self.ready.set()
 
     def _check(self, code: int) -> None:
@@ -173,7 +179,7 @@ class Part:
             why = _ended(code) + ("" if spec.health is None else " before it was ready")
         else:
             return
-        self.state = "failed"
+        self._become("failed")
         raise PartError(f"{spec.name} {why}; {spec.log} ends with:\n{self.last_lines()}")
 
     def last_lines(self) -> str:
@@ -190,7 +196,7 @@ class Part:
         child = self._child
         if child is None or child.returncode is not None:
             return
-        self.state = "stopping"
+        self._become("stopping")
         with contextlib.suppress(ProcessLookupError):
             child.terminate()
         try:

@@ -6,18 +6,22 @@ Where they are is found out before anything is started, since everybody else is 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollbook.ingest.rollouts.ray_cluster import connected, quietly
 from rollbook.store.errors import RolloutError
 from rollbook.store.ids import new_id
+from rollbook.store.patience import Patience, waits
 
 if TYPE_CHECKING:
     from rollbook.online.config import PlacedConfig
 
 LOOK_S = 0.5
+ANSWER_S = 60.0
+"""How long a node may take to say its address."""
 
 
 class Where:
@@ -38,27 +42,57 @@ class Where:
 
 
 @contextlib.contextmanager
-def placed(wanted: PlacedConfig) -> Iterator[tuple[str, list[str]]]:
+def placed(wanted: PlacedConfig, say: Callable[[str], None]) -> Iterator[tuple[str, list[str]]]:
     """The name of a placement group that is in place, and an address in each of its bundles.
+
+    Args:
+        say: told what takes long.
 
     Raises:
         ConfigError: Ray is not installed.
         RolloutError: it does not answer, or has no room in time; it says what is missing.
     """
-    ray = connected()
+    with _said("Ray to answer", None, say):
+        ray = connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
     name = f"rollbook-engines-{new_id()[-12:]}"
     bundles = [dict(wanted.resources) for _ in range(wanted.count)]
     group = placement_group(bundles, strategy=wanted.strategy, name=name)
     try:
-        until = time.monotonic() + wanted.within_s
-        while not group.wait(LOOK_S):  # a longer wait would not hear Ctrl-C
-            if time.monotonic() > until:
-                raise RolloutError(_no_room(wanted))
-        yield name, _addresses(ray, wanted, group)
+        asked = ", ".join(f"{amount:g} {resource}" for resource, amount in wanted.resources.items())
+        what = f"room in the Ray cluster for {wanted.count} engines, by {wanted.strategy}: {asked} each"
+        with _said(what, wanted.within_s, say):
+            until = time.monotonic() + wanted.within_s
+            while not group.wait(LOOK_S):  # a longer wait would not hear Ctrl-C
+                if time.monotonic() > until:
+                    raise RolloutError(_no_room(wanted))
+        with _said(f"the addresses of {wanted.count} nodes for engines", wanted.count * ANSWER_S, say):
+            addresses = _addresses(ray, wanted, group)
+        yield name, addresses
     finally:
         quietly(remove_placement_group, group)
+
+
+@contextlib.contextmanager
+def _said(what: str, limit_s: float | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Context: it waits for this, which is said when it takes long."""
+    over, begun = threading.Event(), time.monotonic()
+    patience = Patience(begun)
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if patience.due(now := time.monotonic()):
+                left_s = None if limit_s is None else begun + limit_s - now
+                say(waits(what, now - begun, left_s, time.time()))
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
 
 
 def actor_in(group: Any, bundle: int, resources: dict[str, float], kind: type, *given: Any) -> Any:
@@ -84,7 +118,7 @@ def _addresses(ray: Any, wanted: PlacedConfig, group: Any) -> list[str]:
     for bundle in range(wanted.count):
         actor = actor_in(group, bundle, dict(wanted.resources), Where)
         try:
-            found.append(ray.get(actor.address.remote(wanted.port + 20 * bundle), timeout=60))
+            found.append(ray.get(actor.address.remote(wanted.port + 20 * bundle), timeout=ANSWER_S))
         finally:
             quietly(ray.kill, actor)
     return found
