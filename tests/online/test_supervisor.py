@@ -295,8 +295,8 @@ from rollbook.online.guarded import guarded
 async def main():
     async with guarded("the-mark", print):
         deaf = (
-            "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); "
-            "time.sleep(600)"
+            "import os, signal, time; signal.signal(15, signal.SIG_IGN); "
+            "os.write(1, b'%d%c' % (os.getpid(), 10)); time.sleep(600)"  # whole, beside another's
         )
         words, environment = [sys.executable, "-S", "-c", deaf], os.environ | {"ROLLBOOK_START": "the-mark"}
         for _ in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.sglang.conftest import PROMPT, ROUTING, Client
+from tests.sglang.conftest import PROMPT, ROUTING, Client, amid
 from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
 
 from rollbook.ingest.engines.engine import Sampling
@@ -64,8 +64,13 @@ def _paused(moe: Any, client: Any, changing: Any, mode: str) -> Any:
         changing.load(changing.next_model())
         moe.post("/continue_generation")
 
-    changing.load(moe.model)
-    made, _ = client(moe, routed_experts=ROUTING).meanwhile(Sampling(720, 1.0, 3), act)
+    one = client(moe, routed_experts=ROUTING)
+
+    def attempt() -> Any:
+        changing.load(moe.model)
+        return one.meanwhile(Sampling(720, 1.0, 3), act)
+
+    made, _ = amid(attempt)
     assert len(made.version_spans) == 2
     return made
 

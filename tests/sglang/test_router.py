@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
+from tests.sglang.conftest import PROMPT, TOLERANCE, amid, greatest_difference
 from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment
 
 from rollbook.ingest.engines.engine import Generation, Sampling
@@ -107,7 +107,7 @@ def test_an_abort_through_a_router(router: Router, client: Any, stream: bool) ->
 def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, reference: Any) -> None:
     """Each is paused and given new weights by itself; the request goes on, maybe elsewhere with old ones."""
     changing = [weights(worker) for worker in router.workers]
-    served = {one.rename(): router.workers[0].model for one in changing}
+    served: dict[int, Path] = {}
 
     def act() -> None:
         with ThreadPoolExecutor() as pool:  # at once: a request must not end where no pause has come yet
@@ -117,7 +117,14 @@ def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, refer
         for worker in router.workers:
             worker.post("/continue_generation")
 
-    made, heard = client(router.url).meanwhile(LONG, act)
+    asking = client(router.url)
+
+    def attempt() -> Any:
+        served.clear()
+        served.update({one.load(one.server.model): one.server.model for one in changing})
+        return asking.meanwhile(LONG, act)
+
+    made, heard = amid(attempt)
     ids = made.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == 900

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.sglang import model
-from tests.sglang.conftest import PROMPT, TOLERANCE
+from tests.sglang.conftest import PROMPT, TOLERANCE, amid
 from tests.sglang.server import SglangServer
 
 from rollbook.ingest.engines.engine import Sampling
@@ -274,15 +274,17 @@ def test_in_the_middle_of_a_request(
     server = request.getfixturevalue("untied" if pause == "in_place" else "dense")
     ours = trainer(server)
     ours.connect(transport, pause)
-    first = ours.make()
-    ours.sync(first)
-    for _ in range(4):  # a busy machine may begin to sync when the request has ended: then there is no middle
+    versions, paths = [ours.make()], list[Path]()
+    ours.sync(versions[0])
+
+    def attempt() -> tuple[Any, list[int]]:
         httpx.post(f"{server.url}/flush_cache")  # in place, prefixes of earlier weights stay: none is wanted
-        old, second = ours.path, ours.make()
-        made, heard = client(server).meanwhile(Sampling(720, 1.0, 3), partial(ours.sync, second))
-        if len(made.version_spans) > 1:
-            break
-        first = second
+        paths.append(ours.path)
+        versions.append(ours.make())
+        return client(server).meanwhile(Sampling(720, 1.0, 3), partial(ours.sync, versions[-1]))
+
+    made, heard = amid(attempt)
+    (first, second), old = versions[-2:], paths[-1]
     ids = made.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == 720

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, greatest_difference
+from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, amid, greatest_difference
 
 from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.store.events.routed_experts import unpack
 
 LENGTH = 1000
-"""Tokens of a request: three seconds, so that what is to change in its middle does so everywhere."""
+"""Tokens of a request: two seconds or three, so that what is to change in its middle does so everywhere."""
 LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 
@@ -34,8 +34,7 @@ def test_weights_loaded_in_the_middle(
 
     In place, keys and values of the old weights stay, so what comes after the change is of neither model.
     """
-    changing = weights(server)
-    before = changing.rename()
+    changing, one = weights(server), client(server)
     told: list[int] = []
 
     def act() -> None:
@@ -43,11 +42,16 @@ def test_weights_loaded_in_the_middle(
         told.append(changing.load(changing.next_model(), flush=mode != "in_place"))
         server.post("/continue_generation")
 
-    made, heard = client(server).meanwhile(LONG, act)
+    def attempt() -> tuple[Generation, list[int]]:
+        told[:] = [changing.load(server.model)]
+        return one.meanwhile(LONG, act)
+
+    made, heard = amid(attempt)
+    before, after = told
     ids = made.completion_ids.tolist()
     assert heard == ids
     assert (made.finish_reason, len(ids)) == ("length", LENGTH)
-    cut = _cut(made, before, told[0])
+    cut = _cut(made, before, after)
     assert 60 <= cut < LENGTH
     old = reference.logprobs(server.model, PROMPT, ids[:cut], 1.0)
     assert greatest_difference(made, old) <= TOLERANCE
@@ -66,8 +70,7 @@ def test_a_version_that_is_only_renamed(
     dense: Any, client: Any, weights: Any, reference: Any, mode: Any
 ) -> None:
     """In the middle of a request, paused or not: two spans, and logprobs of the one model throughout."""
-    changing = weights(dense)
-    before = changing.rename()
+    changing, one = weights(dense), client(dense)
     told: list[int] = []
 
     def act() -> None:
@@ -77,11 +80,15 @@ def test_a_version_that_is_only_renamed(
         if mode:
             dense.post("/continue_generation")
 
-    made, heard = client(dense).meanwhile(LONG, act)
+    def attempt() -> tuple[Generation, list[int]]:
+        told[:] = [changing.rename()]
+        return one.meanwhile(LONG, act)
+
+    made, heard = amid(attempt)
     ids = made.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == LENGTH
-    assert 60 <= _cut(made, before, told[0]) < LENGTH
+    assert 60 <= _cut(made, *told) < LENGTH
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
@@ -107,14 +114,18 @@ def test_what_goes_on_runs_to_its_end(dense: Any, client: Any, stream: bool) -> 
 
 def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, reference: Any) -> None:
     """SGLang's default: all requests end, and go on from here."""
-    changing = weights(dense)
-    before = changing.rename()
+    changing, one = weights(dense), client(dense)
     told: list[int] = []
-    made, heard = client(dense).meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
+
+    def attempt() -> tuple[Generation, list[int]]:
+        told[:] = [changing.rename()]
+        return one.meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
+
+    made, heard = amid(attempt)
     ids = made.completion_ids.tolist()
     assert heard == ids
     assert (len(ids), made.timings.get("resumed"), len(made.version_spans)) == (LENGTH, 1, 2)
-    _cut(made, before, told[0])
+    _cut(made, *told)
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
@@ -122,7 +133,7 @@ def test_several_pauses_of_one_request(moe: Any, client: Any, weights: Any, refe
     """Every part under its own weights, with its own experts, and one turn of all."""
     changing = weights(moe)
     paths = [moe.model, changing.next_model(), moe.model]
-    versions = [changing.rename()]
+    versions: list[int] = []
     one = client(moe, routed_experts=ROUTING)
 
     def act() -> None:
@@ -133,7 +144,11 @@ def test_several_pauses_of_one_request(moe: Any, client: Any, weights: Any, refe
             moe.post("/continue_generation")
             one.hears_more(heard)
 
-    made, heard = one.meanwhile(LONG, act)
+    def attempt() -> tuple[Generation, list[int]]:
+        versions[:] = [changing.load(moe.model)]
+        return one.meanwhile(LONG, act)
+
+    made, heard = amid(attempt, spans=3)
     ids = made.completion_ids.tolist()
     assert heard == ids
     spans = made.version_spans
