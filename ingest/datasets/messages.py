@@ -90,7 +90,9 @@ def read_json(key: str, value: Any) -> Any:
 
 
 def tools_of(row: Json) -> list[Json] | None:
-    """The tools of a row, each wrapped as OpenAI's are; `functions` are their older form.
+    """The tools of a row in chat form, whichever API they were sent to; `functions` are their older form.
+
+    Tools that run at a provider are left out, as no model is told of them.
 
     Raises:
         RowError: they are no list of objects.
@@ -103,7 +105,24 @@ def tools_of(row: Json) -> list[Json] | None:
         tools = [read_json(f"{key}[{index}]", tool) for index, tool in enumerate(tools)]
     if not (isinstance(tools, list | None) and all(isinstance(tool, dict) for tool in tools or ())):
         raise RowError(f"{key} is {shown(row[key])}: write a list of objects")
-    return [_wrapped(tool) for tool in tools or ()] or None
+    return [_tool(tool) for tool in tools or () if not _is_elsewhere(tool)] or None
+
+
+def _is_elsewhere(tool: Json) -> bool:
+    """Whether a tool runs at a provider."""
+    kind = tool.get("type") or "function"
+    return kind != "function" and not (kind == "custom" and "input_schema" in tool)
+
+
+def _tool(tool: Json) -> Any:
+    """A tool of chat completions as it is; one of Anthropic's, of Responses' or a bare function wrapped."""
+    if "input_schema" in tool:
+        described = {"description": tool["description"]} if tool.get("description") is not None else {}
+        tool = {"name": tool.get("name"), **described, "parameters": tool["input_schema"] or {}}
+    elif "type" in tool and "function" not in tool and isinstance(tool.get("name"), str):
+        named = ("name", "description", "parameters", "strict")
+        tool = {key: tool[key] for key in named if tool.get(key) is not None}
+    return _wrapped(tool)
 
 
 def _wrapped(function: Any) -> Any:

@@ -18,6 +18,11 @@ import pytest
 from rollbook import store as rb
 from rollbook.ingest.datasets import files
 from rollbook.ingest.datasets.importing import Reading, import_dataset
+from rollbook.ingest.datasets.messages import tools_of
+from rollbook.ingest.endpoints.chat.read import read as read_chat
+from rollbook.ingest.endpoints.history import no_history
+from rollbook.ingest.endpoints.messages.read import read as read_messages
+from rollbook.ingest.endpoints.responses.read import read as read_responses
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.fold.trajectory import Trajectory
@@ -540,6 +545,37 @@ def test_what_a_template_is_given(tmp_path: Path, thinking: Path) -> None:
         (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | {"chat_template_kwargs": wrong or "[1]"}))
         with pytest.raises(InterchangeError, match=said):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", thinking)
+
+
+_SENT = {"name": "add", "description": "Adds.", "strict": None}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("read", "tools"),
+    [
+        (read_chat, [OPENAI_TOOL, {"type": "custom", "custom": {"name": "x"}}]),
+        (
+            read_responses,
+            [{"type": "function", **_SENT, "parameters": _SCHEMA}, {"type": "web_search", "name": "x"}],
+        ),
+        (
+            read_messages,
+            [
+                {"name": "add", "description": "Adds.", "input_schema": _SCHEMA},
+                {"type": "custom", "name": "sub", "input_schema": {}},
+                {"type": "bash_20250124", "name": "bash"},
+            ],
+        ),
+        (read_messages, [{"type": "bash_20250124", "name": "bash"}]),
+    ],
+    ids=["chat", "responses", "messages", "elsewhere"],
+)
+def test_tools_are_read_as_a_proxy_reads_them(read: Any, tools: Any) -> None:
+    """In the form of each API: an export has them as they were sent."""
+    asked = _said("u:Hi")
+    call = read({"messages": asked, "input": asked, "max_tokens": 1, "tools": tools}, no_history)
+    assert tools_of({"tools": tools}) == call.tools
 
 
 def test_an_export_gives_a_template_the_same(tmp_path: Path, thinking: Path) -> None:
