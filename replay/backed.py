@@ -8,11 +8,13 @@ as no step is replayed that leads to its version.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
+from rollbook.store.digest import digest_json
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import (
     CheckpointRemoved,
@@ -28,6 +30,7 @@ from rollbook.store.sealed.unit import current_units
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.loop.reference import policy_of
 
+STAGE = "backed"
 BACKING = frozenset(
     r.KIND for r in (CheckpointWritten, CheckpointRemoved, StepCommitted, PolicyPublished, PolicyActivated)
 )
@@ -110,10 +113,36 @@ def unbacked(events: Iterable[Event], *, whole: bool = True) -> list[Unbacked]:
 
 def unbacked_in(log: Store, run: str | None = None) -> list[Unbacked]:
     """Those of a store, or of one run of it."""
-    units = [unit for lane in log.lanes() for unit in current_units(log.path, lane)]
-    whole = not any(unit.left_out or unit.dropped_us is not None for unit in units)
     events = (event for event in log.events_of(BACKING) if run in (None, event.run))
-    return unbacked(events, whole=whole)
+    return unbacked(events, whole=_is_whole(log))
+
+
+def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> StageReplay | None:
+    """The stage `backed` of some versions; None where nothing was published or served of them."""
+    events = [event for event in log.events_of(BACKING) if event.run == run]
+    claims = {
+        event.event_id: record.weights_digest
+        for event in events
+        if isinstance(record := event.record, PolicyPublished | PolicyActivated)
+        and policy_of(record.policy) == policy
+        and record.policy_version in versions
+    }
+    if not claims:
+        return None
+    odd = [one for one in unbacked(events, whole=_is_whole(log)) if one.event_id in claims]
+    due = claims | {one.event_id: ",".join(one.known) for one in odd}
+    digests = digest_json(claims), digest_json(due)
+    if not odd:
+        return StageReplay(STAGE, Verdict.equal, *digests)
+    said, known = odd[0].digest, ", ".join(odd[0].known) or "nothing"
+    place = Place(key=f"{odd[0].kind} {odd[0].event_id}", recorded=said, replayed=known)
+    return StageReplay(STAGE, Verdict.differs, *digests, why=str(odd[0]), place=place)
+
+
+def _is_whole(log: Store) -> bool:
+    """Whether the log has all of its events."""
+    units = [unit for lane in log.lanes() for unit in current_units(log.path, lane)]
+    return not any(unit.left_out or unit.dropped_us is not None for unit in units)
 
 
 def checkpoints_of(log: Store) -> list[tuple[str, CheckpointWritten]]:

@@ -29,7 +29,7 @@ ORDER: Sequence[str] = (
     *STAGES[: STAGES.index("samples")],
     *("selection", "schedule"),
     *STAGES[STAGES.index("samples") :],
-    *("metrics", "evidence", "checkpoint", "sent"),
+    *("metrics", "evidence", "checkpoint", "sent", "backed"),
 )
 """All stages of a replay, in the order in which they depend on each other."""
 ONLY_DIGESTS = "bits are not promised; only a digest was recorded"

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from rollbook.replay.backed import STAGE as BACKED
+from rollbook.replay.backed import backed
 from rollbook.replay.claims import judged
 from rollbook.replay.manifest import checked
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
@@ -73,6 +75,8 @@ def replay_step(
     say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         found = _run_to(replayer, start, target, part, ran)
+    if found.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
+        found = _with_backing(log, found, target)
     return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
 
 
@@ -100,6 +104,15 @@ def _run_to(
         found = replace(found, stages=wanted)
     differs = None if found.equal else found.step
     return replace(found, step=step, reran=reran, differs_at_step=differs)
+
+
+def _with_backing(log: Store, found: StepReplay, step: CommittedStep) -> StepReplay:
+    """A step's replay, and whether what was published and served of its two versions is backed."""
+    versions = (step.planned.policy_version, step.committed.policy_version)
+    if (stage := backed(log, found.run, found.policy, versions)) is None:
+        return found
+    made = replace(found, stages=found.stages | {BACKED: stage})
+    return made if made.equal else replace(made, differs_at_step=made.step)
 
 
 def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollbook.replay.backed import BACKING, unbacked, unbacked_in
+from rollbook.replay.step import replay_step
 from rollbook.replay.stretch import history_of, prove_stretch
 from rollbook.store import Event, Store
 from rollbook.store.events import CheckpointWritten, PolicyActivated, PolicyPublished, StepCommitted
@@ -55,6 +56,19 @@ def test_what_nothing_backs_is_named(trained: Stores, what: str) -> None:
         found = prove_stretch(log, history_of(log, None, "actor"), 0, 0)
         assert ([one.replay.equal for one in found.steps if one.replay], found.equal) == ([True], False)
         assert found.unbacked == [odd]
+
+
+@pytest.mark.parametrize(("what", "step"), [("published", 3), ("activated", 0), ("activated", 3)])
+def test_a_replay_of_a_step_names_it(trained: Stores, what: str, step: int) -> None:
+    """If it is of the version that the step starts from, or makes; of others it says nothing."""
+    log = trained()
+    [event_id] = written(log, FORGED[what])
+    found = replay_step(log, step)
+    if what == "activated" and step == 3:
+        assert found.bit_for_bit
+        return
+    assert (found.equal, found.differs_in, found.differs_at_step) == (False, "backed", step)
+    assert event_id in found.stages["backed"].why
 
 
 def test_what_cannot_be_known_is_not_said() -> None:

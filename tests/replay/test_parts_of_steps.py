@@ -160,7 +160,7 @@ def test_from_one_stage_to_another(trained: Stores, cli: Any) -> None:
     code, out, _ = cli("replay", "step", 11, "--store", log.path, "--from", "gradients", "--json")
     assert (code, list(orjson.loads(out)["stages"])) == (
         0,
-        ["gradients", "optimizer", "weights", "metrics", "evidence", "checkpoint"],
+        ["gradients", "optimizer", "weights", "metrics", "evidence", "checkpoint", "backed"],
     )
 
 

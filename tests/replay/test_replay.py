@@ -42,6 +42,7 @@ def test_every_step_replays(fabric: Any, trained: Stores, step: int, base: int, 
     result = replay_step(log, step)
     assert (result.from_version, result.reran, result.policy_version) == (base, reran, step)
     written = ["checkpoint"] if step + 1 in (4, 8, 9, 11, 12) else []
+    written += ["backed"] if {step, step + 1} & {0, 4, 8, 9, 11, 12} else []
     given, computed = fabric.EVERY_STEPS_STAGES[:3], fabric.EVERY_STEPS_STAGES[3:]
     assert list(result.stages) == [
         *("training", *given, "selection", "schedule", *computed, "metrics", "evidence", *written)
