@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import orjson
+
+from rollbook.replay.claims import Claim
 from rollbook.store import Store
 from rollbook.store.events import Event, Json, RunOpened, SampleDropped, StepFailed, StepPlanned
 from rollbook.store.fold.history import all_samples
 from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.view import text
+from rollbook.store.sql.view import json, text
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.data.recipe import Drop
+from rollbook.train.loop.source_digests import source_digests
 
 GIVEN = {"not_finite": "NotFiniteError", "all_rejected": "AllRejectedError"}
 """Rules by which a step that was skipped drops its samples, and the error that it failed with."""
@@ -30,15 +35,33 @@ _DROPS = f"""
         SELECT * FROM marks
         WHERE kind = 'step.planned' AND policy = $policy AND step BETWEEN $first AND $last
         QUALIFY row_number() OVER (PARTITION BY step, attempt ORDER BY seq DESC) = 1)
-    SELECT d.trajectory_id, d.turn_id, d.rule, d.recipe, d.step, d.attempt, d.policy_version, d.cut
+    SELECT d.trajectory_id, d.turn_id, d.rule, d.recipe, d.step, d.detail, d.attempt, d.policy_version, d.cut
     FROM (SELECT lane, seq, step, {_ATTEMPT} AS attempt, trajectory_id, turn_id, {text("rule")} AS rule,
-                 {text("recipe")} AS recipe, policy_version, {text("cut")} AS cut
+                 {text("recipe")} AS recipe, {json("detail")} AS detail, policy_version, {text("cut")} AS cut
           FROM internal.mark_events
           WHERE kind = 'sample.dropped' AND run = $run AND step BETWEEN $first AND $last) d
     JOIN plans p ON p.lane = d.lane AND p.step = d.step AND p.attempt = d.attempt
     WHERE d.seq > p.before AND d.seq < p.seq
     ORDER BY d.lane, d.seq"""
 """Those since its training began: one that ended before could fill no step, and its drops count for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A sample that has to be dropped.
+
+    Attributes:
+        detail: what the rule compared; None where that is not known any more.
+    """
+
+    leaf_turn_id: str
+    rule: str
+    detail: Json | None
+
+    @staticmethod
+    def of(drop: Drop) -> Ruled:
+        """As the recipe has it; of an erased sample the numbers are gone."""
+        return Ruled(drop.sample.leaf_turn_id, drop.rule, None if drop.sample.erased else drop.detail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,8 +187,9 @@ def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int,
     with connect_at(log, "head") as connection:
         rows = connection.execute(_DROPS, asked).fetchall()
     found: dict[tuple[int, int], list[SampleDropped]] = {}
-    for trajectory, turn, rule, recipe, step, attempt, version, cut in rows:
-        drop = SampleDropped(trajectory, turn, rule, recipe, step, {}, attempt, version, cut)
+    for trajectory, turn, rule, recipe, step, detail, attempt, version, cut in rows:
+        said = orjson.loads(detail)
+        drop = SampleDropped(trajectory, turn, rule, recipe, step, said, attempt, version, cut)
         found.setdefault((step, attempt), []).append(drop)
     return found
 
@@ -178,3 +202,24 @@ def as_they_came(drops: Iterable[SampleDropped]) -> list[SampleDropped]:
 def _place(rule: str) -> int:
     """Of a rule that compares samples among these; before them of any other."""
     return COMPARING.index(rule) if rule in COMPARING else -1
+
+
+def details_of(plan: StepPlanned, drops: Sequence[SampleDropped], due: Iterable[Ruled]) -> Claim:
+    """What the rules compared of the samples that they dropped: each with its rule -> its numbers and texts.
+
+    Of what an older release recorded, the keys that both its form and today's have are compared. Left out are
+    the errors of skipped steps (`GIVEN`), and what was erased since, with how many members a group then has.
+    """
+    same_form = plan.environment.get("sources") == source_digests()
+    computed = {(d.leaf_turn_id, d.rule): d.detail for d in due}
+    unknown = {*GIVEN, "group_incomplete"} if None in computed.values() else {*GIVEN}
+    claim = Claim({}, {})
+    for drop in drops:
+        now = computed.get((drop.turn_id, drop.rule))
+        if now is None or drop.rule in unknown:
+            continue
+        named, again = f"{drop.rule} of {drop.turn_id}", orjson.loads(orjson.dumps(now))
+        keys = drop.detail.keys() | again.keys() if same_form else drop.detail.keys() & again.keys()
+        claim.said[named] = {key: drop.detail[key] for key in keys if key in drop.detail}
+        claim.due[named] = {key: again[key] for key in keys if key in again}
+    return claim

@@ -18,6 +18,7 @@ from rollbook.replay.attempts import (
     KINDS,
     Attempt,
     Dropped,
+    Ruled,
     Training,
     as_they_came,
     first_of_step,
@@ -78,7 +79,7 @@ class Choice:
     """
 
     samples: list[Candidate]
-    drops: list[Dropped]
+    drops: list[Ruled]
     others: list[Json]
     groups: tuple[int, int]
     open: str = ""
@@ -213,7 +214,7 @@ class _Followed:
             live=self._tail,
             limits=limits,
         )
-        self._settled: list[Dropped] = []
+        self._settled: list[Ruled] = []
         """What was dropped since the last step that was not skipped."""
         self._last: Choice | None = None
 
@@ -239,7 +240,7 @@ class _Followed:
         """What an attempt has to take and to drop, and let go of what it took and dropped; None where more
         ended in several lanes than a group takes, of whom nobody knows who came first."""
         plan, due = attempt.plan, list(self._settled)
-        settled = {turn_id for turn_id, _ in due}
+        settled = {drop.leaf_turn_id for drop in due}
         fresh = {d.turn_id: d for d in attempt.drops if d.rule not in GIVEN and d.turn_id not in settled}
         order = _as_recorded(plan, fresh.values())
         for (version, cut), turns in _decided(fresh.values()).items():
@@ -290,9 +291,9 @@ class _Followed:
 
     def _fit(
         self, plan: StepPlanned, order: Mapping[str, int], fresh: Mapping[str, SampleDropped]
-    ) -> tuple[list[Standing], list[Dropped]]:
+    ) -> tuple[list[Standing], list[Ruled]]:
         """The groups that a step may take, and what is dropped since the recipe keeps nothing of it."""
-        left, due = list[Standing](), list[Dropped]()
+        left, due = list[Standing](), list[Ruled]()
         for group in self._standing(plan.policy_version, parse_cut(plan.cut), order):
             told = bool(group.leaves & fresh.keys())
             if not group.unfit:
@@ -309,10 +310,10 @@ class _Followed:
 
     def _wanted(
         self, plan: StepPlanned, left: Sequence[Standing], recorded: list[Standing]
-    ) -> tuple[list[Standing], list[Dropped], str]:
+    ) -> tuple[list[Standing], list[Ruled], str]:
         """The groups that the step takes, in order; what is dropped of groups that were taken before, of
         which nothing was left; and what of it is as recorded."""
-        named, flat = {group.name: group for group in left}, list[Dropped]()
+        named, flat = {group.name: group for group in left}, list[Ruled]()
         hung = self._tail and self._hung(left)
         if hung:
             return recorded, [], ORDER_HUNG
@@ -355,12 +356,12 @@ def _decided(drops: Iterable[SampleDropped]) -> dict[tuple[int, str], set[str]]:
     return dict(sorted(found.items(), key=lambda one: sum(parse_cut(one[0][1]).values())))
 
 
-def _ruled(group: Standing, recorded: Mapping[str, SampleDropped] = MappingProxyType({})) -> list[Dropped]:
+def _ruled(group: Standing, recorded: Mapping[str, SampleDropped] = MappingProxyType({})) -> list[Ruled]:
     """What is dropped of a group, by which rules; by the recorded one where tokens were erased since."""
+    due = [Ruled.of(drop) for drop in group.drops]
     return [
-        (
-            (leaf := drop.sample.leaf_turn_id),
-            recorded[leaf].rule if drop.sample.erased and leaf in recorded else drop.rule,
-        )
-        for drop in group.drops
+        replace(one, rule=recorded[one.leaf_turn_id].rule)
+        if one.detail is None and one.leaf_turn_id in recorded
+        else one
+        for one in due
     ]

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from rollbook.replay.attempts import GIVEN, as_they_came, drops_of
+from rollbook.replay.attempts import GIVEN, Ruled, as_they_came, details_of, drops_of
 from rollbook.replay.choices import Choice, Choices
 from rollbook.replay.claims import Claim
 from rollbook.store import Store, parse_cut
@@ -111,20 +111,20 @@ class Selections:
         if (choice := self._choice(plan)) is None:
             kept, dropped = self._due(step, recipe, drops)
             gone = {turn_id for turn_id, _ in given} - {ref["turn_id"] for ref in all_samples(plan)}
-            due |= {
-                "samples": [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone],
-                "drops": sorted([*given, *([d.sample.leaf_turn_id, d.rule] for d in dropped)]),
-                "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
-            }
-            return Claim(said, due)
-        context = self.limits.context if recipe.too_long == "cut" else None
+            samples = [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone]
+            ruled, others, hung = [Ruled.of(d) for d in dropped], dropped_members(kept, dropped), ""
+        else:
+            context = self.limits.context if recipe.too_long == "cut" else None
+            samples = [_named(_reference(sample, context)) for sample in choice.samples]
+            ruled, others, hung = choice.drops, choice.others, choice.open
+            said["groups"], due["groups"] = reversed(choice.groups)
         due |= {
-            "samples": [_named(_reference(sample, context)) for sample in choice.samples],
-            "drops": sorted([*given, *map(list, choice.drops)]),
-            "others": _by_name(choice.others if _compares(recipe) else plan.others),
-            "groups": choice.groups[0],
+            "samples": samples,
+            "drops": sorted([*given, *([d.leaf_turn_id, d.rule] for d in ruled)]),
+            "others": _by_name(others if _compares(recipe) else plan.others),
         }
-        return Claim(said | {"groups": choice.groups[1]}, due, choice.open)
+        details = details_of(plan, drops, ruled)
+        return Claim(said | {"details": details.said}, due | {"details": details.due}, hung)
 
     def _given(self, plan: StepPlanned, drops: Sequence[SampleDropped]) -> list[list[str]]:
         """What the step has to drop because earlier attempts at it were skipped."""

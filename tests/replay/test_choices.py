@@ -19,7 +19,7 @@ from rollbook.replay.claims import judged
 from rollbook.replay.run_log import RunLog
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Event, Store
-from rollbook.store.events import SampleDropped, StepFailed, StepPlanned
+from rollbook.store.events import Json, SampleDropped, StepFailed, StepPlanned
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.loop import trainer
 
@@ -156,6 +156,9 @@ FORGERIES = {
     "a rule is renamed not_finite": Forgery("drops[0]", drops=_renamed("not_finite")),
     "a rule is renamed all_rejected": Forgery("drops[0]", drops=_renamed("all_rejected")),
     "a rule is renamed staleness": Forgery("drops[0]", drops=_renamed("staleness")),
+    "a detail is another": Forgery("details", drops=lambda drop: replace(drop, detail={"reward": 9.0})),
+    "a detail is removed": Forgery("details", drops=lambda drop: replace(drop, detail={})),
+    "a detail is added": Forgery("details", drops=lambda drop: replace(drop, detail=drop.detail | {"a": 1})),
 }
 
 
@@ -172,7 +175,7 @@ def test_what_is_left_out_is_named(log: Store, tmp_path: Path, run: str, forgery
     found = _selection(_forged(log, tmp_path, run, partial(forged, 1)), run, 1)
     assert found.verdict == Verdict.differs
     assert found.place is not None
-    assert (found.place.key or "").partition("[")[0] == forged.key.partition("[")[0]
+    assert (found.place.key or "").partition("[")[0].partition(".")[0] == forged.key.partition("[")[0]
 
 
 @pytest.mark.parametrize("run", RUNS + PLAIN)
@@ -183,6 +186,30 @@ def test_the_log_as_it_was_written_is_proven(log: Store, tmp_path: Path, run: st
         for step in fold_history(held.events_of(KINDS), run, "actor").steps:
             found = _selection(held, run, step)
             assert (found.verdict, found.why) == (Verdict.equal, "")
+
+
+@pytest.mark.parametrize("excerpt", [False, True])
+@pytest.mark.parametrize(
+    ("detail", "verdict"),
+    [({}, Verdict.equal), ({"another": 1}, Verdict.equal), ({"reward": 9.0}, Verdict.differs)],
+)
+def test_details_of_another_form(
+    log: Store, tmp_path: Path, detail: Json, verdict: Verdict, *, excerpt: bool
+) -> None:
+    """Of what another release recorded, those of today's keys that it has are compared; in an excerpt too."""
+
+    def change(events: list[Event]) -> list[Event]:
+        made = Forgery("", drops=lambda drop: replace(drop, detail=detail))(1, events)
+        old = (
+            replace(e.record, environment={}) if isinstance(e.record, StepPlanned) else e.record for e in made
+        )
+        return [Event(record, RUNS[0]) for record in old]
+
+    forged = _forged(log, tmp_path, RUNS[0], change)
+    history = fold_history(forged.events_of(KINDS), RUNS[0], "actor")
+    selections = RunLog(forged, history).selections
+    selections.excerpt = excerpt
+    assert judged("selection", selections.claim(history.steps[1])).verdict == verdict
 
 
 @pytest.mark.parametrize("run", RUNS)
