@@ -8,7 +8,7 @@ as no step is replayed that leads to its version.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
@@ -89,16 +89,13 @@ def unbacked(events: Iterable[Event], *, whole: bool = True) -> list[Unbacked]:
     Args:
         whole: the log has all of its events; else a version of which nothing is left is passed over.
     """
-    made = defaultdict[_Version, set[str]](set)
-    claims: list[tuple[Event, PolicyPublished | PolicyActivated]] = []
-    for event in sorted(events, key=lambda event: event.event_id):
-        match event.record:
-            case CheckpointWritten() as record:
-                made[event.run, record.policy, record.policy_version].add(record.weights_digest)
-            case StepCommitted() as record if "weights" in record.digests:
-                made[event.run, record.policy, record.policy_version].add(record.digests["weights"])
-            case PolicyPublished() | PolicyActivated() as record:
-                claims.append((event, record))
+    ordered = sorted(events, key=lambda event: event.event_id)
+    made = _made(ordered)
+    claims = [
+        (event, event.record)
+        for event in ordered
+        if isinstance(event.record, PolicyPublished | PolicyActivated)
+    ]
     trained = {version[:2] for version in made}
     found = []
     for event, record in claims:
@@ -111,6 +108,18 @@ def unbacked(events: Iterable[Event], *, whole: bool = True) -> list[Unbacked]:
     return found
 
 
+def _made(events: Iterable[Event]) -> Mapping[_Version, set[str]]:
+    """The digests that checkpoints and steps say of each version's weights."""
+    made = defaultdict[_Version, set[str]](set)
+    for event in events:
+        match event.record:
+            case CheckpointWritten() as record:
+                made[event.run, record.policy, record.policy_version].add(record.weights_digest)
+            case StepCommitted() as record if "weights" in record.digests:
+                made[event.run, record.policy, record.policy_version].add(record.digests["weights"])
+    return made
+
+
 def unbacked_in(log: Store, run: str | None = None) -> list[Unbacked]:
     """Those of a store, or of one run of it."""
     events = (event for event in log.events_of(BACKING) if run in (None, event.run))
@@ -118,18 +127,21 @@ def unbacked_in(log: Store, run: str | None = None) -> list[Unbacked]:
 
 
 def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> StageReplay | None:
-    """The stage `backed` of some versions; None where nothing was published or served of them."""
+    """The stage `backed` of some versions; None where nothing was published or served of them, or the log has
+    nothing any more that could back it."""
     events = [event for event in log.events_of(BACKING) if event.run == run]
+    whole, made = _is_whole(log), _made(events)
     claims = {
         event.event_id: record.weights_digest
         for event in events
         if isinstance(record := event.record, PolicyPublished | PolicyActivated)
         and policy_of(record.policy) == policy
         and record.policy_version in versions
+        and (whole or (run, policy, record.policy_version) in made)
     }
     if not claims:
         return None
-    odd = [one for one in unbacked(events, whole=_is_whole(log)) if one.event_id in claims]
+    odd = [one for one in unbacked(events, whole=whole) if one.event_id in claims]
     due = claims | {one.event_id: ",".join(one.known) for one in odd}
     digests = digest_json(claims), digest_json(due)
     if not odd:
