@@ -1,11 +1,14 @@
 """Trainings that begin with what others exported: of the same run, of another, and of another store.
 
-Each link records with the model that it begins with, and trains on that.
+Each link records with the model that it begins with, and trains on that: in this process, and once by the
+commands that people type.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,14 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from online_run import Run
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from rollbook import store as rb
+from rollbook.cli.app import app
 from rollbook.demo.model import make_model
+from rollbook.demo.processes import rollbook_command
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import prepared
@@ -31,6 +38,17 @@ from rollbook.train.checkpoints.export import export_model
 
 pytestmark = pytest.mark.torch
 GROUPS, SIZE = 2, 4
+STEPS = 3
+"""Of each training that is typed."""
+TYPED = """
+run = "{run}"
+model = "{model}"
+steps = {steps}
+threads = 1
+[algorithm]
+name = "{name}"
+batch_size = 2
+"""
 
 
 @dataclass(frozen=True)
@@ -104,14 +122,14 @@ def _of(log: Store, run: str, kind: type) -> list[Any]:
     return [event.record for event in log.events_of({kind.KIND}) if event.run == run]  # type: ignore[attr-defined]
 
 
-def check_versions(log: Store, run: str, wanted: list[int]) -> None:
-    """Every turn of a run is of the version that it names: of those wanted, by that version's own weights."""
+def versions_of_turns(log: Store, run: str) -> list[int]:
+    """The versions that sampled a run's turns, the first one first; each turn is of the version that it
+    names, by that version's own weights."""
     turns: dict[int, list[TurnCompleted]] = {}
     for turn in _of(log, run, TurnCompleted):
         [span] = turn.version_spans
         assert (span.policy, span.start, span.end) == ("actor", 0, len(turn.completion_ids))
         turns.setdefault(span.version, []).append(turn)
-    assert sorted(turns) == wanted
     folders = {c.policy_version: log.path / c.path for c in _of(log, run, CheckpointWritten)}
     for version, made in turns.items():
         model = AutoModelForCausalLM.from_pretrained(folders[version], dtype=torch.float32).eval()
@@ -121,6 +139,7 @@ def check_versions(log: Store, run: str, wanted: list[int]) -> None:
                 logits = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1]
             own = torch.log_softmax(logits, -1).gather(-1, ids[0, len(turn.prompt_ids) :, None])[:, 0]
             np.testing.assert_allclose(turn.logprobs, own.numpy(), atol=2e-4)
+    return list(turns)
 
 
 def check_steps(log: Store, run: str, wanted: list[int]) -> None:
@@ -150,5 +169,69 @@ def test_a_chain_of_trainings(tmp_path: Path) -> None:
         ("here", "other", [0], [0]),
         ("elsewhere", "sums", [0, 1], [0]),
     ):
-        check_versions(rb.open(tmp_path / store), run, recorded)
+        assert versions_of_turns(rb.open(tmp_path / store), run) == recorded
         check_steps(rb.open(tmp_path / store), run, trained)
+
+
+def _start(folder: Path, *words: str) -> None:
+    """`rollbook WORDS...`, typed in a folder, to its end."""
+    with (said := folder / "said.log").open("wb") as log:
+        done = subprocess.run(rollbook_command(*words), cwd=folder, stdout=log, stderr=log, timeout=300)
+    assert done.returncode == 0, said.read_text()[-3000:]
+
+
+def _call(*words: object) -> str:
+    """What `rollbook WORDS...` says, in this process."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def _weights(log: Store, run: str, version: int) -> str:
+    """The digest of a version's weights."""
+    [digest] = {c.weights_digest for c in _of(log, run, CheckpointWritten) if c.policy_version == version}
+    return digest
+
+
+def _check_begun(log: Store, run: str, weights: str) -> None:
+    """A run began with these weights, as its version 0."""
+    assert _weights(log, run, 0) == weights
+    assert [plan.policy_version for plan in _of(log, run, StepPlanned)] == list(range(STEPS))
+
+
+def _check_rollouts(log: Store, run: str) -> None:
+    """Rollouts are of the run's own versions, the first ones of version 0, and trained while fresh enough."""
+    versions = versions_of_turns(log, run)
+    assert (versions[0], set(versions) <= set(range(STEPS + 1))) == (0, True)
+    sampled = {turn.turn_id: turn.version_spans[0].version for turn in _of(log, run, TurnCompleted)}
+    for plan in _of(log, run, StepPlanned):
+        assert {plan.policy_version - sampled[ref["turn_id"]] for ref in plan.samples} <= {0, 1, 2}
+
+
+@pytest.mark.crashes
+@pytest.mark.timeout(900)
+def test_a_chain_as_people_type_it(tmp_path: Path) -> None:
+    """SFT on a file, GRPO online from its export into another store, DPO from that export in the same store
+    under another name; and what `rollbook replay step` says of the last step of each."""
+    folder = Run(tmp_path).folder
+    online = (folder / "online.toml").read_text().replace("steps = 100000", f"steps = {STEPS}")
+    (folder / "online.toml").write_text(online.replace("my-model", "from-taught"))
+    taught = TYPED.format(run="taught", model="my-model", name="sft", steps=STEPS)
+    (folder / "taught.toml").write_text(taught)
+    judged = TYPED.format(run="judged", model="from-sums", name="dpo", steps=STEPS)
+    pairs = 'pairs = "rewards"\ngroup_size = 4\n[recipe]\nsource_runs = ["sums"]\n'
+    (folder / "judged.toml").write_text(judged + pairs)
+    chat = {"messages": [{"role": "user", "content": "6 plus 3?"}, {"role": "assistant", "content": "9"}]}
+    (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 6)
+    lessons, runs = folder / "lessons", folder / "runs"
+    _start(folder, "train", "taught.toml", "--store", "lessons", "--data", "chats.jsonl")
+    _call("export", "model", "--store", lessons, "-o", folder / "from-taught")
+    _start(folder, "run", "online.toml")
+    _call("export", "model", "--store", runs, "--run", "sums", "-o", folder / "from-sums")
+    _start(folder, "train", "judged.toml", "--store", "runs")
+    _check_begun(rb.open(runs), "sums", _weights(rb.open(lessons), "taught", STEPS))
+    _check_rollouts(rb.open(runs), "sums")
+    _check_begun(rb.open(runs), "judged", _weights(rb.open(runs), "sums", STEPS))
+    for store, run in ((lessons, "taught"), (runs, "sums"), (runs, "judged")):
+        said = _call("replay", "step", STEPS - 1, "--store", store, "--run", run)
+        assert said.splitlines()[-1] == f"step {STEPS - 1}: bit for bit"
