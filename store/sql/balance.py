@@ -43,6 +43,15 @@ class VersionAmounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Omitted:
+    """What a step omitted of a trajectory; `turns` is empty where that is all of it."""
+
+    trajectory_id: str
+    turns: tuple[str, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunLedger:
     """Where a run's sampled tokens went.
 
@@ -51,6 +60,7 @@ class RunLedger:
         length: completion tokens of dropped trajectories compared with trained ones; None if there are none
             of either.
         seconds: time from opening to finish, compared in the same way.
+        omitted: what steps neither took nor dropped, though they had to.
     """
 
     run: str
@@ -59,6 +69,7 @@ class RunLedger:
     versions: tuple[VersionAmounts, ...]
     length: Comparison | None
     seconds: Comparison | None
+    omitted: tuple[Omitted, ...] = ()
 
     def tokens(self, term: str) -> int:
         """Tokens of a whole term."""
@@ -115,12 +126,21 @@ _ENDED = """
 rewards."""
 
 
+_OMITTED = """
+    SELECT run, trajectory_id, list(DISTINCT turn_id ORDER BY turn_id) FILTER (turn_id IS NOT NULL),
+           CAST(sum(tokens) AS BIGINT)
+    FROM ledger_share WHERE rule = 'omitted' GROUP BY run, trajectory_id ORDER BY run, trajectory_id"""
+
+
 def read_ledger(connection: Connection) -> list[RunLedger]:
     """The ledger of every run, by name, over a connection of `store.sql.query`."""
     connection.execute(f"CREATE OR REPLACE TEMP TABLE ledger_share AS {SHARES}")
     amounts: dict[str, list[Amount]] = {}
     for run, *amount in connection.execute(_AMOUNTS).fetchall():
         amounts.setdefault(run, []).append(Amount(*amount))
+    omitted: dict[str, list[Omitted]] = {}
+    for run, trajectory_id, turns, tokens in connection.execute(_OMITTED).fetchall():
+        omitted.setdefault(run, []).append(Omitted(trajectory_id, tuple(turns or ()), tokens))
     versions = _versions(connection)
     lengths = _comparisons(connection)
     return [
@@ -130,6 +150,7 @@ def read_ledger(connection: Connection) -> list[RunLedger]:
             tuple(amounts.get(run, ())),
             tuple(versions.get(run, ())),
             *lengths.get(run, (None, None)),
+            omitted=tuple(omitted.get(run, ())),
         )
         for run, turns, tokens in connection.execute(_GENERATED).fetchall()
     ]

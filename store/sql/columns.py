@@ -370,7 +370,7 @@ LEDGER = (
         "rule",
         "VARCHAR",
         "of dropped: the recipe's; of kept out: text only, altered, the split (eval, teacher, judge, "
-        "quarantine, replay, void), erased, undelivered, late or no version",
+        "quarantine, replay, void), erased, undelivered, late, omitted or no version",
     ),
     ViewColumn("turns", "BIGINT", "turns with such tokens"),
     ViewColumn("tokens", "BIGINT", "sampled tokens"),

@@ -97,6 +97,36 @@ _OWNER = """
 _RULE = "coalesce(min(rule) FILTER (rule <> 'other_path'), min(rule))"
 """What a sample was dropped by, if by several rules: it being on another path says least."""
 
+_TAKEN = f"""
+    opening AS MATERIALIZED (
+      SELECT lane, seq, run, TRY_CAST({text("config.demand.group_size")} AS BIGINT) AS size
+      FROM internal.mark_events WHERE kind = 'run.opened'
+    ), grouping_attempt AS MATERIALIZED (
+      SELECT a.run, a.policy, a.step, a.attempt, a.cut, p.lane, p.seq, o.seq AS opened, o.size,
+             coalesce(json_extract(a.manifest, '$.rollout_batch.samples'),
+                      json_extract(a.manifest, '$.samples')) AS refs
+      FROM attempt a
+      JOIN (SELECT lane, seq, run, policy, step, CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
+            FROM internal.mark_events WHERE kind = 'step.planned') p USING (run, policy, step, attempt)
+      ASOF JOIN opening o ON o.lane = p.lane AND o.run = p.run AND p.seq >= o.seq
+      WHERE o.size > 1 AND json_type(a.manifest, '$.schedule') = 'OBJECT'
+        AND coalesce(json_type(a.manifest, '$.schedule.slice'), 'NULL') = 'NULL'
+        AND (coalesce(json_type(a.manifest, '$.rollout_batch'), 'NULL') = 'NULL'
+             OR json_type(a.manifest, '$.rollout_batch.samples') = 'ARRAY')
+        AND coalesce(json_contains(json_extract(a.manifest, '$.recipe.splits'), '"train"'), true)
+    ), taken AS MATERIALIZED (
+      SELECT run, policy, size, ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
+             cut
+      FROM (SELECT *, unnest(CAST(refs AS JSON[])) AS ref FROM grouping_attempt)
+      UNION
+      SELECT g.run, g.policy, g.size, d.trajectory_id, d.turn_id, coalesce(d.cut, g.cut)
+      FROM dropped d JOIN grouping_attempt g
+        ON g.lane = d.lane AND g.run = d.run AND g.step = d.step AND g.attempt = d.attempt
+       AND d.seq BETWEEN g.opened AND g.seq
+    )"""
+"""What attempts that take groups decided on, each sample once, and the cut at which they did: samples of
+their rollout batches, and drops since their training began."""
+
 _USE = f"""
     attempt AS MATERIALIZED (
       SELECT run, policy, step, attempt, cut, manifest,
@@ -105,7 +135,7 @@ _USE = f"""
     ), dropped AS MATERIALIZED (
       SELECT d.*, p.policy FROM (
         SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
-               CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
+               CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt, {text("cut")} AS cut
         FROM internal.mark_events WHERE kind = 'sample.dropped') d
       ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
         ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
@@ -120,9 +150,10 @@ _USE = f"""
                                    AND a.policy = coalesce(d.policy, a.policy)
     ), use AS MATERIALIZED (
       SELECT * FROM any_use ANTI JOIN internal.paths USING (trajectory_id)
-    ), held AS MATERIALIZED (
+    ), {_TAKEN}, held AS MATERIALIZED (
       SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
-      FROM (SELECT cut, unnest(string_split(cut, ',')) AS part FROM (SELECT DISTINCT cut FROM attempt))
+      FROM (SELECT cut, unnest(string_split(cut, ',')) AS part
+            FROM (SELECT cut FROM attempt UNION SELECT cut FROM taken))
     ), finish AS MATERIALIZED (
       SELECT u.trajectory_id, u.cut, f.lane, f.seq
       FROM (SELECT DISTINCT trajectory_id, cut FROM use) u
@@ -132,7 +163,9 @@ _USE = f"""
       FROM finish f JOIN held h ON h.cut = f.cut AND h.lane = f.lane AND f.seq < h.count
     ), delivery AS MATERIALIZED (
       SELECT v.trajectory_id, v.turn_id, v.lane, v.seq
-      FROM internal.mark_events v JOIN (SELECT DISTINCT trajectory_id FROM use) u
+      FROM internal.mark_events v
+      JOIN (SELECT trajectory_id FROM use
+            UNION SELECT trajectory_id FROM taken SEMI JOIN owner USING (trajectory_id)) u
         ON u.trajectory_id = v.trajectory_id
       WHERE v.kind = 'turn.delivered'
     ), decided AS MATERIALIZED (
@@ -172,6 +205,60 @@ only on other paths was dropped by `other_path`.
 `finish` is joined before `held`: every end with every cut would be a row for each pair of them. `delivery`
 is by trajectory alone, so that few trajectories let most of the log be passed over."""
 
+_OMITTED = """
+    taken_of AS MATERIALIZED (
+      SELECT k.run, k.policy, k.size, o.run AS of_run, o."group" AS named, k.trajectory_id, k.cut
+      FROM (SELECT DISTINCT run, policy, size, trajectory_id, cut FROM taken) k
+      JOIN internal.trajectory_scalars o USING (trajectory_id) WHERE o."group" IS NOT NULL
+    ), uneven AS MATERIALIZED (
+      SELECT run, policy, size, of_run, named,
+             any_value(size) - count(DISTINCT trajectory_id) % any_value(size) AS missing
+      FROM taken_of ANTI JOIN (
+        SELECT DISTINCT run, policy FROM taken ANTI JOIN internal.trajectory_scalars USING (trajectory_id)
+      ) USING (run, policy)
+      GROUP BY run, policy, size, of_run, named
+      HAVING count(DISTINCT trajectory_id) % any_value(size) <> 0
+    ), beside AS MATERIALIZED (
+      SELECT s.*, o.trajectory_id, o.split
+      FROM uneven s JOIN internal.trajectory_scalars o ON o.run = s.of_run AND o."group" = s.named
+      ANTI JOIN taken k ON k.run = s.run AND k.policy = s.policy AND k.size = s.size
+                       AND k.trajectory_id = o.trajectory_id
+      WHERE o.finished IS NOT NULL AND o.split <> 'void'
+    ), decided_at AS MATERIALIZED (
+      SELECT DISTINCT run, policy, size, of_run, named, cut
+      FROM taken_of SEMI JOIN uneven USING (run, policy, size, of_run, named)
+    ), passed_by AS MATERIALIZED (
+      SELECT DISTINCT m.run, m.policy, m.size, m.of_run, m.named, m.trajectory_id, f.lane, f.seq
+      FROM beside m JOIN decided_at a USING (run, policy, size, of_run, named)
+      JOIN internal.mark_events f ON f.trajectory_id = m.trajectory_id AND f.kind = 'trajectory.finished'
+      JOIN held hf ON hf.cut = a.cut AND hf.lane = f.lane AND f.seq < hf.count
+      JOIN internal.mark_events v ON v.trajectory_id = m.trajectory_id AND v.kind = 'turn.delivered'
+      JOIN held hv ON hv.cut = a.cut AND hv.lane = v.lane AND v.seq < hv.count
+      JOIN internal.turn_scalars t ON t.trajectory_id = v.trajectory_id AND t.turn_id = v.turn_id
+       AND t.completion_length > 0 AND NOT coalesce(t.altered, false)
+      ANTI JOIN any_use u ON u.trajectory_id = m.trajectory_id
+      WHERE m.split = 'train'
+    ), omitted AS MATERIALIZED (
+      SELECT DISTINCT trajectory_id FROM (
+        SELECT p.trajectory_id, s.missing - (b.there - count(*) OVER of_group) AS missing,
+               row_number() OVER (of_group ORDER BY p.lane, p.seq) AS place
+        FROM passed_by p JOIN uneven s USING (run, policy, size, of_run, named)
+        JOIN (SELECT run, policy, size, of_run, named, count(*) AS there FROM beside GROUP BY ALL) b
+          USING (run, policy, size, of_run, named)
+        WINDOW of_group AS (PARTITION BY p.run, p.policy, p.size, p.of_run, p.named))
+      WHERE place <= missing
+    ), omitted_turn AS MATERIALIZED (
+      SELECT DISTINCT o.trajectory_id, o.turn_id
+      FROM owner o JOIN (SELECT DISTINCT trajectory_id, cut FROM taken) k USING (trajectory_id)
+      ANTI JOIN taken n ON n.trajectory_id = o.trajectory_id AND n.leaf_turn_id = o.leaf_turn_id
+      JOIN delivery v ON v.trajectory_id = o.trajectory_id AND v.turn_id = o.turn_id
+      JOIN held h ON h.cut = k.cut AND h.lane = v.lane AND v.seq < h.count
+    )"""
+"""What attempts that take groups had to decide on, and neither took nor dropped: a further leaf of a
+trajectory that they decided on; and of a group of which the trajectories that were decided on do not make up
+whole groups, those that are missing, where there are trajectories that were passed by. Such a one may have
+been of no use then: it counts as missing in the place of one that was not."""
+
 _TURN = """
     spoiled AS MATERIALIZED (
       SELECT l.trajectory_id, l.leaf_turn_id
@@ -188,7 +275,7 @@ _TURN = """
                        WHEN t.split <> 'train' OR s.leaf_turn_id IS NOT NULL THEN 'kept out'
                        WHEN t.finished IS NULL THEN 'in flight'
                        WHEN d.delivered IS NULL OR u.leaf_turn_id IS NOT NULL OR w.turn_id IS NOT NULL
-                         THEN 'kept out'
+                         OR m.trajectory_id IS NOT NULL OR n.turn_id IS NOT NULL THEN 'kept out'
                        ELSE 'waiting' END AS term,
              CASE WHEN d.tokens = 0 THEN 'text only'
                   WHEN t.opened IS NULL OR NOT d.asked THEN NULL
@@ -199,7 +286,8 @@ _TURN = """
                   WHEN s.leaf_turn_id IS NOT NULL THEN 'erased'
                   WHEN t.finished IS NULL THEN NULL
                   WHEN d.delivered IS NULL THEN 'undelivered'
-                  WHEN u.leaf_turn_id IS NOT NULL OR w.turn_id IS NOT NULL THEN 'late' END AS rule
+                  WHEN u.leaf_turn_id IS NOT NULL OR w.turn_id IS NOT NULL THEN 'late'
+                  WHEN m.trajectory_id IS NOT NULL OR n.turn_id IS NOT NULL THEN 'omitted' END AS rule
       FROM done d
       LEFT JOIN single l ON l.trajectory_id = d.trajectory_id
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
@@ -210,22 +298,26 @@ _TURN = """
       LEFT JOIN used u ON u.trajectory_id = d.trajectory_id
         AND u.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
       LEFT JOIN used_whole w ON w.trajectory_id = d.trajectory_id AND w.turn_id = d.turn_id
+      LEFT JOIN omitted m ON m.trajectory_id = d.trajectory_id
+      LEFT JOIN omitted_turn n ON n.trajectory_id = d.trajectory_id AND n.turn_id = d.turn_id
     )"""
 
 _PATH = f"""
     path AS MATERIALIZED (
       SELECT p.*, u.trajectory_id IS NOT NULL AS used, u.rule AS dropped_by,
-             coalesce(u.trained, false) AS trained
-      FROM (SELECT * FROM internal.paths WHERE {{of}}) p LEFT JOIN (
+             coalesce(u.trained, false) AS trained, m.trajectory_id IS NOT NULL AS omitted
+      FROM (SELECT * FROM internal.paths WHERE {{of}}) p
+      LEFT JOIN omitted m ON m.trajectory_id = p.trajectory_id
+      LEFT JOIN (
         SELECT trajectory_id, leaf_turn_id, {_RULE} AS rule, bool_or(rule IS NULL) AS trained
         FROM any_use GROUP BY trajectory_id, leaf_turn_id
       ) u ON u.trajectory_id = p.trajectory_id AND u.leaf_turn_id = p.leaf_turn_id
     ), path_share AS (
       SELECT run, trajectory_id, turns, policy, policy_version, tokens,
              CASE WHEN trained THEN 'trained' WHEN used THEN 'dropped'
-                  WHEN split <> 'train' THEN 'kept out' ELSE 'waiting' END AS term,
+                  WHEN split <> 'train' OR omitted THEN 'kept out' ELSE 'waiting' END AS term,
              CASE WHEN trained THEN NULL WHEN used THEN dropped_by
-                  WHEN split <> 'train' THEN split END AS rule
+                  WHEN split <> 'train' THEN split WHEN omitted THEN 'omitted' END AS rule
       FROM path
     )"""
 """All turns of a path were delivered before its end, so that each is in whatever step used its sample."""
@@ -247,7 +339,16 @@ def shares(of: str = "true") -> str:
     Args:
         of: condition on `trajectory_id`: only the turns of these trajectories are looked at.
     """
-    parts = [_DONE.format(of=of), _ORDER, _OWNER, _USE, _TURN, _PATH.format(of=of), _SPAN.format(of=of)]
+    parts = [
+        _DONE.format(of=of),
+        _ORDER,
+        _OWNER,
+        _USE,
+        _OMITTED,
+        _TURN,
+        _PATH.format(of=of),
+        _SPAN.format(of=of),
+    ]
     return f"""
     WITH RECURSIVE {", ".join(parts)}, share AS (
       SELECT run, trajectory_id, NULL AS turn_id, turns, policy, policy_version, term, rule, tokens

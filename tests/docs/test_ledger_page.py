@@ -55,7 +55,14 @@ def test_the_table_has_every_term_and_reason(page: str) -> None:
     rows = re.findall(r"^\| ([a-z ]+) \| (.*?) ?\| ", page.split("## Terms")[1], re.MULTILINE)
     assert {term for term, _ in rows} - {"term"} == set(ledger.TERMS)
     reasons = {name for term, rule in rows if term == "kept out" for name in re.findall(r"`(.+?)`", rule)}
-    constants = {ledger.TEXT_ONLY, ledger.ALTERED, ledger.ERASED, ledger.UNDELIVERED, ledger.LATE}
+    constants = {
+        ledger.TEXT_ONLY,
+        ledger.ALTERED,
+        ledger.ERASED,
+        ledger.UNDELIVERED,
+        ledger.LATE,
+        ledger.OMITTED,
+    }
     assert reasons == constants | {*SPLITS, JUDGE, QUARANTINE, REPLAY} - {"train"}
     assert f"`{ledger.NO_VERSION}`" in page
 

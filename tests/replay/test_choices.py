@@ -19,8 +19,11 @@ from rollbook.replay.claims import judged
 from rollbook.replay.run_log import RunLog
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Event, Store
+from rollbook.store.cut import format_cut
 from rollbook.store.events import Json, SampleDropped, StepFailed, StepPlanned
 from rollbook.store.fold.history import KINDS, fold_history
+from rollbook.store.sql.balance import Omitted, read_ledger
+from rollbook.store.sql.query import connect_at
 from rollbook.train.loop import trainer
 
 GROUPS = {"name": "grpo", "groups": 2, "group_size": 4}
@@ -179,6 +182,25 @@ def test_what_is_left_out_is_named(log: Store, tmp_path: Path, run: str, forgery
 
 
 @pytest.mark.parametrize("run", RUNS + PLAIN)
+def test_the_ledger_names_a_member_that_is_left_out(log: Store, tmp_path: Path, run: str) -> None:
+    """Of the honest log it names nobody."""
+    forged = _forged(log, tmp_path, run, partial(FORGERIES["a member is left out"], 1))
+    [gone] = _refs(log, run) - _refs(forged, run)
+    assert _omitted(log) == []
+    assert [(one.trajectory_id, *one.turns[-1:]) for one in _omitted(forged)] in ([gone], [gone[:1]])
+
+
+def _refs(log: Store, run: str) -> set[tuple[str, str]]:
+    plan = fold_history(log.events_of(KINDS), run, "actor").steps[1].planned
+    return {(ref["trajectory_id"], ref["turn_id"]) for ref in plan.samples}
+
+
+def _omitted(log: Store) -> list[Omitted]:
+    ledgers = read_ledger(connect_at(log, format_cut(log.head())))
+    return [one for ledger in ledgers for one in ledger.omitted]
+
+
+@pytest.mark.parametrize("run", RUNS + PLAIN)
 def test_the_log_as_it_was_written_is_proven(log: Store, tmp_path: Path, run: str) -> None:
     """Each step, its own order of groups too, and so is a copy in which nothing was changed."""
     copy = _forged(log, tmp_path, run, partial(Forgery(""), 0))
@@ -271,6 +293,7 @@ def test_a_failure_of_another_kind_gives_no_reason(log: Store, tmp_path: Path, r
 def test_several_lanes_hide_what_came_first(lanes: Store, tmp_path: Path) -> None:
     """The order of groups is then as recorded, and that is said; that a group is whole, and that none is left
     out, is proven all the same."""
+    assert _omitted(lanes) == []
     for step in (0, 1):
         found = _selection(lanes, "lanes", step)
         assert (found.verdict, found.why.split(",")[0]) == (

@@ -15,7 +15,7 @@ from rollbook.cli.terminal import Console, print_json
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import CutError
 from rollbook.store.open import open_store
-from rollbook.store.sql.balance import TERMS, RunLedger, read_ledger
+from rollbook.store.sql.balance import TERMS, Omitted, RunLedger, read_ledger
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import explained
@@ -23,6 +23,9 @@ from rollbook.store.two_samples import Comparison
 
 SIGNIFICANT = 0.05
 """Dropped and trained trajectories are said to differ below this p-value."""
+
+NAMED = 10
+"""Omitted trajectories that are named one by one."""
 
 
 def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_json: bool) -> int:
@@ -63,6 +66,7 @@ def _as_json(cut: str, ledgers: list[RunLedger]) -> dict[str, Any]:
                 asdict(a) | {"share": _share(a.tokens, ledger.generated.tokens)} for a in ledger.amounts
             ],
             "versions": [asdict(v) | {"difference": v.difference} for v in ledger.versions],
+            "omitted": [asdict(one) for one in ledger.omitted],
             "difference": ledger.difference,
             "balances": ledger.balances,
             "dropped_against_trained": {
@@ -104,6 +108,10 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
             say("")
             say(comparison_line(ledger.length, "are longer", "are shorter", "length", "tokens"))
             say(comparison_line(ledger.seconds, "take longer", "take less time", "duration", "s"))
+        for one in ledger.omitted[:NAMED]:
+            say(_omitted(one))
+        if len(ledger.omitted) > NAMED:
+            say(f"and {len(ledger.omitted) - NAMED} more: --json names all")
         say("")
     for ledger in ledgers:
         say(_verdict(ledger))
@@ -161,6 +169,11 @@ def comparison_line(of: Comparison, more: str, less: str, what: str, unit: str) 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _omitted(one: Omitted) -> str:
+    what = f"turns {', '.join(one.turns)} of trajectory" if one.turns else "trajectory"
+    return f"omitted without a reason: {what} {one.trajectory_id} ({one.tokens:,} tokens)"
 
 
 def _verdict(ledger: RunLedger) -> str:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollbook.store.cut import Cut, holds, parse_cut
 from rollbook.store.events import (
     VOID,
     Event,
+    RunOpened,
     SampleDropped,
     StepAbandoned,
     StepCommitted,
@@ -35,11 +37,13 @@ from rollbook.store.events import (
 from rollbook.store.events.erased import TOKENS_ERASED
 from rollbook.store.fold.ownership import OwnershipChain, Position
 from rollbook.store.sql.balance import TERMS
+from rollbook.testing.omitted import Member, Openings, Taken, omitted
 
 TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT = TERMS
 TEXT_ONLY, ALTERED, ERASED = "text only", "altered", "erased"
 OTHER_PATH = "other_path"
 UNDELIVERED, LATE, NO_VERSION = "undelivered", "late", "no version"
+OMITTED = "omitted"
 
 Where = tuple[str, str | None]
 """A term, and of dropped and kept out the rule or reason."""
@@ -116,13 +120,17 @@ class _Trajectory:
     """What is known of a trajectory."""
 
     opened: Position | None = None
+    group: tuple[str, str] | None = None
+    """Its run, and the group's name."""
     split: str = ""
+    omitted: bool = False
     void: bool = False
     finished: Position | None = None
     turns: dict[str, _Turn] = field(default_factory=lambda: defaultdict(_Turn))
     adoptions: dict[Position, str] = field(default_factory=dict)
     places: dict[str, Position] = field(default_factory=dict)
     uses: dict[str, list[_Use]] = field(default_factory=lambda: defaultdict(list))
+    taken: list[Taken] = field(default_factory=list)
 
 
 def fold_ledger(events: Iterable[Event]) -> Ledger:
@@ -134,34 +142,91 @@ def fold_ledger(events: Iterable[Event]) -> Ledger:
         CutError: the manifest of a committed step names no cut.
     """
     trajectories: dict[str, _Trajectory] = defaultdict(_Trajectory)
-    plans: dict[tuple[str, str, int, int], StepPlanned] = {}
-    ends: dict[type[Any], set[tuple[str, str, int, int]]] = {StepCommitted: set(), StepAbandoned: set()}
-    drops: list[tuple[Event, SampleDropped]] = []
-    planners: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+    steps = _Steps()
     for event in events:
-        match event.record:
-            case StepPlanned() as record:
-                plans[event.run, record.policy, record.step, record.attempt] = record
-                planners[event.lane, event.run].append((event.seq, record.policy))
-            case StepCommitted() | StepAbandoned() as record:
-                ends[type(record)].add((event.run, record.policy, record.step, record.attempt))
-            case SampleDropped() as record:
-                drops.append((event, record))
-            case _:
-                _take(trajectories, event)
-    counts = (ends[StepCommitted] - ends[StepAbandoned]) & plans.keys()
-    final = {key: (plans[key], parse_cut(plans[key].cut)) for key in counts}
-    for plan, cut in final.values():
-        for ref in plan.samples:
-            use = _Use(None, cut, _one_path(plan))
-            trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(use)
-    for event, drop in drops:
-        planner = next((p for seq, p in planners[event.lane, event.run] if seq > event.seq), None)
-        for (run, policy, step, attempt), (plan, cut) in final.items():
-            if (run, step, attempt) == (event.run, drop.step, drop.attempt) and planner in (None, policy):
-                use = _Use(drop.rule, cut, _one_path(plan) and drop.rule != OTHER_PATH)
-                trajectories[drop.trajectory_id].uses[drop.turn_id].append(use)
+        if not steps.take(event):
+            _take(trajectories, event)
+    steps.settle(trajectories)
+    _mark_omitted(trajectories)
     return _sum(trajectories.values())
+
+
+_Attempt = tuple[str, str, int, int]
+"""Run, policy, step and attempt."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What trainings did."""
+
+    plans: dict[_Attempt, StepPlanned] = field(default_factory=dict)
+    committed: set[_Attempt] = field(default_factory=set)
+    abandoned: set[_Attempt] = field(default_factory=set)
+    drops: list[tuple[Event, SampleDropped]] = field(default_factory=list)
+    planners: dict[tuple[str, str], list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+    openings: Openings = field(default_factory=Openings)
+
+    def take(self, event: Event) -> bool:
+        """Fold one event; false if it is of something else."""
+        match event.record:
+            case RunOpened() as record:
+                self.openings.open(event.lane, event.seq, event.run, record)
+            case StepPlanned() as record:
+                self.plans[event.run, record.policy, record.step, record.attempt] = record
+                self.planners[event.lane, event.run].append((event.seq, record.policy))
+                self.openings.plan(event.lane, event.run, record)
+            case StepCommitted() | StepAbandoned() as record:
+                done = self.committed if isinstance(record, StepCommitted) else self.abandoned
+                done.add((event.run, record.policy, record.step, record.attempt))
+            case SampleDropped() as record:
+                self.drops.append((event, record))
+            case _:
+                return False
+        return True
+
+    def settle(self, trajectories: dict[str, _Trajectory]) -> None:
+        """Note what committed attempts, that were not abandoned, consumed and dropped."""
+        counts = (self.committed - self.abandoned) & self.plans.keys()
+        final = {key: (self.plans[key], parse_cut(self.plans[key].cut)) for key in counts}
+        for (run, *_), (plan, cut) in final.items():
+            for taken in self.openings.consumed(run, plan):
+                trajectories[taken.trajectory_id].taken.append(taken)
+            for ref in plan.samples:
+                use = _Use(None, cut, _one_path(plan))
+                trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(use)
+        for event, drop in self.drops:
+            planners = self.planners[event.lane, event.run]
+            planner = next((p for seq, p in planners if seq > event.seq), None)
+            for (run, policy, step, attempt), (plan, cut) in final.items():
+                if (run, step, attempt) == (event.run, drop.step, drop.attempt) and planner in (None, policy):
+                    use = _Use(drop.rule, cut, _one_path(plan) and drop.rule != OTHER_PATH)
+                    trajectories[drop.trajectory_id].uses[drop.turn_id].append(use)
+                    for taken in self.openings.dropped(run, plan, event.lane, event.seq, drop):
+                        trajectories[taken.trajectory_id].taken.append(taken)
+
+
+def _mark_omitted(trajectories: Mapping[str, _Trajectory]) -> None:
+    members = [
+        Member(
+            name,
+            None if one.opened is None else one.group,
+            None if one.void else one.finished,
+            one.split == "train" and not one.uses,
+            one.taken,
+            partial(_of_use, one),
+        )
+        for name, one in trajectories.items()
+    ]
+    partly = {t.training for one in trajectories.values() if one.opened is None for t in one.taken}
+    for name in omitted(members, partly):
+        trajectories[name].omitted = True
+
+
+def _of_use(trajectory: _Trajectory, cut: Cut) -> bool:
+    """Whether it had ended by a cut, and had something to train on."""
+    sampled = (turn for turn in trajectory.turns.values() if turn.length and not turn.altered)
+    there = any(holds(cut, *place) for turn in sampled for place in turn.delivered)
+    return there and trajectory.finished is not None and holds(cut, *trajectory.finished)
 
 
 def _one_path(plan: StepPlanned) -> bool:
@@ -179,6 +244,7 @@ def _take(trajectories: dict[str, _Trajectory], event: Event) -> None:
     match record:
         case TrajectoryOpened():
             trajectory.opened, trajectory.split = place, record.split
+            trajectory.group = None if record.group is None else (event.run, record.group)
         case TrajectoryFinished():
             trajectory.finished = place
             trajectory.void = record.status == VOID
@@ -234,7 +300,11 @@ def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
                 for use in trajectory.uses.get(leaf, [])
                 if use.whole or leaf == owner
             ]
-            yield turn, _where(trajectory, turn, uses, spoiled=owner in spoiled)
+            where = _where(trajectory, turn, uses, spoiled=owner in spoiled)
+            leaves = {taken.leaf for taken in trajectory.taken}
+            seen = any(holds(taken.cut, *at) for taken in trajectory.taken for at in turn.delivered)
+            left_out = trajectory.omitted or (seen and owner not in leaves)
+            yield turn, (KEPT_OUT, OMITTED) if left_out and where == (WAITING, None) else where
 
 
 def _where(trajectory: _Trajectory, turn: _Turn, uses: list[_Use], *, spoiled: bool) -> Where:

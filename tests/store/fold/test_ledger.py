@@ -50,9 +50,20 @@ class Log:
         while self._writers:
             self._writers.popitem()[1].close()
 
-    def open(self, name: str, split: str = "train", lane: str = "serve") -> None:
+    def open(self, name: str, split: str = "train", lane: str = "serve", group: str | None = None) -> None:
         """Open a trajectory."""
-        self.add(lane, kinds.TrajectoryOpened(name, name, None, None, split))
+        self.add(lane, kinds.TrajectoryOpened(name, name, group, None, split))
+
+    def members(self, group: str, *names: str, delivered: bool = True) -> None:
+        """Trajectories of a group, each of one turn of one token and of its name, that have ended."""
+        for name in names:
+            self.open(name, group=group)
+            self.turn(name, name, 1, delivered=delivered)
+            self.finish(name)
+
+    def begin(self, size: int) -> None:
+        """Begin a training that takes groups of so many trajectories."""
+        self.add("train", kinds.RunOpened("train", {"demand": {"group_size": size}, "source": "tail"}))
 
     def turn(
         self,
@@ -88,13 +99,17 @@ class Log:
         step: int = 0,
         end: str = "committed",
         policy: str = "actor",
+        **keys: Any,
     ) -> None:
         """An attempt at a step."""
         refs = [{"trajectory_id": name, "turn_id": leaf} for name, leaf in used]
         cut = format_cut(self.store.head())
         records: list[Any] = [kinds.SampleDropped(*ref, "staleness", "r", step, {}) for ref in drops]
+        recipe = keys.pop("recipe", {})
         records += [
-            kinds.StepPlanned(step, 1, policy, 0, "p", cut, {}, "d", refs, [], {}, {}, 0.1, 0, {}, {})
+            kinds.StepPlanned(
+                step, 1, policy, 0, "p", cut, recipe, "d", refs, [], {}, {}, 0.1, 0, {}, {}, **keys
+            )
         ]
         if end == "committed":
             records += [kinds.StepCommitted(step, 1, policy, 1, {}, {})]
@@ -257,6 +272,74 @@ def test_turns_of_one_name(log: Log) -> None:
         log.open(name)
         log.turn(name, "same", length)
     assert rb.connect(log.store.path).execute("SELECT turns, tokens FROM ledger").fetchall() == [(2, 3)]
+
+
+# What was omitted -----------------------------------------------------------------------------------
+
+ONCE: Any = {"schedule": {"slice": None}}
+ABC = [(name, name) for name in "abc"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_member_that_is_left_out_of_its_group(log: Log, *, sealed: bool) -> None:
+    """Without a drop it is omitted; who ended after a whole group waits for another; so does a group of which
+    none was used, and who ended after the step was planned."""
+    log.members("g", *"abcde")
+    log.members("h", *"wxyz")
+    log.members("i", *"stu")
+    log.begin(4)
+    log.step([*ABC[:2], ("s", "s"), ("t", "t")], [("c", "c"), ("u", "u")], **ONCE)
+    log.members("i", "v")
+    if sealed:
+        assert len(_sealed_paths(log)) == 13
+    assert log.terms() == {"trained": 4, "staleness": 2, "omitted": 1, "waiting": 6}
+    log.step([("d", "d")], step=1, **ONCE)
+    assert log.terms() == {"trained": 5, "staleness": 2, "waiting": 6}
+
+
+def test_whole_groups_omit_nobody(log: Log) -> None:
+    """Also with a member of which there was nothing to train, though its reply was delivered later."""
+    log.members("g", *"abc")
+    log.members("g", "n", delivered=False)
+    log.members("g", "e")
+    log.begin(4)
+    log.step(ABC, **ONCE)
+    assert log.terms() == {"trained": 3, "undelivered": 1, "waiting": 1}
+    log.add("serve", kinds.TurnDelivered("n", "n", "echoed"))
+    assert log.terms() == {"trained": 3, "waiting": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        (1, ONCE),
+        (4, {}),
+        (4, {"schedule": {"slice": 0}}),
+        (4, ONCE | {"recipe": {"splits": ["teacher"]}}),
+        (4, ONCE | {"rollout_batch": {"first_step": 0, "number": 1, "steps": 2}}),
+        (4, ONCE | {"rollout_batch": {"samples": [{"trajectory_id": n, "turn_id": n} for n in "abcd"]}}),
+    ],
+)
+def test_what_omits_nobody(log: Log, size: int, keys: Any) -> None:
+    """Samples that are used one by one, or in epochs; of a release that did not say; of other splits; a later
+    step on a rollout batch, and one that names what its later steps will train."""
+    log.members("g", *"abcd")
+    log.begin(size)
+    log.step(ABC, **keys)
+    assert log.terms() == {"trained": 3, "waiting": 1}
+
+
+def test_a_leaf_that_is_left_out(log: Log) -> None:
+    """All leaves of a trajectory of a group are decided on together: of those that had been delivered."""
+    _fork(log)
+    log.open("u")
+    log.turn("u", "1", 4)
+    log.turn("u", "2", 8, delivered=False)
+    log.finish("u")
+    log.begin(2)
+    log.step([("t", "a-second"), ("u", "1")], **ONCE)
+    log.add("serve", kinds.TurnDelivered("u", "2", "echoed"))
+    assert log.terms() == {"trained": 6, "omitted": 11, "waiting": 8}
 
 
 # Paths of sealed units ------------------------------------------------------------------------------
