@@ -119,13 +119,14 @@ _TAKEN = f"""
              cut
       FROM (SELECT *, unnest(CAST(refs AS JSON[])) AS ref FROM grouping_attempt)
       UNION
-      SELECT g.run, g.policy, g.size, d.trajectory_id, d.turn_id, coalesce(d.cut, g.cut)
+      SELECT g.run, g.policy, g.size, d.trajectory_id, d.turn_id,
+             CASE WHEN d.rule IN ('not_finite', 'all_rejected') THEN '' ELSE coalesce(d.cut, g.cut) END
       FROM dropped d JOIN grouping_attempt g
         ON g.lane = d.lane AND g.run = d.run AND g.step = d.step AND g.attempt = d.attempt
        AND d.seq BETWEEN g.opened AND g.seq
     )"""
 """What attempts that take groups decided on, each sample once, and the cut at which they did: samples of
-their rollout batches, and drops since their training began."""
+their rollout batches, and drops since their training began (of skipped steps it is not known here when)."""
 
 _USE = f"""
     attempt AS MATERIALIZED (

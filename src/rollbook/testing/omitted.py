@@ -76,7 +76,9 @@ class Openings:
         training = self._training(run, plan)
         of, since, _ = self._of[run, plan.policy, plan.step, plan.attempt]
         if training is not None and of == lane and seq > since:
-            yield Taken(training, drop.trajectory_id, drop.turn_id, parse_cut(drop.cut or plan.cut))
+            unknown = drop.rule in ("not_finite", "all_rejected")  # of a step that was skipped
+            cut = {} if unknown else parse_cut(drop.cut or plan.cut)
+            yield Taken(training, drop.trajectory_id, drop.turn_id, cut)
 
     def _training(self, run: str, plan: StepPlanned) -> Training | None:
         """That it is of, if samples of groups were chosen for it, to be used once."""
