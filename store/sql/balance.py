@@ -67,9 +67,9 @@ class RunLedger:
     generated: Amount
     amounts: tuple[Amount, ...]
     versions: tuple[VersionAmounts, ...]
+    omitted: tuple[Omitted, ...]
     length: Comparison | None
     seconds: Comparison | None
-    omitted: tuple[Omitted, ...] = ()
 
     def tokens(self, term: str) -> int:
         """Tokens of a whole term."""
@@ -149,8 +149,8 @@ def read_ledger(connection: Connection) -> list[RunLedger]:
             Amount("generated", None, turns, tokens),
             tuple(amounts.get(run, ())),
             tuple(versions.get(run, ())),
+            tuple(omitted.get(run, ())),
             *lengths.get(run, (None, None)),
-            omitted=tuple(omitted.get(run, ())),
         )
         for run, turns, tokens in connection.execute(_GENERATED).fetchall()
     ]
