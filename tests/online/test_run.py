@@ -66,12 +66,13 @@ def test_nothing_is_lost_or_doubled(killed: Run) -> None:
     )
     doubled = [row for row in places if row[4] > 1 or row[5] != row[6]]
     assert doubled == [], f"seed {SEED}"
-    # Not trained is only what the other members' restarts made too old, and what no agent is known to have had.
+    # Others are too old, since a member was tried again, or no agent is known to have had them.
     trained = killed.sql(
         """WITH used AS (
                SELECT DISTINCT trajectory_id, true AS trained FROM samples WHERE status = 'committed'
                UNION ALL SELECT trajectory_id, false FROM drops WHERE rule = 'staleness'
-               UNION ALL SELECT trajectory_id, false FROM turns WHERE status = 'completed' AND delivered IS NULL)
+               UNION ALL SELECT trajectory_id, false FROM turns
+               WHERE status = 'completed' AND delivered IS NULL)
            SELECT t."group", count(DISTINCT trajectory_id), min(t.status), max(t.status)
            FROM used JOIN trajectories t USING (trajectory_id) WHERE t.status != 'void'
            GROUP BY ALL HAVING bool_or(trained)""",
