@@ -28,7 +28,7 @@ def rollout_course(store: Store, run: str, name: str) -> Json:
     with connect_at(store, cut) as connection:
 
         def table(query: str) -> dict[str, list[Any]]:
-            found = connection.execute(query, given).to_arrow_table()
+            found = connection.sql(query, params=given).to_arrow_table()
             return {column: found[column].to_pylist() for column in found.column_names}
 
         places = table(_PLACES)

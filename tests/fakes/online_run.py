@@ -82,6 +82,8 @@ class Run:
         make_model(folder / "my-model", 0)
         given = {"agent": agent, "train": train, "algorithm": algorithm, "rollout": rollout, "more": more}
         (folder / "online.toml").write_text(CONFIG.format(port=free_port(), **given))
+        self._marks = set[str]()
+        """Of the starts that were seen, in the environment of all that each has started."""
         self.child: subprocess.Popen[bytes]
         """The process that was started last."""
 
@@ -96,14 +98,16 @@ class Run:
         return self.child
 
     def processes(self) -> dict[int, list[bytes]]:
-        """What runs of it: all that runs in its folder, and what such has started elsewhere; pid -> words."""
-        found, marks = dict[int, list[bytes]](), set[str]()
+        """What runs in its folder, what such has started elsewhere, and its guards; pid -> words."""
+        found = dict[int, list[bytes]]()
         every = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         for pid in every:
             if _in(pid, self.folder):
                 found[pid] = _words(pid)
-                marks |= {mark} if (mark := start_of(pid)) is not None else set()
-        found |= {pid: _words(pid) for pid in every if start_of(pid) in marks}
+                self._marks |= {mark} if (mark := start_of(pid)) is not None else set()
+        found |= {pid: _words(pid) for pid in every if start_of(pid) in self._marks}
+        guards = {mark.encode() for mark in self._marks}
+        found |= {pid: words for pid in every if guards & set(words := _words(pid))}
         return {pid: words for pid, words in found.items() if words}
 
     def pids(self, part: str) -> list[int]:

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from rollbook.train.megatron.shape import ModelShape
 PROGRAM = ("-m", "rollbook.train.loop.reference_process")
 CLOSE_S = 5.0
 """Longest wait for it to end by itself."""
-LOOK = timedelta(seconds=0.5)
+LOOK_S = 0.005
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -102,21 +101,12 @@ class ReferenceProcess:
                 time.sleep(1)
                 where = "\n".join(self._process.where()) or "  (it did not say)"
                 raise RankLostError(f"the reference's process hangs; it is in:\n{where}")
-            self._await(key)
+            time.sleep(LOOK_S)  # torch tells standard error of each wait for a key that ends without it
         values, error = pickle.loads(self._meeting.heard(key))
         self._meeting.store.delete_key(key)
         if error is not None:
             raise ModelError(error)
         return values
-
-    def _await(self, key: str) -> None:
-        """Wait for a key, for a moment."""
-        import torch.distributed as dist
-
-        try:
-            self._meeting.store.wait([key], LOOK)
-        except dist.DistStoreError:
-            return
 
     def close(self) -> None:
         """End it."""
