@@ -317,24 +317,23 @@ def anxious(played: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_is_kept_alive(anxious: Any, kind: str) -> None:
     """Comments, or Anthropic's pings, before the first token and between; the reply is as without them."""
+    mark = b"event: ping" if kind == "messages" else b": keep-alive\n\n"
     engine = anxious.engine
     engine.answer, engine.pace = lambda *_: "Hello", asyncio.Semaphore(0)
 
     async def scenario() -> Any:
         reply = anxious.exchange(f"/t/alive-{kind}{PATHS[kind]}", asked(kind, stream=True))
-        await asyncio.sleep(0.1)
+        await reply.until(lambda: mark in reply.data)
         early = reply.data
         engine.pace.release()
-        await asyncio.sleep(0.1)
+        await reply.until(lambda: mark in reply.data[len(early) :])
         for _ in range(50):
             engine.pace.release()
         await reply.end()
         return early, reply
 
     early, reply = anxious.run(scenario())
-    mark = b"event: ping" if kind == "messages" else b": keep-alive\n\n"
-    assert mark in early
-    assert mark in reply.data[len(early) :]
+    assert b"Hell" not in early
     whole = streamed.together(kind, reply.data)
     assert streamed.text_in(kind, whole) == "Hello"
 
