@@ -130,14 +130,15 @@ def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> Stag
     """The stage `backed` of some versions; None where nothing was published or served of them, or the log has
     nothing any more that could back it."""
     events = [event for event in log.events_of(BACKING) if event.run == run]
-    whole, made = _is_whole(log), _made(events)
+    whole = _is_whole(log)
+    left = {} if whole else _made(events)
     claims = {
         event.event_id: record.weights_digest
         for event in events
         if isinstance(record := event.record, PolicyPublished | PolicyActivated)
         and policy_of(record.policy) == policy
         and record.policy_version in versions
-        and (whole or (run, policy, record.policy_version) in made)
+        and (whole or (run, policy, record.policy_version) in left)
     }
     if not claims:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from golden_store import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.events import BodyStored, TurnCompleted, token_ids
 from rollbook.store.events.codec import decode, inline_bodies
-from rollbook.store.events.event_json import from_json
 from rollbook.store.events.routed_experts import pack, unpack
 from rollbook.store.events.upcast import upcast
 from rollbook.store.settings import AppendSettings
@@ -32,20 +31,15 @@ def golden(root: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-experts", tmp_path / "golden"))
 
 
-def test_golden_files_are_unchanged(root: Path) -> None:
+def test_golden_files_are_unchanged() -> None:
     """The files in the repository are the ones that were pinned."""
-    data = root / "tests" / "data"
-    files = sorted(p for p in (data / "format-1-experts").rglob("*") if p.is_file())
-    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
-    told = (data / "format-1-experts.jsonl").read_bytes()
-    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+    assert digest_of("format-1-experts") == PINNED
 
 
-def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+def test_every_event_is_what_was_written(golden: Store, plain: Any) -> None:
     """Out of a sealed unit and a segment, with experts beside the row, in it, and without."""
-    lines = (root / "tests" / "data" / "format-1-experts.jsonl").read_text().splitlines()
     events = list(golden.events())
-    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-experts")]
     done = {e.record.turn_id: e.record.routed_experts for e in events if isinstance(e.record, TurnCompleted)}
     assert {name: stored.get("bits") for name, stored in done.items()} == {
         "u1": 7,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from golden_store import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import EngineControlled, RewardAssigned
 from rollbook.store.events.erased import erase_row
-from rollbook.store.events.event_json import from_json
 from rollbook.store.events.upcast import upcast
 from rollbook.store.sealed.derived import REWARDS, build_derived
 from rollbook.store.sealed.unit import current_units, derived_folder
@@ -31,20 +30,15 @@ def golden(root: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-keys", tmp_path / "golden"))
 
 
-def test_golden_files_are_unchanged(root: Path) -> None:
+def test_golden_files_are_unchanged() -> None:
     """The files in the repository are the ones that were pinned."""
-    data = root / "tests" / "data"
-    files = sorted(p for p in (data / "format-1-keys").rglob("*") if p.is_file())
-    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
-    told = (data / "format-1-keys.jsonl").read_bytes()
-    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+    assert digest_of("format-1-keys") == PINNED
 
 
-def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+def test_every_event_is_what_was_written(golden: Store, plain: Any) -> None:
     """Out of a sealed unit and a segment: each field in its place."""
-    lines = (root / "tests" / "data" / "format-1-keys.jsonl").read_text().splitlines()
     events = list(golden.events())
-    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-keys")]
     assert [getattr(e.record, "by", "-") for e in events] == [
         *("trajectory", "-", "-", "trajectory", "trajectory", "nightly-judge", "nightly-judge"),
         *("-", "ops", "ops", None, None),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_store import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.events.event_json import from_json
 from rollbook.store.events.upcast import upcast
 from rollbook.store.fold.history import fold_history
 from rollbook.train.config.lora import recorded_lora
@@ -27,20 +25,15 @@ def golden(root: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-lora", tmp_path / "golden"))
 
 
-def test_golden_files_are_unchanged(root: Path) -> None:
+def test_golden_files_are_unchanged() -> None:
     """The files in the repository are the ones that were pinned."""
-    data = root / "tests" / "data"
-    files = sorted(p for p in (data / "format-1-lora").rglob("*") if p.is_file())
-    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
-    told = (data / "format-1-lora.jsonl").read_bytes()
-    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+    assert digest_of("format-1-lora") == PINNED
 
 
-def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+def test_every_event_is_what_was_written(golden: Store, plain: Any) -> None:
     """Out of a sealed unit and a segment: each field in its place."""
-    lines = (root / "tests" / "data" / "format-1-lora.jsonl").read_text().splitlines()
     events = list(golden.events())
-    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-lora")]
     steps = fold_history(iter(events), "golden", "actor").steps.values()
     found = [step.planned.lora for step in steps]
     said = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"], "seed": 3, "base_version": 1}

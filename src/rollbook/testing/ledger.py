@@ -291,6 +291,7 @@ def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
     spoiled = {
         leaf for leaf in set(owners.values()) if any(turn.erased for _, turn in _path(trajectory, leaf))
     }
+    leaves = {taken.leaf for taken in trajectory.taken}
     for turn_id, turn in trajectory.turns.items():
         if turn.length is not None:
             owner = owners.get(turn_id, "")
@@ -301,7 +302,6 @@ def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
                 if use.whole or leaf == owner
             ]
             where = _where(trajectory, turn, uses, spoiled=owner in spoiled)
-            leaves = {taken.leaf for taken in trajectory.taken}
             seen = any(holds(taken.cut, *at) for taken in trajectory.taken for at in turn.delivered)
             left_out = trajectory.omitted or (seen and owner not in leaves)
             yield turn, (KEPT_OUT, OMITTED) if left_out and where == (WAITING, None) else where
