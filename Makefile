@@ -15,6 +15,7 @@ PARITY_ENV := .venv-parity
 PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
 # To collect all tests takes each process half a minute.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
+PROPERTIES = $(shell grep -rl --include='test_*.py' hypothesis tests)
 INSTALL := $(UV) pip install --quiet
 EXACT := $(INSTALL) --no-deps
 
@@ -22,7 +23,7 @@ EXACT := $(INSTALL) --no-deps
 # compiles nothing: the first import does, a sixth of what is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-bench test-clients test-crashes test-hostile test-parity test-ranks test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-crashes test-hostile test-more test-parity test-ranks test-sglang check lint types fmt bench wheel clean
 
 $(UV_HOME)/$(UV_VERSION):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -40,8 +41,11 @@ $(STAMP): pyproject.toml constraints.txt tests/corpus.txt | $(UV_HOME)/$(UV_VERS
 demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
-test: $(STAMP)  ## the tests, but for those below; those of one file stay together
-	$(PYTEST) -m "not crashes and not ranks"
+test: $(STAMP)  ## every promise once, properties with few examples; those of one file stay together
+	$(PYTEST) --hypothesis-profile few -m "not crashes and not ranks and not more"
+
+test-more: $(STAMP)  ## what costs seconds and is held by a test above too; properties with all their examples
+	$(PYTEST) -m "(more or hypothesis) and not crashes and not ranks" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
 	$(PYTEST) -m crashes $(call MARKED,crashes)

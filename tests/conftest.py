@@ -28,9 +28,31 @@ BARE_NAMES = ("store", "ingest", "train", "replay")
 
 # A first call imports; a busy machine pauses. Neither is what a property says. A run takes the examples of
 # the last one, so that what fails is what was changed; `--hypothesis-profile search` looks for others.
+# `make test` takes the first few of them.
+FEW = settings(deadline=None, derandomize=True, max_examples=15)
 settings.register_profile("search", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("few", FEW)
 settings.load_profile("same")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Under the profile of few examples, cap the count that a property gives itself."""
+    if not isinstance(item, pytest.Function) or item.config.getoption("--hypothesis-profile") != "few":
+        return
+    own = getattr(item.function, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > FEW.max_examples:
+        item.function._hypothesis_internal_use_settings = settings(own, max_examples=FEW.max_examples)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported: all that they make stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
