@@ -1,8 +1,8 @@
 """Control groups of the kernel, one for each launch: limits of all of its processes, and what they took.
 
-Both versions are spoken: of version 1 each controller has a tree of its own, of version 2 all share one. A
-group is made inside this process's own, or beside it where version 2 allows none inside. Nothing is mounted,
-and no other process is moved.
+Version 2 alone is spoken, in which all controllers share one tree. A group is made inside the tree's root, or
+beside this process's own, as version 2 allows none inside a group with processes. Nothing is mounted, and no
+other process is moved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +28,8 @@ YOUNG_S = 10.0
 """An empty group that is younger is left to whoever makes it."""
 EMPTY_S = 2.0
 """So long is waited for what was ended to leave a group."""
-COUNTS = "cpuacct"
-"""The controller of version 1 that counts CPU time."""
-V2 = "2"
-"""The name of version 2's tree, which has no controller's."""
+PROC = Path("/proc/self")
+TO_VERSION_2 = "boot the host with systemd.unified_cgroup_hierarchy=1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,10 @@ def controllers(limits: Limits) -> tuple[str, ...]:
 
 def missing(names: Iterable[str]) -> str | None:
     """Why groups with these controllers cannot be made here; None: they can."""
-    trees = _trees()
     for name in names:
-        base = _base(trees, name)
+        base = _base(name)
+        if base is None and name in _of_version_1():
+            return f"limits need cgroups of version 2, and {name!r} is of version 1 here: {TO_VERSION_2}"
         if base is None:
             return f"there is no cgroup controller {name!r} that this process may use"
         if not os.access(base, os.W_OK):
@@ -87,111 +86,94 @@ class Cgroup:
 
     def __init__(self, launch_id: str, limits: Limits) -> None:
         self.controllers = controllers(limits)
-        trees, asked = _trees(), self.controllers
-        self._of = {name: base / f"{PREFIX}{launch_id}" for name in asked if (base := _base(trees, name))}
-        if COUNTS in trees and asked:
-            self._of[COUNTS] = trees[COUNTS] / f"{PREFIX}{launch_id}"
-        elif shared := [folder for name, folder in self._of.items() if name not in trees]:
-            self._of[COUNTS] = shared[0]  # version 2 counts in every group
+        bases = {base for name in self.controllers if (base := _base(name))}
+        self.folder = bases.pop() / f"{PREFIX}{launch_id}" if bases else None
+        if self.folder is None:
+            return
         try:
-            for folder in self.folders:
-                folder.mkdir(exist_ok=True)
-            for name in asked:
-                _limit(name, self._of[name], limits)
+            self.folder.mkdir(exist_ok=True)
+            for name in self.controllers:
+                _limit(name, self.folder, limits)
         except OSError as error:
             self.remove()
             raise LaunchError(f"launch {launch_id}: its cgroup cannot be made: {error}") from error
 
-    @property
-    def folders(self) -> list[Path]:
-        """Of the group, one for each tree that it is in."""
-        return sorted(set(self._of.values()))
-
     def entrances(self) -> list[int]:
         """Descriptors, to be closed: a process that writes `0` to each is in the group."""
-        return [os.open(folder / "cgroup.procs", os.O_WRONLY) for folder in self.folders]
+        return [] if self.folder is None else [os.open(self.folder / "cgroup.procs", os.O_WRONLY)]
 
     def taken(self) -> Taken:
         """What was taken until now."""
-        cpu = memory = None
-        killed, refused = 0, False
-        if (of := self._of.get(COUNTS)) is not None:
-            ns, us = _number(of / "cpuacct.usage"), _entry(of / "cpu.stat", "usage_usec")
-            cpu = ns / 1e9 if ns is not None else us and us / 1e6
-        if (of := self._of.get("memory")) is not None:
-            peak = _number(of / "memory.max_usage_in_bytes") or _number(of / "memory.peak")
-            memory = peak and round(peak / MIB, 1)
-            events = (_entry(of / "memory.oom_control", "oom_kill"), _entry(of / "memory.events", "oom_kill"))
-            killed = max(count or 0 for count in events)
-        if (of := self._of.get("pids")) is not None:
-            refused = bool(_entry(of / "pids.events", "max"))
-        return Taken(cpu, memory, killed, refused)
+        if self.folder is None:
+            return Taken(None, None, 0, False)
+        us, peak = _entry(self.folder / "cpu.stat", "usage_usec"), _number(self.folder / "memory.peak")
+        return Taken(
+            cpu_s=us and us / 1e6,
+            peak_mb=peak and round(peak / MIB, 1),
+            killed=_entry(self.folder / "memory.events", "oom_kill") or 0,
+            refused=bool(_entry(self.folder / "pids.events", "max")),
+        )
 
     def end(self) -> list[tuple[int, str]]:
         """End what is left in the group, and remove it: pids and command lines of what was left."""
-        return _end(self.folders)
+        return [] if self.folder is None else _end(self.folder)
 
     def remove(self) -> None:
         """Remove it, as far as it is there; it is empty."""
-        for folder in self.folders:
+        if self.folder is not None:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                self.folder.rmdir()
 
 
 def sweep(alive: frozenset[str]) -> list[Leak]:
     """End what is in groups of launches that are not alive and not watched over, and remove the groups."""
-    groups: dict[str, list[Path]] = {}
+    groups: dict[str, Path] = {}
     for folder in {path for base in _bases() for path in base.glob(f"{PREFIX}*")}:
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid():
-                groups.setdefault(folder.name.removeprefix(PREFIX), []).append(folder)
+                groups[folder.name.removeprefix(PREFIX)] = folder
     spared = alive | kept() if groups else frozenset()
     return [
         Leak(launch_id, pid, command)
-        for launch_id, folders in sorted(groups.items())
-        if launch_id not in spared and not _beginning(folders)
-        for pid, command in _end(folders)
+        for launch_id, folder in sorted(groups.items())
+        if launch_id not in spared and not _beginning(folder)
+        for pid, command in _end(folder)
     ]
 
 
-def _beginning(folders: list[Path]) -> bool:
+def _beginning(folder: Path) -> bool:
     """Whether a group may be another launcher's whose keeper is about to start."""
-    young = False
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            young = young or time.time() - folder.stat().st_mtime < YOUNG_S
-    return young and not _pids(folders)
+    with contextlib.suppress(OSError):
+        return time.time() - folder.stat().st_mtime < YOUNG_S and not _pids(folder)
+    return False
 
 
-# The trees ------------------------------------------------------------------------------------------------
+# The tree -------------------------------------------------------------------------------------------------
 
 
-def _trees(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """Controller of version 1, or V2 -> this process's own folder in its tree."""
-    own: dict[str, str] = {}
-    for line in (proc / "cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        own |= dict.fromkeys(names.split(",") if names else [V2], path)
-    found = {}
-    for line in (proc / "mountinfo").read_text().splitlines():
+def _own() -> Path | None:
+    """This process's own folder in the tree of version 2; None: no such tree is mounted."""
+    paths = [line[3:] for line in (PROC / "cgroup").read_text().splitlines() if line.startswith("0::")]
+    for line in (PROC / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
         root, mount = before.split(" ")[3:5]
-        of_mount = [V2] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
-        for name in of_mount:
-            if name in own:
-                # In a container the tree's root may be the group itself, or lie above what is mounted.
-                inside = os.path.relpath(own[name], root)
-                folder = Path(mount) / inside
-                found[name] = folder if not inside.startswith("..") and folder.is_dir() else Path(mount)
-    return found
+        if paths and after.startswith("cgroup2 "):
+            # In a container the tree's root may be the group itself, or lie above what is mounted.
+            inside = os.path.relpath(paths[0], root)
+            folder = Path(mount) / inside
+            return folder if not inside.startswith("..") and folder.is_dir() else Path(mount)
+    return None
 
 
-def _base(trees: dict[str, Path], controller: str) -> Path | None:
+def _of_version_1() -> set[str]:
+    """The controllers that the host has in version 1, where version 2 cannot have them."""
+    lines = (PROC / "cgroup").read_text().splitlines()
+    return {name for line in lines for name in line.split(":", 2)[1].split(",") if name}
+
+
+def _base(controller: str) -> Path | None:
     """Where a group with a controller can be made."""
-    if controller in trees:
-        return trees[controller]
-    own = trees.get(V2)
+    own = _own()
     if own is None:
         return None
     if (own / "cgroup.type").exists():
@@ -202,11 +184,9 @@ def _base(trees: dict[str, Path], controller: str) -> Path | None:
     return own if controller in _words(own) else None
 
 
-def _bases() -> Iterator[Path]:
-    trees = _trees()
-    yield from {trees[name] for name in ("pids", "memory", "cpu", COUNTS) if name in trees}
-    if V2 in trees:
-        yield from (trees[V2], trees[V2].parent)
+def _bases() -> list[Path]:
+    own = _own()
+    return [] if own is None else [own, own.parent]
 
 
 def _words(base: Path) -> list[str]:
@@ -217,42 +197,31 @@ def _words(base: Path) -> list[str]:
 
 
 def _limit(controller: str, folder: Path, limits: Limits) -> None:
-    def put(name: str, value: object, *, needed: bool = True) -> None:
-        if needed or (folder / name).exists():
-            (folder / name).write_text(str(value))
-
-    second = (folder / "cgroup.controllers").exists()
     if controller == "pids":
-        put("pids.max", limits.processes)
+        (folder / "pids.max").write_text(str(limits.processes))
     elif controller == "memory":
-        size = (limits.memory_mb or 0) * MIB
-        put("memory.max" if second else "memory.limit_in_bytes", size)
-        put("memory.swap.max", 0, needed=False)
-        put("memory.memsw.limit_in_bytes", size, needed=False)
+        (folder / "memory.max").write_text(str((limits.memory_mb or 0) * MIB))
+        if (swap := folder / "memory.swap.max").exists():
+            swap.write_text("0")
     elif controller == "cpu":
         quota = max(int((limits.cpus or 0) * PERIOD_US), 1000)
-        if second:
-            put("cpu.max", f"{quota} {PERIOD_US}")
-        else:
-            put("cpu.cfs_period_us", PERIOD_US)
-            put("cpu.cfs_quota_us", quota)
+        (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
 
 
 # What is in a group ---------------------------------------------------------------------------------------
 
 
-def _end(folders: list[Path]) -> list[tuple[int, str]]:
-    """SIGKILL to all that is in these folders until nothing is, and remove them; what was there at first."""
-    found = {pid: command_of(pid) for pid in _pids(folders)}
+def _end(folder: Path) -> list[tuple[int, str]]:
+    """SIGKILL to all that is in the group until nothing is, and remove it; what was there at first."""
+    found = {pid: command_of(pid) for pid in _pids(folder)}
     until = time.monotonic() + EMPTY_S
-    while (pids := _pids(folders)) and time.monotonic() < until:
+    while (pids := _pids(folder)) and time.monotonic() < until:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-    while (there := [folder for folder in folders if not _removed(folder)]) and time.monotonic() < until:
+    while not _removed(folder) and time.monotonic() < until:
         time.sleep(0.005)
-        folders = there
     return sorted(found.items())
 
 
@@ -266,12 +235,10 @@ def _removed(folder: Path) -> bool:
     return True
 
 
-def _pids(folders: Iterable[Path]) -> set[int]:
-    found: set[int] = set()
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            found |= {int(word) for word in (folder / "cgroup.procs").read_text().split() if word != "0"}
-    return found
+def _pids(folder: Path) -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(word) for word in (folder / "cgroup.procs").read_text().split() if word != "0"}
+    return set()
 
 
 def _number(path: Path) -> int | None:

@@ -68,7 +68,7 @@ def _run(launch: Launch) -> tuple[Exit, Any]:
 
 def _groups() -> list[Path]:
     """The groups of these tests that are there."""
-    return [path for base in set(cgroups._bases()) for path in base.glob(f"{cgroups.PREFIX}g-*")]
+    return [path for base in cgroups._bases() for path in base.glob(f"{cgroups.PREFIX}g-*")]
 
 
 @HERE
@@ -116,7 +116,19 @@ def test_what_was_taken(tmp_path: Path) -> None:
     assert _groups() == []
 
 
-@HERE
+@pytest.fixture
+def of_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that limit nothing, where the kernel's tree of version 2 has no controllers: they hold processes
+    all the same."""
+    if WHY is not None:
+        own = cgroups._own()
+        if own is None or not os.access(own, os.W_OK):
+            pytest.skip(WHY)
+        monkeypatch.setattr(cgroups, "_base", lambda _: own)
+        monkeypatch.setattr(cgroups, "_limit", lambda *_: None)
+
+
+@pytest.mark.usefixtures("of_no_controller")
 def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None:
     """A daemon with another environment is in the group all the same."""
     program = (
@@ -140,8 +152,13 @@ def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None
 KILLED = """
 import asyncio, sys
 from pathlib import Path
+from rollbook.ingest.rollouts import cgroups
 from rollbook.ingest.rollouts.launching import Launch, Limits
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+
+if cgroups.missing(["pids"]):
+    cgroups._base = lambda _: cgroups._own()
+    cgroups._limit = lambda *_: None
 
 async def run():
     folder = Path(sys.argv[2])
@@ -152,7 +169,7 @@ asyncio.run(run())
 """
 
 
-@HERE
+@pytest.mark.usefixtures("of_no_controller")
 def test_groups_of_a_killed_launcher_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once nobody watches over them, and not while somebody does."""
     launch_id = f"g-{uuid.uuid4().hex}"
@@ -183,7 +200,7 @@ def _in_time(true: Callable[[], bool]) -> bool:
     return done
 
 
-# Where there are none, and of the other version -------------------------------------------------------
+# Where there are none, and what is written to one -------------------------------------------------------
 
 
 @pytest.fixture
@@ -205,8 +222,7 @@ def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (proc / "cgroup").write_text(f"0::/{own.relative_to(mount)}\n".replace("/.", "/"))
         line = f"31 23 0:28 / {mount} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
         (proc / "mountinfo").write_text(f"30 23 0:27 / /proc rw - proc proc rw\n{line}")
-        found = cgroups._trees(proc)
-        monkeypatch.setattr(cgroups, "_trees", lambda: found)
+        monkeypatch.setattr(cgroups, "PROC", proc)
         return own
 
     return make
@@ -231,14 +247,11 @@ def test_version_2(version_2: Callable[..., Path], root: bool) -> None:
     own = version_2("pids", "memory", "cpu", root=root)
     limits = Limits(processes=7, memory_mb=64, cpus=1.5)
     group = cgroups.Cgroup("g-2", limits)
-    (folder,) = group.folders
+    folder = group.folder
+    assert folder is not None
     assert folder == (own if root else own.parent) / "rollbook-g-2"
     assert group.controllers == ("pids", "cpu", "memory")
     assert (folder / "pids.max").read_text() == "7"
-    # A plain folder has no file that tells the version; the kernel's has.
-    (folder / "cgroup.controllers").write_text("pids memory cpu")
-    cgroups._limit("memory", folder, limits)
-    cgroups._limit("cpu", folder, limits)
     assert (folder / "memory.max").read_text() == str(64 << 20)
     assert (folder / "cpu.max").read_text() == "150000 100000"
     (folder / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1000000\n")
@@ -266,9 +279,27 @@ def test_without_a_controller(version_2: Callable[..., Path], tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("mounted", ["", "40 30 0:35 / /unified rw - cgroup2 cgroup2 rw\n"])
+def test_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounted: str) -> None:
+    """Controllers of the first version are not used, whether the second is there without them or not."""
+    version_1 = "35 30 0:31 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n"
+    (tmp_path / "mountinfo").write_text(version_1 + mounted)
+    (tmp_path / "cgroup").write_text("8:pids:/\n7:cpu,cpuacct:/\n4:memory:/\n0::/\n")
+    monkeypatch.setattr(cgroups, "PROC", tmp_path)
+    assert cgroups.controllers(Limits(memory_mb=64)) == ()
+    with pytest.raises(LaunchError) as error:
+        cgroups.controllers(Limits(cpus=1.0))
+    assert str(error.value) == (
+        "limits.cpus: limits need cgroups of version 2, and 'cpu' is of version 1 here: boot the host with "
+        "systemd.unified_cgroup_hierarchy=1; leave the limit out, or run agents in containers"
+    )
+
+
 def test_without_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is that of each process then, and the log says that no cgroup keeps it."""
-    monkeypatch.setattr(cgroups, "_trees", lambda: {})
+    for name in ("cgroup", "mountinfo"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(cgroups, "PROC", tmp_path)
     launch = _launch(tmp_path, "held = bytearray(400 << 20)", Limits(memory_mb=256))
     found, isolated = _run(launch)
     assert (found.code, "cgroup" in isolated) == (1, False)
