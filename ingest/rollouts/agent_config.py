@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollbook.ingest.rollouts.launching import Isolation, Level
 from rollbook.ingest.rollouts.tables import Positive, Seconds, Table, Url
@@ -110,8 +110,8 @@ class AgentConfig(Table):
     """For programs: variables of other systems, each with the one of ours that it stands for:
     RELAX_ROLLOUT_URL = "OPENAI_BASE_URL"."""
     isolation: Isolation = "auto"
-    """For subprocess and ray, how far its processes are kept apart: none, session, pidns, bwrap, or the most
-    that works there."""
+    """For subprocess and ray, how far its processes are kept apart: none, session, bwrap, or the most that
+    works there."""
     require: Level = "none"
     """For subprocess and ray, the least isolation; with less nothing is started."""
     user: Annotated[str, Field(pattern=r"^[^:\s]+(:[0-9]+)?$")] | None = None
@@ -128,6 +128,16 @@ class AgentConfig(Table):
     """Of launcher http."""
     nodes: NodesConfig = Field(default_factory=NodesConfig)
     """Of launcher ray."""
+
+    @field_validator("isolation", "require", mode="before")
+    @classmethod
+    def _there_is(cls, level: object) -> object:
+        if level == "pidns":
+            raise ValueError(
+                '"pidns" is gone: name "bwrap", which has a namespace for processes and files of its own, or '
+                '"session" or "none"'
+            )
+        return level
 
     @model_validator(mode="after")
     def _whole(self) -> AgentConfig:

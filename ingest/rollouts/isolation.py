@@ -82,13 +82,8 @@ def chosen(asked: Isolation, required: Level) -> Level:
 
 def described(level: Level) -> Json:
     """What a level keeps apart, as the log has it."""
-    own_processes = level in ("pidns", "bwrap")
-    return {
-        "level": level,
-        "pid_namespace": own_processes,
-        "dies_with_launcher": own_processes,
-        "own_files": level == "bwrap",
-    }
+    own = level == "bwrap"
+    return {"level": level, "pid_namespace": own, "dies_with_launcher": own, "own_files": own}
 
 
 def unkept(asked: Isolation, required: Level, user: str | None) -> str | None:
@@ -134,14 +129,12 @@ def wrapped(
         as_another: the command makes what it starts another user's.
         disk_mb: of a /tmp of its own.
     """
-    if level == "pidns":
-        return [*_own_processes(), *command]
-    if level == "bwrap":
-        keeps = [word for name in AS_ANOTHER if as_another for word in ("--cap-add", name)]
-        # Of a folder that is its owner's alone, bwrap makes those above it root's alone.
-        above = [path for of in (folder, *map(Path, places)) for path in of.parents if as_another]
-        return [*_own_files(folder, files, places, disk_mb, above), *keeps, "--", *command]
-    return list(command)
+    if level != "bwrap":
+        return list(command)
+    keeps = [word for name in AS_ANOTHER if as_another for word in ("--cap-add", name)]
+    # Of a folder that is its owner's alone, bwrap makes those above it root's alone.
+    above = [path for of in (folder, *map(Path, places)) for path in of.parents if as_another]
+    return [*_own_files(folder, files, places, disk_mb, above), *keeps, "--", *command]
 
 
 def interpreter() -> str:
@@ -152,13 +145,10 @@ def interpreter() -> str:
 @functools.cache
 def missing(level: Level) -> str | None:
     """What a level lacks on this host, and the remedy; None: it works."""
-    programs = {"pidns": ("setpriv", "unshare"), "bwrap": ("bwrap",)}.get(level, ())
-    packages = {"pidns": "util-linux", "bwrap": "bubblewrap"}
-    for program in programs:
-        if shutil.which(program) is None:
-            return f"there is no {program!r}: install {packages[level]}"
-    if not programs:
+    if level != "bwrap":
         return None
+    if shutil.which("bwrap") is None:
+        return "there is no 'bwrap': install bubblewrap"
     return _trial(wrapped(level, [interpreter(), "-I", "-S", "-c", "pass"], Path("/tmp")))
 
 
@@ -191,16 +181,6 @@ def _remedy() -> str:
             either = ", or give bwrap an AppArmor profile" if "apparmor" in name else ""
             return f"allow user namespaces with `sysctl {name}={allows}`{either}"
     return "in a container, allow it to make namespaces (docker run --cap-add SYS_ADMIN)"
-
-
-def _own_processes() -> list[str]:
-    """A namespace of process ids, by util-linux."""
-    setpriv, unshare = (shutil.which(program) or program for program in ("setpriv", "unshare"))
-    as_user = [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
-    return [
-        *(setpriv, "--pdeathsig", "KILL"),
-        *(unshare, *as_user, "--pid", "--fork", "--kill-child", "--mount-proc", "--"),
-    ]
 
 
 def _own_files(

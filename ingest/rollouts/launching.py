@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 
 from rollbook.store.events import Json
 
-Level = Literal["none", "session", "pidns", "bwrap"]
+Level = Literal["none", "session", "bwrap"]
 """How far an agent's processes are kept from others: not at all; in a session of their own; in a namespace of
-process ids, which ends with its launcher; that, with files of their own."""
-Isolation = Literal["auto", "none", "session", "pidns", "bwrap"]
+processes, which ends with its launcher, with files of their own."""
+Isolation = Literal["auto", "none", "session", "bwrap"]
 """What is asked for: a level, which has to work here then, or `auto`, the most that works here."""
 
 

@@ -31,7 +31,7 @@ def test_the_repositorys_tests_are_the_reward(played: Played) -> None:
     assert played.said["rollouts"]["done"] == 4
     rows = played.asked("""
         SELECT count(*), bool_and(reward IN (0.5, 1)), min(fidelity),
-               bool_and(l.isolation ->> 'level' IN ('pidns', 'bwrap'))
+               bool_and(l.isolation ->> 'level' = 'bwrap')
         FROM launches l JOIN trajectories t USING (trajectory_id)""")
     assert rows == [(4, True, "exact", True)]
 

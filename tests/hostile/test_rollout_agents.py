@@ -220,7 +220,7 @@ def test_a_key_opens_its_own_trajectory_alone(ran: Ran) -> None:
         assert connection.execute(query).fetchall() == [(1.0,)]
 
 
-@pytest.mark.skipif(isolation.missing("pidns") is not None, reason="no namespaces of processes work here")
+@pytest.mark.skipif(NO_BWRAP is not None, reason=str(NO_BWRAP))
 def test_no_secret_is_in_its_reach(ran: Ran) -> None:
     """Neither in its own variables nor in those of any process that it sees."""
     for seen in ran.saw("spy"):

@@ -25,8 +25,8 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
     """Dotted keys, TOML values; all else has its default."""
     file = tmp_path / "rollouts.toml"
     file.write_text('tasks = "tasks.jsonl"\nsamples = 4\n[agent]\ncommand = ["python", "agent.py"]\n')
-    config = load_rollouts(file, ["samples=8", 'agent.isolation="pidns"', "clocks.total_s=60"])
-    assert (config.samples, config.agent.isolation, config.clocks.total_s) == (8, "pidns", 60.0)
+    config = load_rollouts(file, ["samples=8", 'agent.isolation="session"', "clocks.total_s=60"])
+    assert (config.samples, config.agent.isolation, config.clocks.total_s) == (8, "session", 60.0)
     assert (config.name, config.concurrency, config.clocks.start_s) == ("rollouts", 32, 120.0)
     assert config.agent.command == ("python", "agent.py")
 
@@ -38,6 +38,14 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
         (LEAST | {"sample": 3}, "sample: unknown key"),
         (LEAST | {"samples": 0}, "samples: "),
         (LEAST | {"agent": {}}, "needs a command"),
+        (
+            LEAST | {"agent": {"command": ["true"], "isolation": "pidns"}},
+            'agent.isolation: "pidns" is gone: name "bwrap", which has a namespace for processes and',
+        ),
+        (
+            LEAST | {"agent": {"command": ["true"], "require": "pidns"}},
+            "\"none\" (got 'pidns')",
+        ),
         (LEAST | {"agent": {"launcher": "python"}}, "needs a rollout"),
         (LEAST | {"score": [{"name": "a"}]}, "needs one of function, command, url and judge"),
         (LEAST | {"score": [{"name": "a", "function": "m:f"}] * 2}, "two components have the same name"),

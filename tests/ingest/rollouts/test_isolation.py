@@ -25,7 +25,7 @@ def _only(monkeypatch: pytest.MonkeyPatch, *working: Level) -> None:
 
 def test_auto_takes_the_most_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """From bwrap down to none, which always works."""
-    for count in range(1, 5):
+    for count in range(1, 4):
         _only(monkeypatch, *isolation.LEVELS[:count])
         assert isolation.chosen("auto", "none") == isolation.LEVELS[count - 1]
     assert isolation.chosen("session", "none") == "session"
@@ -34,7 +34,7 @@ def test_auto_takes_the_most_that_works(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("asked", "required", "message"),
     [
-        ("auto", "pidns", "isolation 'pidns' is required, but only 'session' works here: no pidns here"),
+        ("auto", "bwrap", "isolation 'bwrap' is required, but only 'session' works here: no bwrap here"),
         ("bwrap", "none", "isolation 'bwrap' does not work here: no bwrap here; `auto` takes the most"),
         ("none", "session", "isolation 'none' was asked for, but 'session' is required: ask for `auto`"),
     ],
@@ -53,7 +53,6 @@ def test_a_program_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
     """With the package that has it."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert isolation.missing("bwrap") == "there is no 'bwrap': install bubblewrap"
-    assert isolation.missing("pidns") == "there is no 'setpriv': install util-linux"
     assert isolation.missing("session") is None
 
 
@@ -91,15 +90,15 @@ def test_what_forbids_namespaces_is_named(
 def test_a_level_is_told_as_json() -> None:
     """What the log has of it."""
     levels = [isolation.described(level) for level in isolation.LEVELS]
-    assert [told["level"] for told in levels] == ["none", "session", "pidns", "bwrap"]
+    assert [told["level"] for told in levels] == ["none", "session", "bwrap"]
     assert levels[-1] == {
         "level": "bwrap",
         "pid_namespace": True,
         "dies_with_launcher": True,
         "own_files": True,
     }
-    assert [told["pid_namespace"] for told in levels] == [False, False, True, True]
-    assert [told["own_files"] for told in levels] == [False, False, False, True]
+    assert [told["pid_namespace"] for told in levels] == [False, False, True]
+    assert [told["own_files"] for told in levels] == [False, False, True]
 
 
 def test_the_inner_path_holds(tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_what_agents_are_not_kept_from_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert isolation.unkept("auto", "none", "agents") is None
     _only(monkeypatch, *isolation.LEVELS)
     assert isolation.unkept("auto", "none", None) is None
-    asked = isolation.unkept("pidns", "none", None)
+    asked = isolation.unkept("session", "none", None)
     assert asked is not None
-    assert "isolation is 'pidns'" in asked
+    assert "isolation is 'session'" in asked
     assert "it works here: ask for `auto`" in asked

@@ -268,7 +268,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(agents: Agents, start_python
         assert _in_time(lambda: len(agents.alive()) == 2 * len(levels))
         keepers = {int(_stat(pid)[1]) for pid in agents.alive()} - {1}
         deaf = [pid for pid in keepers if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink(PID_NAMESPACE)]
-        assert len(deaf) == len(set(levels) & {"pidns", "bwrap"})
+        assert len(deaf) == len(set(levels) & {"bwrap"})
         for pid in deaf:
             os.kill(pid, signal.SIGSTOP)
         launcher.kill()
@@ -292,7 +292,7 @@ def test_nothing_outlives_a_launcher_that_was_just_told_of_it(agents: Agents, le
     assert agents.alive() == []
 
 
-@_of("pidns", "bwrap")
+@_of("bwrap")
 def test_agents_in_a_namespace_reach_nobody_else(agents: Agents, level: str) -> None:
     """They see no process but their own, and cannot end what watches over them."""
     command = f"readlink {PID_NAMESPACE}; kill -9 1 $PPID; ls -d /proc/[0-9]* | wc -l; exit 6"
