@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollbook.ingest.rollouts.launching import Isolation, Level
 from rollbook.ingest.rollouts.tables import Positive, Seconds, Table, Url
 
 Launchers = Literal["subprocess", "docker", "ray", "http", "python", "verifiers"]
+
+
+def _without_pidns(level: object) -> object:
+    if level == "pidns":
+        raise ValueError(
+            '"pidns" is gone: name "bwrap", which has a namespace for processes and files of its own, or '
+            '"session" or "none"'
+        )
+    return level
 
 
 class LimitsConfig(Table):
@@ -109,10 +118,10 @@ class AgentConfig(Table):
     names: dict[str, str] = Field(default_factory=dict)
     """For programs: variables of other systems, each with the one of ours that it stands for:
     RELAX_ROLLOUT_URL = "OPENAI_BASE_URL"."""
-    isolation: Isolation = "auto"
+    isolation: Annotated[Isolation, BeforeValidator(_without_pidns)] = "auto"
     """For subprocess and ray, how far its processes are kept apart: none, session, bwrap, or the most that
     works there."""
-    require: Level = "none"
+    require: Annotated[Level, BeforeValidator(_without_pidns)] = "none"
     """For subprocess and ray, the least isolation; with less nothing is started."""
     user: Annotated[str, Field(pattern=r"^[^:\s]+(:[0-9]+)?$")] | None = None
     """For subprocess, ray and verifiers, where this process is root: another user of the host, by name or
@@ -128,16 +137,6 @@ class AgentConfig(Table):
     """Of launcher http."""
     nodes: NodesConfig = Field(default_factory=NodesConfig)
     """Of launcher ray."""
-
-    @field_validator("isolation", "require", mode="before")
-    @classmethod
-    def _there_is(cls, level: object) -> object:
-        if level == "pidns":
-            raise ValueError(
-                '"pidns" is gone: name "bwrap", which has a namespace for processes and files of its own, or '
-                '"session" or "none"'
-            )
-        return level
 
     @model_validator(mode="after")
     def _whole(self) -> AgentConfig:
