@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,22 @@ settings.register_profile("few", FEW)
 settings.load_profile("same")
 
 
+KEPT = pytest.StashKey[dict[str, int]]()
+"""Test marked `more_but` -> how many of its parameters `make test` runs."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Under the profile of few examples, cap the count that a property gives itself."""
-    if not isinstance(item, pytest.Function) or item.config.getoption("--hypothesis-profile") != "few":
+    """Mark `more` what `more_but` does not name; under the profile of few examples, cap a property's own."""
+    if not isinstance(item, pytest.Function):
+        return
+    if (but := item.get_closest_marker("more_but")) is not None:
+        kept = any(fnmatchcase(item.callspec.id, pattern) for pattern in but.args)
+        counts = item.config.stash.setdefault(KEPT, {})
+        name = item.nodeid.partition("[")[0]
+        counts[name] = counts.get(name, 0) + kept
+        if not kept:
+            item.add_marker("more")
+    if item.config.getoption("--hypothesis-profile") != "few":
         return
     own = getattr(item.function, "_hypothesis_internal_use_settings", None)
     if own is not None and own.max_examples > FEW.max_examples:
@@ -78,6 +92,12 @@ def what_is_imported_is_never_collected() -> None:
         gc.collect()
         gc.freeze()
         _frozen["modules"] = len(sys.modules)
+
+
+@pytest.fixture(scope="session")
+def kept_parameters(pytestconfig: pytest.Config) -> dict[str, int]:
+    """Of each collected test that is marked `more_but`, how many parameters stay."""
+    return pytestconfig.stash.get(KEPT, {})
 
 
 _frozen = {"modules": 0}

@@ -45,3 +45,10 @@ def test_few_examples_where_they_are_asked_for(request: pytest.FixtureRequest) -
     few = request.config.getoption("--hypothesis-profile") == "few"
     own = test_a_property_of_forty_examples._hypothesis_internal_use_settings  # type: ignore[attr-defined]
     assert own.max_examples == (15 if few else 40)
+
+
+def test_what_stays_is_there(request: pytest.FixtureRequest, kept_parameters: dict[str, int]) -> None:
+    """Every `more_but` names parameters that its test has: with another name, all of them would be `more`."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("only some tests were asked for")
+    assert [test for test, kept in kept_parameters.items() if not kept] == []

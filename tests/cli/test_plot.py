@@ -91,6 +91,7 @@ def test_some_of_them(log: Store) -> None:
     assert _read(log, runs=["b"], first=2) == {}
 
 
+@pytest.mark.more_but("c.svg*")
 @pytest.mark.parametrize(("name", "begins"), [("c.png", b"\x89PNG"), ("c.svg", b"<?xml"), ("c.pdf", b"%PDF")])
 def test_what_is_written(log: Store, tmp_path: Path, name: str, begins: bytes) -> None:
     """A picture of the ending's kind; what it shows is said."""

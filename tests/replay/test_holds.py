@@ -20,6 +20,8 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import PreferenceAdded, TurnCompleted, VersionSpan
 
+pytestmark = pytest.mark.more
+
 PROVE = """
 import sys, orjson
 from rollbook import store

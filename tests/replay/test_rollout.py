@@ -154,6 +154,7 @@ def _completed(trajectory: Trajectory) -> list[Any]:
 # The same weights ---------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("task-7")
 @pytest.mark.parametrize("name", ["task-7", "greedy"])
 def test_the_same_weights_give_the_same_tokens(log: Store, cli: Cli, name: str) -> None:
     """By the recorded seeds, or greedily: every turn, recorded as new events that name their origin."""

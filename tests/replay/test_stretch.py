@@ -37,6 +37,7 @@ def test_a_training_is_proven_from_checkpoint_to_checkpoint(fabric: Any, trained
     assert (found.broken, found.equal) == ([], True)
 
 
+@pytest.mark.more
 def test_by_several_processes(trained: Stores, cli: Any) -> None:
     """`--jobs 2` gives the same, in order; exit code 0."""
     code, out, _ = cli("replay", "run", "--store", trained().path, "--from", 3, "--jobs", 2, "--json")

@@ -171,6 +171,9 @@ def test_a_changed_manifest_is_found(
     assert (values["differs_at_step"], values["differs_in"]) == (11, stage)
 
 
+@pytest.mark.more_but(
+    "advantages", "gradients", "optimizer", "weights", "samples", "critic_weights", "scores"
+)
 @pytest.mark.parametrize("stage", STAGES[4:])
 def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any, stage: str) -> None:
     """A result that was recorded otherwise differs in just that stage, and so does its checkpoint."""

@@ -36,6 +36,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
+@pytest.mark.more_but("grpo", "bfloat16")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_steps_replay(fabric: Any, recorded: Stores, name: str) -> None:
     """Weights change, by the factors alone; each step is replayed bit for bit."""
@@ -66,6 +67,7 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
+@pytest.mark.more
 def test_before_and_after_other_trainings(fabric: Any, recorded: Stores) -> None:
     """Factors begin beside the weights of the training before, and are in those of the next one; a training
     with other factors is another one."""

@@ -360,6 +360,7 @@ def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
         fabric.config(fabric.SFT, recipe={"statuses": ["done"]})
 
 
+@pytest.mark.more_but("*-cut", "last-*-tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize(
     ("paths", "terms"),

@@ -119,6 +119,7 @@ def test_transformers_gives_the_same_scores(fabric: Any, preferred: Stores) -> N
     assert found > 0.1
 
 
+@pytest.mark.more_but("margin-centring", "head")
 @pytest.mark.parametrize(
     "algorithm",
     [

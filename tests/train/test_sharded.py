@@ -162,6 +162,7 @@ def _contract(
     assert sorted(left) == [f"v{version:08d}" for version in range(4)]
 
 
+@pytest.mark.more_but("sft-both", "lora-sharded", "bfloat16-overlap")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed", "ppo", "lora", "bfloat16"])
 def test_one_rank(
@@ -225,6 +226,7 @@ def test_a_model_and_an_adapter_are_exported(fabric: Any, recorded: Stores, cli:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.more
 def test_a_reference_and_going_back(fabric: Any, recorded: Stores) -> None:
     """A later version is the reference, and training goes back to one, as with whole checkpoints."""
     logs = [recorded("plain"), recorded("sharded")]

@@ -93,6 +93,12 @@ def _check_recorded(proxy: Any, reply: Any, kind: str) -> None:
     assert streamed.text_in(kind, whole) == (turns[0].completed.reply["content"] or "")
 
 
+@pytest.mark.more_but(
+    "POST /v1/chat/completions-*",
+    "POST /v1/messages-negative",
+    "POST /v1/trajectories/{id}/finish-negative",
+    "GET /v1/trajectories/{id}-*",
+)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("name", OPERATIONS)
 @given(data=st.data())

@@ -199,6 +199,7 @@ with rb.open(sys.argv[1]).writer(sys.argv[2]) as writer:
 """
 
 
+@pytest.mark.more
 def test_processes_may_open_a_new_store_together(store: Store, start_python: Any) -> None:
     """While one writer of a fresh store migrates the catalog, another one waits, and both go on."""
     first = start_python(OPENER, store.path, "first")

@@ -79,6 +79,7 @@ def _rows(events: Any) -> list[Any]:
     return [(e.lane, e.seq, e.event_id, row_of(e)) for e in events]
 
 
+@pytest.mark.more_but("both-*", "sealed-step.committed")
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])
 def test_the_same_events_as_reading_all(log: Store, ranges: Any, wanted: Collection[str]) -> None:
     """At the head, at cuts within units and segments, and between two cuts: each in its place."""

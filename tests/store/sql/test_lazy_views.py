@@ -19,6 +19,7 @@ def _made(connection: rb.Connection) -> int:
     return int(connection._connection.execute(COUNT).fetchall()[0][0])
 
 
+@pytest.mark.more_but("ledger", "turns", "lineage", "events")
 @pytest.mark.parametrize("name", [view.name for view in VIEWS])
 def test_each_view_alone(told: Store, name: str) -> None:
     """A view is found by the first query of a connection, in whatever case it is written."""

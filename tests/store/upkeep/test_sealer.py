@@ -228,6 +228,7 @@ def _sealed_in_time(store: Store, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.more_but("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_watching_sealer_ends_cleanly(tidy: Store, notes: Any, start_python: Any, number: int) -> None:
     """It seals what comes until it is interrupted, and then ends with exit code 0."""

@@ -84,6 +84,7 @@ def _same(one: Sample, other: Sample) -> None:
     assert {n: getattr(one, n) for n in rest} == {n: getattr(other, n) for n in rest}
 
 
+@pytest.mark.more_but("sealed-all", "live-longest", "both-last")
 @pytest.mark.parametrize("paths", ["all", "last", "longest"])
 def test_samples_from_columns_are_those_of_the_fold(
     recorded_forests: Store, finished: list[Trajectory], paths: Paths
@@ -99,6 +100,7 @@ def test_samples_from_columns_are_those_of_the_fold(
     assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in in_order]
 
 
+@pytest.mark.more_but("sealed-full", "live-short of room")
 @pytest.mark.parametrize("disk", ["roomy", "full", "short of room"])
 def test_tokens_are_read_again_from_scratch(
     recorded_forests: Store, finished: list[Trajectory], monkeypatch: pytest.MonkeyPatch, disk: str
@@ -147,6 +149,7 @@ def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
     assert not references.exact.all()
 
 
+@pytest.mark.more_but("*-0.2", "*-1.0")
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
 def test_the_deciding_version_is_known_without_tokens(
     recorded_forests: Store, finished: list[Trajectory], share: float

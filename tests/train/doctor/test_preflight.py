@@ -408,6 +408,7 @@ def _routed(fabric: Any, log: Store, positions: Sequence[int]) -> Store:
     return log
 
 
+@pytest.mark.more_but("positions1-*", "positions3-*")
 @pytest.mark.parametrize(
     ("positions", "verdict", "said"),
     [

@@ -293,6 +293,7 @@ def test_differences_of_any_two(one: Json, other: Json) -> None:
 # Where they are told ------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_resume_names_the_edited_file(
     fabric: Any, recorded: Callable[..., Store], copy: Path, tmp_path: Path
 ) -> None:
