@@ -16,6 +16,9 @@ import yaml
 from typer.main import get_command
 
 from rollbook.cli.app import app
+from rollbook.store.catalog.tables import SCHEMA_REVISION
+from rollbook.store.interchange.bundle_layout import FORMAT as BUNDLE_FORMAT
+from rollbook.store.marker import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -81,3 +84,20 @@ def test_editors_format_as_ruff_does() -> None:
     length = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["line-length"]
     assert said["*.{py,pyi}"]["max_line_length"] == str(length)
     assert said["Makefile"]["indent_style"] == "tab"
+
+
+def test_the_changelog_tells_of_every_command_and_version() -> None:
+    """Under the release that is being made, with the versions of what lies on the disk."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[(.*?)\]", text, re.MULTILINE)
+    assert newest
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert newest[1] == release
+    command: Any = get_command(app)
+    names = [name for name, each in command.commands.items() if not each.hidden]
+    assert [name for name in names if f"`rollbook {name}`" not in text] == []
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in text.splitlines() if line[:2] == "| "]
+    versions = {re.split(r" [(\[]", what)[0]: version for what, version in rows}
+    assert versions["the store"] == str(FORMAT_VERSION)
+    assert versions["the catalog"] == SCHEMA_REVISION
+    assert versions["bundles of steps"] == str(BUNDLE_FORMAT)

@@ -55,8 +55,9 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def documents() -> list[Path]:
-    """README.md, docs/*.md, and the README of each layer, as far as they are there."""
-    paths = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *(ROOT / f / "README.md" for f in FOLDERS)]
+    """The root's pages, those of docs/ and its folders, and each layer's README, as far as they are there."""
+    paths = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+    paths += [ROOT / folder / "README.md" for folder in FOLDERS]
     return [path for path in paths if path.exists()]
 
 
