@@ -249,6 +249,7 @@ def _state(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="rights of root are dropped as Linux does it")
 def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Path) -> None:
     """All that reads gives its answer, damage is told though it cannot be noted, nothing is written."""
@@ -271,6 +272,7 @@ def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Pa
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
+@pytest.mark.more
 def test_on_a_full_disk_reading_goes_on(started: Any, sealed: Path, tmp_path: Path) -> None:
     """Where no byte can be written, all that reads gives its answer; what writes says why it cannot."""
     folder = Path(shutil.copytree(sealed, tmp_path / "store"))

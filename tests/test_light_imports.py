@@ -16,6 +16,7 @@ HELP += "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
 PARTS = ["store", "ingest.serve.proxy", "cli.cassette", "testing.pytest_cassette"]
 
 
+@pytest.mark.more_but("import rollbook.ingest.serve.proxy*", "import rollbook.store*")
 @pytest.mark.parametrize("code", [*(f"import rollbook.{part}\n" for part in PARTS), HELP])
 def test_torch_is_not_imported(run_python: Any, code: str) -> None:
     """A fresh process that does this has neither torch nor transformers in sys.modules."""
@@ -62,6 +63,7 @@ LATER = [
 ]
 
 
+@pytest.mark.more_but("import pandas; print(pa.table*")
 @pytest.mark.parametrize("later", LATER)
 def test_pandas_can_be_used_later(run_python: Any, later: str) -> None:
     """By code of a user's own that a command runs: pyarrow takes its values, and gives them."""

@@ -85,6 +85,7 @@ def test_the_report_reads_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.more
 def test_the_agent_works_through_a_teacher(model: Path, tmp_path: Path) -> None:
     """Agent, proxy and script as real processes: the rewards it earned are the recorded ones."""
     path = tmp_path / "store"

@@ -16,6 +16,7 @@ import pytest
 from rollbook.store import Store
 
 
+@pytest.mark.more
 def test_the_commands_export_and_import(one_of_everything: Store, tmp_path: Path, root: Path) -> None:
     """The page's exports exist, its imports add each line once, and `datasets` reads the dataset."""
     recorded = one_of_everything.trajectories().values()

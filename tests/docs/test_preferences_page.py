@@ -77,6 +77,7 @@ def test_what_it_imports(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(converted({key: values[key] for key in (*keys, *more)}).lines) == 1 + ("chosen" in keys)
 
 
+@pytest.mark.more
 def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward model of the page is trained on imported pairs, and scores what was imported."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

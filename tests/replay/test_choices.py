@@ -214,6 +214,7 @@ def test_the_log_as_it_was_written_is_proven(log: Store, tmp_path: Path, run: st
             assert (found.verdict, found.why) == (Verdict.equal, "")
 
 
+@pytest.mark.more_but("*-False")
 @pytest.mark.parametrize("excerpt", [False, True])
 @pytest.mark.parametrize(
     ("detail", "verdict"),

@@ -177,6 +177,7 @@ def _other_random_state(plan: StepPlanned) -> StepPlanned:
     return replace(plan, input_digests=plan.input_digests | {"rng": "0" * 64})
 
 
+@pytest.mark.more
 def test_other_instructions(trained: Stores, tamper: Any, fabric: Any, root: Path) -> None:
     """Bits are not promised then, numbers are near, and a changed reward is found all the same. It is said
     what was compared, and what was not."""

@@ -144,6 +144,7 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Experiences, "batch", wrong)
 
 
+@pytest.mark.more_but("_biased*", "_clip_sign*", "_shifted_schedule*")
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [

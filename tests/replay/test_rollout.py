@@ -425,6 +425,7 @@ def test_replays_are_never_trained(fabric: Any, log: Store, cli: Cli) -> None:
 # The page -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_page(log: Store, cli: Cli, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of docs/replaying-rollouts.md run, its table is what they print, its query finds them."""
     page = (root / "docs" / "replaying-rollouts.md").read_text()

@@ -162,6 +162,7 @@ def test_what_cannot_be_rebuilt(trained: Stores, tamper: Any, cli: Any, tmp_path
     assert not (tmp_path / "v7").exists()
 
 
+@pytest.mark.more_but("weights")
 @pytest.mark.parametrize("stage", ["weights", "optimizer"])
 def test_a_version_that_is_not_proven_is_not_written(
     trained: Stores, tamper: Any, cli: Any, tmp_path: Path, stage: str
@@ -214,6 +215,7 @@ def test_what_was_not_compared_is_said(trained: Stores, tamper: Any, cli: Any) -
 # The first bad step -------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("3", "11")
 @pytest.mark.parametrize("bad", [0, 3, 6, 8, 11])
 def test_the_first_bad_step_is_found(trained: Stores, tamper: Any, bad: int) -> None:
     """Where all steps from one on differ: steps behind checkpoints are bisected, then those between."""

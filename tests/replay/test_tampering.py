@@ -132,6 +132,7 @@ def test_one_number_of_a_checkpoint(
     assert values["reran"] == [version], "it stops at the first step that differs"
 
 
+@pytest.mark.more_but("seed", "lr", "partition", "order", "input", "clip")
 @pytest.mark.parametrize(
     ("change", "stage"),
     [

@@ -401,6 +401,7 @@ def test_what_the_command_prints(log: Store, cli: Cli, tmp_path: Path) -> None:
     assert cli("replay", "what-if", *asked, "--write")[0] == 2
 
 
+@pytest.mark.more
 def test_the_pages_commands_run(
     log: Store, root: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

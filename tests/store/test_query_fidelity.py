@@ -147,6 +147,7 @@ def test_what_an_older_release_derived_is_not_read(written: Store) -> None:
     assert _fidelity(written) == FIDELITY
 
 
+@pytest.mark.more_but("an event a segment")
 def test_erased_tokens_show_in_the_fidelity(written: Store) -> None:
     """Whose tokens were erased is told, as by `rollbook show`; who kept them is exact as before."""
     query = "select turn_id, fidelity from turns where fidelity is not null order by turn_id"

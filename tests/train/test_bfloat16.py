@@ -53,6 +53,7 @@ def _files(log: Store, record: CheckpointWritten) -> tuple[dict[str, torch.Tenso
     return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
 
 
+@pytest.mark.more_but("grpo", "ppo")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_steps_are_near_those_of_float32_and_replay(fabric: Any, recorded: Stores, name: str) -> None:
     """Losses differ by rounding alone; checkpoints hold bfloat16 weights, and beside Adam's moments the
@@ -81,6 +82,7 @@ def test_steps_are_near_those_of_float32_and_replay(fabric: Any, recorded: Store
         assert result.bit_for_bit, result.differs_in
 
 
+@pytest.mark.more
 def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     """A restart has the float32 weights, and so the bits of a run that never stopped."""
     whole, broken = recorded("whole"), recorded("broken")
@@ -143,6 +145,7 @@ def test_transformers_reads_a_checkpoint(fabric: Any, recorded: Stores, tmp_path
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.more_but("disk-float32", "tensor-bfloat16")
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_engines_of_either_type_get_them(fabric: Any, recorded: Stores, held: str, transport: str) -> None:
@@ -159,6 +162,7 @@ def test_engines_of_either_type_get_them(fabric: Any, recorded: Stores, held: st
     ]
 
 
+@pytest.mark.more_but("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recomputed_activations_have_the_same_bits(fabric: Any, recorded: Stores, dtype: str) -> None:
     """So a training may go on with or without them, and a replay needs not know."""

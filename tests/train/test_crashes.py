@@ -123,6 +123,7 @@ def test_the_next_phase_follows_a_crash_at_the_end(fabric: Any, recorded: Stores
     assert _final(log) == _final(trained())
 
 
+@pytest.mark.more_but("after plan")
 @pytest.mark.parametrize("place", ["after plan", "after commit"])
 def test_dropped_groups_are_dropped_again(fabric: Any, recorded: Stores, place: str) -> None:
     """Flat groups keep their turn in the step when it is planned again, so the batches are the same."""

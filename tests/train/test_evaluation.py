@@ -85,6 +85,7 @@ def test_training_does_not_notice(fabric: Any, tmp_path: Path) -> None:
     assert replay_step(watched, 3).bit_for_bit
 
 
+@pytest.mark.more
 def test_the_same_however_the_forward_passes_are_cut(fabric: Any, tmp_path: Path) -> None:
     """Samples of a forward pass decide nothing but rounding."""
     losses = []

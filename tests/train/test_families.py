@@ -177,6 +177,7 @@ def _run(policy: TrainablePolicy, micro: MicroBatch) -> tuple[torch.Tensor, floa
     return seen
 
 
+@pytest.mark.more_but("*-tied")
 @EACH
 def test_weights_survive_the_round_trip(models: Any, case: str) -> None:
     """Hugging Face to Megatron and back is bit for bit, as is a trip through a live policy."""
@@ -254,6 +255,7 @@ def test_packed_samples_see_themselves_alone(models: Any, case: str) -> None:
         assert float((gradient - gradients[1][name]).abs().max()) / scale < 1e-5, name
 
 
+@pytest.mark.more_but("llama-tied", "qwen2-untied", "qwen3_moe-untied", "gemma3_text-tied", "gpt_oss-untied")
 @EACH
 def test_a_step_trains(models: Any, case: str) -> None:
     """A step lowers the loss, changes every tensor, and gives the same weights from the same start."""
@@ -291,6 +293,7 @@ def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> No
     assert all(torch.equal(kept, again) for kept, again in zip(*told, strict=True))
 
 
+@pytest.mark.more_but("llama-tied", "qwen3_moe-untied", "gemma3_text-tied", "gpt_oss-untied")
 @EACH
 def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str) -> None:
     """After a step it computes what the policy does; also a checkpoint that begins a reward model."""

@@ -219,6 +219,7 @@ def test_a_kill_around_a_removal(
     assert replay_step(log, 4).bit_for_bit
 
 
+@pytest.mark.more_but("overlap+sharded")
 @pytest.mark.parametrize(
     "way",
     [{"overlap": True}, {"sharded": True}, {"overlap": True, "sharded": True}],
@@ -244,6 +245,7 @@ def engine(fabric: Any) -> Iterator[tuple[ScriptedSGLang, str]]:
         yield app, stack.enter_context(serving(app))
 
 
+@pytest.mark.more_but("whole")
 @pytest.mark.parametrize("way", [{}, {"sharded": True}], ids=["whole", "sharded"])
 def test_what_an_engine_loaded_goes_once_it_has_another(
     fabric: Any, recorded: Stores, engine: Any, way: dict[str, bool]

@@ -56,6 +56,7 @@ def test_steps_replay(fabric: Any, recorded: Stores, name: str) -> None:
         assert result.bit_for_bit, result.differs_in
 
 
+@pytest.mark.more
 def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     """A restart has the factors and their state, and so the bits of a run that never stopped."""
     whole, broken = recorded("whole"), recorded("broken")

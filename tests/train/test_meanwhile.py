@@ -76,6 +76,7 @@ def _after(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) 
     monkeypatch.setattr(trainer, "run_step", acting)
 
 
+@pytest.mark.more_but("whole")
 @WAYS
 def test_steps_are_taken_meanwhile(
     fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any
@@ -114,6 +115,7 @@ def test_one_is_written_at_a_time(
     assert [mark for mark in order if "checkpoint" in mark] == [f"checkpoint {n}" for n in range(4)]
 
 
+@pytest.mark.more_but("28-whole")
 @WAYS
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk(
@@ -172,6 +174,7 @@ def _await(log: Store, version: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.more_but("sharded")
 @WAYS
 def test_a_kill_in_the_middle(fabric: Any, recorded: Stores, way: Any) -> None:
     """The next start removes what it left, goes on from the checkpoint before, and ends the same."""

@@ -54,6 +54,7 @@ def _lengths(log: Store) -> dict[str, int]:
     return {sample.leaf_turn_id: len(sample) for sample in all_samples(log.trajectories().values())}
 
 
+@pytest.mark.more_but("grpo", "dpo")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_numbers_are_those_of_padded_samples(fabric: Any, recorded: Stores, name: str) -> None:
     """Every metric of every step is, but for the order of sums; micro-batches hold what they may; steps
@@ -85,6 +86,7 @@ def test_the_numbers_are_those_of_padded_samples(fabric: Any, recorded: Stores, 
         assert result.bit_for_bit, result.differs_in
 
 
+@pytest.mark.more
 def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     """Steps since the checkpoint run again, packed as they were."""
     whole, broken = recorded("whole"), recorded("broken")

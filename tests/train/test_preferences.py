@@ -146,6 +146,7 @@ def test_a_side_that_is_missing_breaks_a_pair(fabric: Any, tmp_path: Path) -> No
     }
 
 
+@pytest.mark.more
 def test_a_kill_changes_nothing(fabric: Any, tmp_path: Path) -> None:
     """The same steps as without it."""
     whole, broken = (_preferred(fabric, tmp_path / name) for name in ("whole", "broken"))

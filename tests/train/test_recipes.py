@@ -80,6 +80,7 @@ def _named(groups: str, members: str = "0123") -> list[str]:
     return [f"{group}{i}" for group in groups for i in members]
 
 
+@pytest.mark.more_but("---zero_variance", "top_fraction*", "labels---not_chosen", "min_reward*")
 @pytest.mark.parametrize(
     ("recipe", "groups", "used", "dropped"),
     [
@@ -240,6 +241,7 @@ def test_a_decay_needs_versions(fabric: Any) -> None:
         fabric.config(fabric.SFT, recipe={"splits": ["teacher"], "age_decay": 0.9})
 
 
+@pytest.mark.more_but("all-*-tail", "kept-*-cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize(
     ("statistics", "mean", "deviation"), [("kept", 2.5, 0.5**0.5), ("all", 1.5, 1.25**0.5)]
@@ -313,6 +315,7 @@ def test_group_statistics_need_groups(fabric: Any) -> None:
             fabric.config(fabric.GRPO, algorithm=algorithm, recipe={"group_statistics": "all"})
 
 
+@pytest.mark.more_but("cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_incomplete_groups_and_statuses(fabric: Any, log: Store, source: str) -> None:
     """A member that was cut short is not trained on, and with three members left its group is not either."""
@@ -407,6 +410,7 @@ def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
     assert replay_step(log, 0).bit_for_bit
 
 
+@pytest.mark.more_but("tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
     fabric: Any, log: Store, source: str
@@ -455,6 +459,7 @@ def test_no_turn_is_trained_twice_when_one_path_is_asked_for(fabric: Any, tmp_pa
     assert replay_step(log, 1).bit_for_bit
 
 
+@pytest.mark.more_but("tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_labels_and_models_choose_on_the_tail_as_at_a_cut(fabric: Any, log: Store, source: str) -> None:
     """Group b alone is labelled so, and nobody asked for a model by name."""

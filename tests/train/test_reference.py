@@ -55,6 +55,7 @@ def test_every_two_steps(fabric: Any, recorded: Stores) -> None:
     assert rows == [(version, paths[version], held[version]) for version in (2, 4)]
 
 
+@pytest.mark.more
 def test_restarts_change_nothing(fabric: Any, recorded: Stores) -> None:
     """Also where it stops as the reference is due, and where it is killed before that is written."""
     whole, broken, killed = recorded("whole"), recorded("broken"), recorded("killed")

@@ -52,6 +52,7 @@ def started(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     assert [process for process in begun if process.poll() is None] == []
 
 
+@pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_same_bits(fabric: Any, recorded: Stores, name: str) -> None:
     """Of every stage, the reference's logprobs among them, which a replay computes in its own process."""
@@ -96,6 +97,7 @@ def test_over_ranks(fabric: Any, recorded: Stores) -> None:
 # Where it fails -----------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("9")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_ends_or_hangs(
     fabric: Any,

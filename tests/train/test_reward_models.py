@@ -168,6 +168,7 @@ def test_sum_to_zero_is_of_the_whole_batch(fabric: Any, preferred: Stores) -> No
     assert not np.allclose(found["one"], found["without"], atol=1e-2)
 
 
+@pytest.mark.more
 def test_a_restart_goes_on(fabric: Any, preferred: Stores) -> None:
     """The same bits as without the break, from between two checkpoints."""
     whole, broken = preferred("whole"), preferred("broken")

@@ -133,6 +133,7 @@ def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert len({round(s.mean, 4) for s in alone}) == 5
 
 
+@pytest.mark.more_but("algorithm0")
 @pytest.mark.parametrize(
     "algorithm", [{"name": "grpo", "groups": 4, "group_size": 4}, {"name": "ppo", "groups": 16}]
 )

@@ -220,6 +220,7 @@ def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., S
             fabric.train(recorded(transport), settings)
 
 
+@pytest.mark.more_but("disk")
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_training_goes_on_while_weights_travel(
     fabric: Any, recorded: Callable[..., Store], start: Start, transport: str
@@ -242,6 +243,7 @@ def test_training_goes_on_while_weights_travel(
     assert (app.paused, version_in(app.weight_version)) == (None, 4)
 
 
+@pytest.mark.more_but("tensor")
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_engines_beside_checkpoints_of_shards(
     fabric: Any, recorded: Callable[..., Store], start: Start, transport: str

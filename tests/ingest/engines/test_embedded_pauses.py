@@ -56,6 +56,7 @@ async def _update(served: Any, model: Path, version: int, **body: Any) -> None:
 # No other weights ---------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_changes_nothing(renewed: Any, pace: Any, mode: str) -> None:
     """Paused twice in the middle: the same ids, and logprobs within 1e-5, as undisturbed; one span."""
@@ -273,6 +274,7 @@ def _check(made: Generation, prompt: Any, models: dict[int, Path], forward: Any,
     return worst
 
 
+@pytest.mark.more_but("retract")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_each_span_has_its_versions_logprobs(
     renewed: Any,
@@ -314,6 +316,7 @@ def test_each_span_has_its_versions_logprobs(
     assert _check(longest, prompt, {0: models[1], 1: models[2], 2: models[0]}, forward, kept=False) > 1e-2
 
 
+@pytest.mark.more_but("in_place-50", "retract-30")
 @pytest.mark.parametrize("repeats", [50, 30])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_no_later_prompt_reads_what_old_weights_cached(
@@ -382,6 +385,7 @@ def test_the_log_has_the_spans(renewed: Any, pace: Any, other_model: Path) -> No
     assert [s.version for s in turn.completed.version_spans] == [0, 3]
 
 
+@pytest.mark.more_but("retract")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_closing_while_paused(tiny_model: Path, pace: Any, mode: str) -> None:
     """Nobody waits for a pause that will not end: what was taken out ends with what it has."""

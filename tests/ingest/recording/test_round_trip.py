@@ -135,6 +135,7 @@ def _size(proxy: Any) -> int:
     return sum(len(p.read_bytes().rstrip(b"\0")) for p in files)
 
 
+@pytest.mark.more_but("chat", "responses")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_conversation_is_stored_once(played: Any, kind: str) -> None:
     """64 turns, each sent with all before it: disk grows with what is new, and every request is there."""

@@ -226,6 +226,7 @@ def test_it_is_stopped(
     assert containers.left() == []
 
 
+@pytest.mark.more
 def test_a_cancelled_wait_leaves_no_container(containers: Containers) -> None:
     """Not even one that is being made, of which the engine knows nothing: a process watches over it."""
 
@@ -343,6 +344,7 @@ def test_a_killed_launcher_leaves_no_container(containers: Containers) -> None:
     assert _in_time(lambda: containers.left() == [])
 
 
+@pytest.mark.more
 def test_what_even_a_keeper_left_is_swept(containers: Containers) -> None:
     """By its label, and told of; what another launcher watches over is spared."""
     process, launch = _start_another(containers)
@@ -401,6 +403,7 @@ test -s $ROLLBOOK_TASK_FILE
 """
 
 
+@pytest.mark.more
 def test_rollouts_in_containers(
     containers: Containers, serve: Any, text_model: Any, script: Any, tmp_path: Path
 ) -> None:

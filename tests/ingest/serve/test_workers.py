@@ -201,6 +201,7 @@ def test_the_run_is_opened_once(served: Any) -> None:
     assert opened[0].record.config["workers"] == 2
 
 
+@pytest.mark.more_but("3")
 @pytest.mark.parametrize("before", [2, 3])
 def test_another_number_of_workers(serve: Any, words: list[str], before: int) -> None:
     """What is open goes on with its new owner, who adopts it; names that were used stay used."""

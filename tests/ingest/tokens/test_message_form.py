@@ -206,6 +206,19 @@ def _conversation(
     return made, texts
 
 
+@pytest.mark.more_but(
+    "deepseek_r1_distill",
+    "deepseekv3_training",
+    "gemma3",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "llava_next",
+    "phi3_5",
+    "qwen2_5_training",
+    "qwen3",
+    "qwen3_8",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_vanishes_without_a_word(real_chat: RealChat, name: str) -> None:
     """Each shape of a text is in the prompt of each template, and all of them make the same prompt.

@@ -118,6 +118,7 @@ def test_a_catalog_is_rebuilt_without_tables(grown: Store, raw: Engine) -> None:
     assert _rows(grown) == before
 
 
+@pytest.mark.more_but("sqlite-*")
 @pytest.mark.parametrize(
     "harm",
     [

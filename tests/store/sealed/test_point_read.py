@@ -100,6 +100,7 @@ def states(written: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return made
 
 
+@pytest.mark.more_but("sealed", "without WAL*")
 @pytest.mark.parametrize("state", ["live", *STATES])
 def test_a_trajectory_is_the_fold_of_its_events(states: Any, folds: Any, state: str) -> None:
     """For every trajectory and many cuts, the point read equals the fold of the whole cut."""

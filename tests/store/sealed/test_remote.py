@@ -178,6 +178,7 @@ def test_leased_files_stay_until_they_are_released(sealed: Store) -> None:
 # Attached ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_another_machine_reads_the_same(
     sealed: Store, storage: Any, tmp_path: Path, plain: Callable[[Event], Any]
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_missing_manifest_stops_the_attachment(sealed: Store, storage: Any, tm
 # Merged, erased, dropped -------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_units_in_object_storage_are_merged(sealed: Store, storage: Any, before: Any) -> None:
     """The sealer merges them, uploads what it made, and only then removes what it was made of."""
     upload_units(sealed)

@@ -39,6 +39,7 @@ def scattered(written: Store, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(written.path, tmp_path / "store"))
 
 
+@pytest.mark.more_but("4")
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_no_answer_changes(scattered: Store, before: Any, at_once: int) -> None:
     """All views say the same before sealing, after it, with derived files, and without the WAL."""
@@ -59,6 +60,7 @@ def test_no_answer_changes(scattered: Store, before: Any, at_once: int) -> None:
         assert answers(scattered, cut) == before[cut]
 
 
+@pytest.mark.more
 def test_derived_files_can_be_deleted(scattered: Store, before: Any) -> None:
     """Without some of its derived files a unit gives the same answers, and each comes back the same."""
     seal_in_units(scattered, "serve", at_once=4)

@@ -159,6 +159,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory, start_python: Any) -> Store
     return store
 
 
+@pytest.mark.more_but("SELECT * FROM turns*", "SELECT count*")
 @pytest.mark.parametrize(
     ("query", "most"),
     [

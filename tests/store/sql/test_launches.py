@@ -104,6 +104,7 @@ def test_each_launch_is_a_row(launched: Store) -> None:
     assert _rows(launched) == [OF_A, AGAIN, OF_B]
 
 
+@pytest.mark.more_but("3")
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_sealing_changes_nothing(launched: Store, at_once: int) -> None:
     """Start, end and leaks may lie in several units, and some of them in none."""

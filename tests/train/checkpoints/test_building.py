@@ -82,6 +82,7 @@ def test_it_is_locked_while_it_is_built(tmp_path: Path) -> None:
 # A full disk --------------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("28")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_at_a_checkpoint(
     fabric: Any, recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int

@@ -79,6 +79,13 @@ def test_what_it_holds_is_asked_once(world: Any) -> None:
     assert engine.version == "3"
 
 
+@pytest.mark.more_but(
+    "error-*",
+    "drop-*",
+    "hang-tensor-/begin_weight_update",
+    "hang-*-/continue_generation",
+    "hang-disk-/update_weights_from_disk",
+)
 @pytest.mark.parametrize(("transport", "route"), CALLS)
 @pytest.mark.parametrize("kind", ["error", "drop", "hang"])
 def test_one_of_two_fails(
