@@ -283,6 +283,7 @@ def test_on_a_full_disk_reading_goes_on(started: Any, sealed: Path, tmp_path: Pa
     assert "error: " in err
 
 
+@pytest.mark.more
 def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
     """In the middle of a query, and while it is loaded: 130 and 143 within seconds, and nothing is said."""
     endless = "select count(*) from range(1000000000000) a where a.range % 7 = 3"

@@ -55,6 +55,7 @@ def _invoke(command: str, code: int = 0) -> str:
     return said.output
 
 
+@pytest.mark.more
 def test_the_commands_run(page: str, work: Path) -> None:
     """In their order, for four steps: each says what it should, and what is exported is a model."""
     from transformers import AutoTokenizer

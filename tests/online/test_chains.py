@@ -152,6 +152,7 @@ def check_steps(log: Store, run: str, wanted: list[int]) -> None:
     assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * len(wanted)
 
 
+@pytest.mark.more
 def test_a_chain_of_trainings(tmp_path: Path) -> None:
     """SFT, GRPO, PPO, DPO: each begins with what the one before exported, as the version that it is there."""
     make_model(model := tmp_path / "model", 0, width=24, layers=1)

@@ -364,11 +364,14 @@ def chats(
     return ours | {name: real_chat(name) for name in ("qwen3", "glm4moe")}
 
 
-def test_whatever_clients_do_the_log_is_what_the_engine_saw(chats: dict[str, ChatTokenizer]) -> None:
+@pytest.mark.parametrize("examples", [6, pytest.param(20, marks=pytest.mark.more)])
+def test_whatever_clients_do_the_log_is_what_the_engine_saw(
+    chats: dict[str, ChatTokenizer], examples: int
+) -> None:
     """28: I1 to I10 hold of every trajectory, before and after restarts; what must extend does."""
     clients = type("Clients", (Clients,), {"chats": chats})
     profile = settings(
-        max_examples=20,
+        max_examples=examples,
         stateful_step_count=25,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes
         report_multiple_bugs=False,

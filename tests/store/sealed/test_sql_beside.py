@@ -103,6 +103,7 @@ def _merged(store: Store) -> bool:
     return any(unit.generation > 1 for unit in all_units(store.path, "serve"))
 
 
+@pytest.mark.more
 def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) -> None:
     """At the head and at an earlier cut, again and again, SQL says what folding the events says."""
     (store.path / "store.toml").write_text(SETTINGS)
