@@ -90,6 +90,7 @@ def _earlier(event: Event, table: str) -> Record | None:
     return None
 
 
+@pytest.mark.more_but("algorithm", "critic")
 @pytest.mark.parametrize("table", LATER)
 def test_keys_that_came_later(copied: Store, tamper: Any, table: str) -> None:
     """Of the algorithm, the recipe, the optimizer and the critic: recorded without them, each step is as it
@@ -105,6 +106,7 @@ def test_keys_that_came_later(copied: Store, tamper: Any, table: str) -> None:
     assert _proven(copied) == dict.fromkeys(range(4), "bit for bit")
 
 
+@pytest.mark.more_but("3-*")
 @pytest.mark.parametrize(("step", "key"), [(0, "clip_high"), (3, "clip_high"), (3, "discount")])
 def test_a_changed_key_differs(copied: Store, tamper: Any, next_key: None, step: int, key: str) -> None:
     """At the first step of a training and at a later one, where a key came since, too."""

@@ -79,6 +79,7 @@ def _not_proven(found: StepReplay) -> set[str]:
     return {one.stage for one in found.unproven}
 
 
+@pytest.mark.more_but("0-0-*", "7-4-*")
 @pytest.mark.parametrize(
     ("step", "base", "reran", "sealed"),
     [(0, 0, [0], False), (7, 4, [4, 5, 6, 7], True), (10, 9, [9, 10], True), (11, 11, [11], False)],
@@ -113,6 +114,7 @@ def test_it_replays_without_its_store(
     assert not opened.path.exists()
 
 
+@pytest.mark.more_but("sharded")
 @pytest.mark.parametrize(
     "changes", [{"lora": {"rank": 4}}, {"checkpoint": {"sharded": True}}], ids=["lora", "sharded"]
 )

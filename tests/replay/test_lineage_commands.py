@@ -115,6 +115,7 @@ def test_long_lists_are_shortened(cli: Any, fabric: Any, monkeypatch: pytest.Mon
     assert [f"v{n} " in said.split("made from")[1] for n in (10, 8)] == [False, True]
 
 
+@pytest.mark.more_but("words0-*", "words3-*")
 @pytest.mark.parametrize(
     ("words", "keys"),
     [

@@ -27,7 +27,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-@pytest.mark.more_but("grpo-False", "decoupled_ppo-True")
+@pytest.mark.more_but("grpo-False")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_update_is_one_over_all(fabric: Any, recorded: Stores, name: str, packed: bool) -> None:

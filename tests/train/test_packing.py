@@ -54,7 +54,7 @@ def _lengths(log: Store) -> dict[str, int]:
     return {sample.leaf_turn_id: len(sample) for sample in all_samples(log.trajectories().values())}
 
 
-@pytest.mark.more_but("grpo", "dpo")
+@pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_numbers_are_those_of_padded_samples(fabric: Any, recorded: Stores, name: str) -> None:
     """Every metric of every step is, but for the order of sums; micro-batches hold what they may; steps

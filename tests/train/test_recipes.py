@@ -287,6 +287,7 @@ def test_equal_rewards_in_a_group_of_which_some_differ(fabric: Any, log: Store) 
     assert replay_step(log, 0).bit_for_bit
 
 
+@pytest.mark.more
 def test_group_statistics_of_several_steps(fabric: Any, log: Store) -> None:
     """The first manifest of a rollout batch names the others; an interrupted training goes on with them."""
     recipe = {"top_fraction": 0.5, "group_statistics": "all"}
@@ -363,7 +364,7 @@ def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
         fabric.config(fabric.SFT, recipe={"statuses": ["done"]})
 
 
-@pytest.mark.more_but("*-cut", "last-*-tail")
+@pytest.mark.more_but("last-*-cut", "longest-*-tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize(
     ("paths", "terms"),

@@ -73,6 +73,7 @@ def _replayed(log: Store, *steps: int) -> list[str | None]:
     return [replay_step(log, step, policy="reward").differs_in for step in steps]
 
 
+@pytest.mark.more
 def test_it_learns_the_preference(fabric: Any, preferred: Stores) -> None:
     """From no opinion at all to every pair in order, beside the policy of the same run; each step replays."""
     log = preferred()
@@ -155,6 +156,7 @@ def test_margins_are_in_the_manifest(fabric: Any, preferred: Stores) -> None:
     assert "margins" in committed.digests
 
 
+@pytest.mark.more
 def test_sum_to_zero_is_of_the_whole_batch(fabric: Any, preferred: Stores) -> None:
     """However the batch is cut into micro-batches, the same training, but for the last bits; and another one
     than without it."""

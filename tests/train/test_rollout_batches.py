@@ -111,7 +111,7 @@ def test_every_step_replays(fabric: Any, whole: Store, step: int) -> None:
     assert result.metrics == fabric.computed(fabric.steps_of(whole).steps[step].committed.metrics)
 
 
-@pytest.mark.more_but("1", "4")
+@pytest.mark.more_but("4")
 @pytest.mark.parametrize("killed_at", range(1, 8))
 def test_a_kill_in_the_middle_changes_nothing(
     fabric: Any, recorded: Stores, whole: Store, settings: Any, killed_at: int

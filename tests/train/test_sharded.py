@@ -162,7 +162,7 @@ def _contract(
     assert sorted(left) == [f"v{version:08d}" for version in range(4)]
 
 
-@pytest.mark.more_but("sft-both", "lora-sharded", "bfloat16-overlap")
+@pytest.mark.more_but("lora-sharded", "bfloat16-overlap")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed", "ppo", "lora", "bfloat16"])
 def test_one_rank(

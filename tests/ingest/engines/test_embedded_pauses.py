@@ -133,6 +133,7 @@ def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: Any, pace: 
     assert span.end == len(fresh.completion_ids)
 
 
+@pytest.mark.more_but("abort", "in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_who_comes_during_a_pause_waits(renewed: Any, pace: Any, mode: str) -> None:
     """`ready` holds, /v1/loads tells who runs and who waits, and nobody is lost."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from http_upstream import HttpUpstream, chat_reply, whole
 from proxies import Cluster
 from training_told import begins
@@ -77,6 +78,7 @@ def test_keys(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
             assert httpx.get(f"{url}/healthz").json() == {"status": "ok"}
 
 
+@pytest.mark.more
 def test_the_bound_of_an_online_training(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """No more trajectories begin than one proxy would let in, whoever is asked; also once the one that
     admits for all was killed, and once it is back."""

@@ -89,6 +89,7 @@ def test_places_come_group_by_group() -> None:
     ]
 
 
+@pytest.mark.more_but("done-*", "infra_error-*", "agent_error-*")
 @pytest.mark.parametrize(
     ("status", "first", "third"),
     [

@@ -251,8 +251,8 @@ def test_bad_input_is_a_400_and_records_no_turn(
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.headers["x-should-retry"] == "false"
     assert _chat(http, "next-" + name, USER).status_code == 200  # and the log still takes events
-    for view in ("turns", "trajectories"):
-        assert _sql(server, f"select count(*) from {view} where trajectory = ?", name) == [(0,)]
+    counts = (f"(select count(*) from {view} where trajectory = ?)" for view in ("turns", "trajectories"))
+    assert _sql(server, f"select {', '.join(counts)}", name, name) == [(0, 0)]
 
 
 def test_a_name_may_hold_slashes(http: httpx.Client, server: Any, name: str) -> None:

@@ -317,6 +317,7 @@ def test_reasoning_comes_under_the_name_that_a_template_reads(real_chat: RealCha
         assert "my analysis" in texts.pop()
 
 
+@pytest.mark.more
 def test_traits_of_real_templates(real_chat: RealChat) -> None:
     """What some of them are known to do."""
     traits = {name: real_chat(name).traits for name in STOCK}

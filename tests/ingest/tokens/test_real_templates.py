@@ -205,6 +205,18 @@ def _conversations(rng: random.Random) -> Iterator[tuple[list[Any], Any, list[An
             )
 
 
+@pytest.mark.more_but(
+    "deepseek_r1_distill",
+    "deepseekv3_training",
+    "gemma3",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "phi3_5",
+    "qwen2_5_training",
+    "qwen3",
+    "qwen3_8",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bridge_is_what_rendering_the_whole_appends(real_chat: RealChat, name: str) -> None:
     """Over odd texts: whatever the template does to the reply, the ids behind it are the bridge's."""
@@ -223,6 +235,17 @@ def test_a_bridge_is_what_rendering_the_whole_appends(real_chat: RealChat, name:
 # Recording over each of them -------------------------------------------------------------------------
 
 
+@pytest.mark.more_but(
+    "deepseek_r1_distill",
+    "gemma3",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "llava_next",
+    "phi3_5",
+    "qwen3",
+    "qwen3_8",
+)
 @pytest.mark.parametrize("name", STOCK)
 def test_every_template_records_exactly(desk: Any, real_chat: RealChat, name: str) -> None:
     """With a bridge or without: a family that has none costs roots, and never a token."""

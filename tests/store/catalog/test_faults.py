@@ -176,6 +176,7 @@ print("not killed", flush=True)
 """
 
 
+@pytest.mark.more_but("sqlite*")
 def test_kill_in_the_middle_of_a_transaction(store: Store, start_python: Any, raw: Engine) -> None:
     """What a killed process had half written is not there, and others write on at once."""
     process = start_python(KILLED, store.path)

@@ -69,6 +69,7 @@ def grown(told: Store, notes: Any) -> Store:
     return told
 
 
+@pytest.mark.more_but("sqlite*")
 def test_a_rebuilt_catalog_has_the_same_rows(grown: Store) -> None:
     """A rebuilt catalog has the rows of one that was kept up to date, in every table."""
     before = _rows(grown)
@@ -101,6 +102,7 @@ def test_the_last_opening_is_read_off_the_lock_file(grown: Store) -> None:
     catalog.close()
 
 
+@pytest.mark.more_but("sqlite*")
 def test_a_catalog_is_rebuilt_without_tables(grown: Store, raw: Engine) -> None:
     """Without any table there, and with rows that nothing in the log accounts for."""
     before = _rows(grown)
@@ -253,6 +255,7 @@ def test_all_or_nothing(grown: Store, monkeypatch: Any) -> None:
     assert _rows(grown) == before
 
 
+@pytest.mark.more_but("sqlite*")
 def test_a_newer_catalog_is_not_rebuilt(grown: Store, raw: Engine) -> None:
     """A newer release may be using it: its tables are left alone."""
     with raw.begin() as connection:

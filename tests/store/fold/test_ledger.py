@@ -309,6 +309,7 @@ def test_whole_groups_omit_nobody(log: Log) -> None:
     assert log.terms() == {"trained": 3, "waiting": 2}
 
 
+@pytest.mark.more_but("1-keys0", "4-keys1", "4-keys4")
 @pytest.mark.parametrize(
     ("size", "keys"),
     [

@@ -41,6 +41,7 @@ def test_only_what_is_named_is_planned(told: Store) -> None:
         assert 0 < few < 10 < len(VIEWS) < _made(connection)
 
 
+@pytest.mark.more_but("SELECT count*", "WITH*")
 @pytest.mark.parametrize(
     "query",
     [

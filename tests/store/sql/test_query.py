@@ -42,6 +42,7 @@ def test_the_views_are_the_documented_ones() -> None:
     assert all(v.doc.endswith(".") for v in VIEWS)
 
 
+@pytest.mark.more_but("*show tables)")
 @pytest.mark.parametrize(
     "listing",
     [

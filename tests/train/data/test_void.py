@@ -37,6 +37,7 @@ def _group(fabric: Any, log: Store) -> None:
                 writer.append([event]).result(30)
 
 
+@pytest.mark.more_but("cut-True", "tail-False")
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_another_has_its_place(fabric: Any, tmp_path: Path, source: str, *, sealed: bool) -> None:

@@ -221,6 +221,7 @@ REWARDED = [
 ]
 
 
+@pytest.mark.more_but("given0-*", "given2-*", "given4-*")
 @pytest.mark.parametrize(("given", "check", "verdict", "words"), REWARDED)
 def test_recorded_rewards(
     fabric: Any, tmp_path: Path, given: Any, check: str, verdict: str, words: str
