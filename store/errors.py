@@ -42,6 +42,11 @@ A message names the thing, the value, and the remedy. All of them survive pickli
 
 from __future__ import annotations
 
+import errno
+
+SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""`errno` of a temporary shortage of descriptors or memory."""
+
 
 class RollbookError(Exception):
     """Base of all errors that Rollbook raises on purpose."""

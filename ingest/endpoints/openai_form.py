@@ -1,4 +1,4 @@
-"""What OpenAI's APIs have in common in their replies: errors, usage, finish reasons. Pure."""
+"""What OpenAI's APIs have in common in their replies: usage, finish reasons. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from rollbook.store.events import Json
 
 MODEL = "rollbook"
 """What a reply calls the model where the request named none."""
-_ERROR_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def openai_error(status: int, code: str, message: str) -> Json:
-    """{"error": ...}"""
-    kind = _ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
 def chat_usage(turns: list[CompletedTurn]) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollbook.ingest.endpoints import chat, completions, messages, responses
 from rollbook.ingest.endpoints.api import AgentApi
-from rollbook.ingest.endpoints.openai_form import openai_error
+from rollbook.ingest.http.error_replies import openai_error
 from rollbook.store.events import Json
 
 APIS: dict[str, AgentApi] = {

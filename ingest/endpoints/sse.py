@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 
 from rollbook.ingest.server_sent_events import messages_of
-from rollbook.store.events import Json
 
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's chat completions and completions."""
@@ -32,7 +31,7 @@ def json_of(data: bytes) -> Any:
         return None
 
 
-def events_of(data: bytes) -> list[Json]:
+def events_of(data: bytes) -> list[dict[str, Any]]:
     """The JSON events of a stream's bytes; not its comments, its end, or an event that was cut off."""
     found = (json_of(message.data) for message in messages_of(data))
     return [event for event in found if isinstance(event, dict)]

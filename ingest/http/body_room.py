@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from rollbook.ingest.http.content_encoding import codings, decoded
 from rollbook.ingest.http.memory import GivingBack, give_back
-from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.requests.large_work import LARGE_BYTES, aside, started
 from rollbook.store.errors import EndingError, LimitError
 
@@ -72,13 +71,18 @@ class BodyRoom:
     """Room for bodies in memory: a body that finds none waits, so a burst of large ones is read in turn.
 
     Args:
+        most: bytes of one body.
+        total: bytes of all bodies that are read and answered at once.
+        silence_s: longest silence of a client in the middle of its body.
         free: bytes of each body that need no room.
     """
 
-    def __init__(self, options: ProxyOptions, free: int = FREE_BYTES) -> None:
-        self._most, self._free = options.max_body_bytes, free
-        self._silence_s = options.body_timeout_s
-        self._room = max(options.max_bodies_bytes - options.max_body_bytes, 0)  # the rest is for `_beyond`
+    def __init__(
+        self, most: int = 64 << 20, total: int = 512 << 20, silence_s: float = 30.0, free: int = FREE_BYTES
+    ) -> None:
+        self._most, self._free = most, free
+        self._silence_s = silence_s
+        self._room = max(total - most, 0)  # the rest is for `_beyond`
         self._taken = 0
         self._held: Counter[str] = Counter()
         self._reading: set[_Upload] = set()

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from rollbook.ingest.endpoints.openai_form import openai_error
+from rollbook.ingest.http.error_replies import openai_error
 
 HEAD_BYTES = 64 << 10
 MOST_HEADERS = 128

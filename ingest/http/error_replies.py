@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -10,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rollbook.ingest.endpoints.registry import error_body
 from rollbook.store.errors import (
+    SHORT,
     EngineError,
     LimitError,
     RequestError,
@@ -20,10 +21,12 @@ from rollbook.store.errors import (
     WriteFailedError,
 )
 from rollbook.store.redaction import shown
-from rollbook.store.wal.flusher import SHORT
 
 FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
 """Statuses that a retry would not change."""
+ErrorForm = Callable[[str, int, str, str], dict[str, Any]]
+"""(a request's path, status, code, message) -> the body of the reply."""
+_OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
 """Seconds; some clients give up if asked to wait for a minute or more."""
 
@@ -58,29 +61,36 @@ def _is_short(error: OSError) -> bool:
     return isinstance(error, ShortageError) or error.errno in SHORT
 
 
-def error_reply(path: str, error: Exception) -> Response:
-    """An error as a reply to a request of this path, in the form of its API, with a code and a remedy."""
+def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
+    """{"error": ...}"""
+    kind = _OPENAI_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+
+
+def error_reply(path: str, error: Exception, form: ErrorForm) -> Response:
+    """An error as a reply to a request of this path, with a code and a remedy."""
     status, code, message = describe(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in FINAL and code != "trajectory_busy":
         headers["x-should-retry"] = "false"
     if status in RETRY_AFTER_S:
         headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
-    body = error_body(path, status, code, message)
+    body = form(path, status, code, message)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def add_error_replies(app: FastAPI, refused: Callable[[str], None]) -> None:
+def add_error_replies(app: FastAPI, refused: Callable[[str], None], form: ErrorForm) -> None:
     """Answer every error with `error_reply`. The server logs unexpected errors besides.
 
     Args:
         refused: called with the code of whatever a limit refuses.
+        form: of the replies.
     """
 
     async def reply(request: Request, error: Exception) -> Response:
         if isinstance(error, LimitError):
             refused(error.code)
-        return error_reply(request.url.path, error)
+        return error_reply(request.url.path, error, form)
 
     async def short(request: Request, error: Exception) -> Response:
         if isinstance(error, OSError) and not _is_short(error):

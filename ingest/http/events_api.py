@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from rollbook.ingest.http.access import JUDGES_KINDS, may_read_kinds
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.event_feed import ArrowFeed, SseFeed
 from rollbook.ingest.http.event_streams import EventStreams
 from rollbook.ingest.http.guard import caller_of
+from rollbook.ingest.http.rules import JUDGES_KINDS, may_read_kinds
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.store import Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError

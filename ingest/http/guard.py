@@ -11,13 +11,12 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from rollbook.ingest.http.access import Caller, Role, Rule, check_role, rule_of
-from rollbook.ingest.http.error_replies import error_reply
+from rollbook.ingest.http.access import Caller, Role, Rule, Rules, check_role
+from rollbook.ingest.http.error_replies import ErrorForm, error_reply
 from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.trajectory_keys import is_trajectory_key, key_name, sent_key, trajectory_key
 from rollbook.ingest.http.web_pages import Own, WebPages, is_loopback, shown_origins
-from rollbook.ingest.trajectories.identity import is_trajectory_key, key_name, sent_key, trajectory_key
 from rollbook.store.errors import RequestError
-from rollbook.store.secret import store_secret
 
 CALLER = "rollbook.caller"
 """The key under which a request's scope holds its caller."""
@@ -40,18 +39,15 @@ class Guard:
     """Identifies callers by their keys.
 
     Attributes:
+        rules: which roles may use which routes.
         run: whose trajectories their own keys are of.
         secret: what the keys of single trajectories are made with; None: no keys are checked.
     """
 
     keys: Keys
+    rules: Rules
     run: str
     secret: bytes | None
-
-    @classmethod
-    def of(cls, keys: Keys, run: str, store: Any) -> Guard:
-        """The guard of a run in a store: its trajectories' keys outlive those of operators."""
-        return cls(keys, run, store_secret(store, "trajectory keys") if keys.configured else None)
 
     def key_of(self, name: str) -> str:
         """The key of one trajectory."""
@@ -67,7 +63,7 @@ class Guard:
         Raises:
             RequestError: 401, no good key; 403, not this one's business.
         """
-        rule = rule_of(method, path)
+        rule = self.rules.of(method, path)
         if self.secret is None:
             check_local(rule, headers, peer)
             sent = sent_key(headers)
@@ -110,8 +106,10 @@ def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
 class Guarded:
     """ASGI middleware: only requests that the guard lets in reach the application."""
 
-    def __init__(self, app: Any, guard: Guard, refused: Callable[[RequestError], None]) -> None:
-        self._app, self._guard, self._refused = app, guard, refused
+    def __init__(
+        self, app: Any, guard: Guard, refused: Callable[[RequestError], None], form: ErrorForm
+    ) -> None:
+        self._app, self._guard, self._refused, self._form = app, guard, refused, form
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer with the refusal, or have the application answer, which finds the caller in the scope."""
@@ -124,18 +122,21 @@ class Guarded:
             scope[CALLER] = self._guard.admitted(scope["method"], path, Headers(scope=scope), peer)
         except RequestError as error:
             self._refused(error)
-            await error_reply(path, error)(scope, receive, send)
+            await error_reply(path, error, self._form)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def add_guards(app: Any, guard: Guard, mine: Own, refused: Callable[[RequestError], None]) -> None:
+def add_guards(
+    app: Any, guard: Guard, mine: Own, refused: Callable[[RequestError], None], form: ErrorForm
+) -> None:
     """Put the guard and the check of web pages before an application.
 
     Args:
         refused: called with the error of each refusal.
+        form: of what is said to whom is refused.
     """
-    app.add_middleware(Guarded, guard=guard, refused=refused)
+    app.add_middleware(Guarded, guard=guard, refused=refused, form=form)
     if mine.origins:
         # Browsers show a page what it asked for only where the reply says that it may see it.
         app.add_middleware(
@@ -145,4 +146,4 @@ def add_guards(app: Any, guard: Guard, mine: Own, refused: Callable[[RequestErro
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(WebPages, mine=mine, refused=refused)
+    app.add_middleware(WebPages, mine=mine, refused=refused, form=form)

@@ -10,15 +10,9 @@ from urllib.parse import unquote
 
 from starlette.routing import compile_path
 
-from rollbook.ingest.http.access import RULES
-from rollbook.ingest.trajectories.identity import (
-    HINT_HEADERS,
-    header_text,
-    hinted,
-    key_name,
-    sent_key,
-    split_path,
-)
+from rollbook.ingest.http.rules import RULES
+from rollbook.ingest.http.trajectory_keys import key_name, sent_key
+from rollbook.ingest.trajectories.identity import HINT_HEADERS, header_text, hinted, split_path
 from rollbook.store.errors import RequestError
 
 _KEYS = ("authorization", "x-api-key")

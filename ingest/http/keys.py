@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.ingest.http.access import Role
-from rollbook.ingest.trajectories.identity import KEY_PREFIX
+from rollbook.ingest.http.trajectory_keys import KEY_PREFIX
 from rollbook.store.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,13 @@
-"""The proxy's metrics for Prometheus, at /metrics."""
+"""What the proxy counts for Prometheus: turns, tokens, trajectories."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollbook.ingest.http.error_replies import describe
+from rollbook.ingest.http.edge_metrics import EdgeMetrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.in_flight import InFlightCall
-
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -28,22 +26,19 @@ class _Spells:
         self._counted = spells
 
 
-class Metrics:
-    """Counters of one proxy, in a registry of their own."""
+class Metrics(EdgeMetrics):
+    """What one proxy counts."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.turns = self._counter("turns", "Completed turns.", "endpoint", "link", "finish", "delivered")
-        self.tokens = self._counter("tokens", "Tokens of completed turns.", "kind")
-        self.failures = self._counter("failures", "Requests that failed, by code.", "code")
-        text = "Requests and connections that a limit refused, by code."
-        self.refusals = self._counter("refusals", text, "code")
-        self.retries = self._counter("retries", "Requests that clients repeated, by what was done.", "how")
-        self.unrecorded = self._counter("unrecorded", "Turns that were passed on and not recorded.")
+        super().__init__()
+        self.turns = self.counter("turns", "Completed turns.", "endpoint", "link", "finish", "delivered")
+        self.tokens = self.counter("tokens", "Tokens of completed turns.", "kind")
+        self.retries = self.counter("retries", "Requests that clients repeated, by what was done.", "how")
+        self.unrecorded = self.counter("unrecorded", "Turns that were passed on and not recorded.")
         text = "Events that were refused, or that the disk did not take; what rested on them failed."
-        self.lost_events = self._counter("lost_events", text)
+        self.lost_events = self.counter("lost_events", text)
         text = "Requests that were passed on and ask for no turn, by method: nothing of them is recorded."
-        self.passed = self._counter("passed", text, "method")
+        self.passed = self.counter("passed", text, "method")
         self._spells = _Spells(self.registry)
         self.engine_s = Histogram(
             "rollbook_engine_seconds",
@@ -59,9 +54,6 @@ class Metrics:
         )
         self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
         self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"rollbook_{name}", text, labels, registry=self.registry)
 
     def answered(self, turn: CompletedTurn, *, delivered: bool) -> None:
         """Count a completed turn whose reply was sent, or could not be."""
@@ -80,15 +72,6 @@ class Metrics:
             in_flight.counted = True
             for turn in turns:
                 self.answered(turn, delivered=delivered)
-
-    def failed(self, error: BaseException) -> None:
-        """Count a request that was refused, or that failed on the way."""
-        if isinstance(error, Exception):
-            self.failures.labels(describe(error)[1]).inc()
-
-    def refused(self, code: str) -> None:
-        """Count a request or a connection that a limit refused."""
-        self.refusals.labels(code).inc()
 
     def update(self, recorder: Recorder, version: int | None = None) -> None:
         """Bring what is not counted as it happens up to date."""

@@ -69,6 +69,15 @@ class ProxyOptions:
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
     @property
+    def body_limits(self) -> dict[str, Any]:
+        """What bounds bodies, by the arguments of `BodyRoom`."""
+        return {
+            "most": self.max_body_bytes,
+            "total": self.max_bodies_bytes,
+            "silence_s": self.body_timeout_s,
+        }
+
+    @property
     def naming(self) -> tuple[str, ...]:
         """The headers that name a trajectory."""
         return (TRAJECTORY_HEADER, *self.trajectory_headers)

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.connections import READ_BYTES, BoundedHttp, Connections, LimitedHttp
 from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.workers.bus import AwayError, Bus
@@ -291,7 +292,7 @@ class _GivenAway(Response):
         connection: SharedHttp = scope[CONNECTION]
         request = as_sent(scope, self._error.raw, plain=self._error.plain)
         if not connection.give_whole(self._error.to, request):
-            await error_reply(scope["path"], AwayError(self._error.to))(scope, receive, send)
+            await error_reply(scope["path"], AwayError(self._error.to), error_body)(scope, receive, send)
 
 
 def as_sent(scope: Any, raw: bytes, *, plain: bool) -> bytes:

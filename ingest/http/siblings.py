@@ -9,6 +9,7 @@ from typing import Protocol
 from fastapi import FastAPI
 from starlette.requests import Request
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.head import moves_cursor, named_by_head
 from rollbook.ingest.http.metrics import Metrics
@@ -127,6 +128,6 @@ class Siblings:
 
 def answer_errors(app: FastAPI, metrics: Metrics) -> None:
     """Have an application answer every error, and give away what is another worker's."""
-    add_error_replies(app, metrics.refused)
+    add_error_replies(app, metrics.refused, error_body)
     app.state.refused = metrics.refused
     app.add_exception_handler(ElsewhereError, give_away)

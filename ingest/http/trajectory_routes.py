@@ -9,12 +9,12 @@ from weakref import WeakValueDictionary
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from rollbook.ingest.http.access import check_source, check_trajectory, check_unfinished
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.desk import Desk
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, caller_of
 from rollbook.ingest.http.launch_routes import Book, add_launch_routes
+from rollbook.ingest.http.rules import check_source, check_trajectory, check_unfinished
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import all_durable
 from rollbook.ingest.requests.fields import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollbook.ingest.http.error_replies import error_reply
+from rollbook.ingest.http.error_replies import ErrorForm, error_reply
 from rollbook.store.errors import ConfigError, RequestError
 
 LOOPBACK_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
@@ -205,8 +205,8 @@ def _values(headers: HeaderList, name: bytes) -> list[str]:
 class WebPages:
     """ASGI middleware: no request of a foreign page comes to the application."""
 
-    def __init__(self, app: Any, mine: Own, refused: Callable[[RequestError], None]) -> None:
-        self._app, self._mine, self._refused = app, mine, refused
+    def __init__(self, app: Any, mine: Own, refused: Callable[[RequestError], None], form: ErrorForm) -> None:
+        self._app, self._mine, self._refused, self._form = app, mine, refused, form
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer with the refusal, or have the application answer."""
@@ -222,6 +222,6 @@ class WebPages:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
                 return
-            await error_reply(scope["path"], error)(scope, receive, send)
+            await error_reply(scope["path"], error, self._form)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -12,9 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 
 from rollbook.ingest.engines.whose import ASKS, PROVES, PROVING, proof
-from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.http.rules import sees_details
 from rollbook.ingest.http.siblings import Siblings
 from rollbook.ingest.http.whose import whose
 from rollbook.ingest.recording.recorder import Recorder

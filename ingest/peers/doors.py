@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.http.shared_connections import fields_with
@@ -37,7 +38,7 @@ def add_sending_on(app: FastAPI, peers: Peers, room: BodyRoom, failed: Callable[
             reply = await peers.sent_on(request, error.whose, error.raw, plain=error.plain)
         except RequestError as away:
             failed(away)
-            return error_reply(request.url.path, away)
+            return error_reply(request.url.path, away, error_body)
         return reply or _Here(app, error.raw, plain=error.plain)
 
     app.add_exception_handler(PassOnError, send_on)
@@ -63,7 +64,7 @@ class SendingOn:
             reply, raw = await self._sent_on(Request(scope, receive), whose)
         except (RequestError, ClientDisconnect) as error:
             self._failed(error)
-            await error_reply(scope["path"], error)(scope, receive, send)
+            await error_reply(scope["path"], error, error_body)(scope, receive, send)
             return
         if reply is None:
             await self._app(scope, _again(raw, receive), send)

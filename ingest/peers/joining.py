@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.metrics import Metrics
@@ -42,7 +43,7 @@ def add_all_guards(
     app: FastAPI, others: Company | None, options: ProxyOptions, guard: Guard, metrics: Metrics
 ) -> None:
     """Put before every route whatever comes before it. Add this last."""
-    add_guards(app, guard, options.own, metrics.failed)
+    add_guards(app, guard, options.own, metrics.failed, error_body)
     if isinstance(others, Peers):
         add_peers(app, others)
 

@@ -23,10 +23,10 @@ from starlette.responses import Response
 from yarl import URL
 
 from rollbook.ingest.admission.gate import ANSWERED_S
-from rollbook.ingest.http.access import RULES, rule_of
 from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
 from rollbook.ingest.http.forwarding import MADE_ANEW, end_to_end, header_value
 from rollbook.ingest.http.head import moves_cursor, named_by_head
+from rollbook.ingest.http.rules import ROUTES, RULES
 from rollbook.ingest.http.shared_connections import ElsewhereError
 from rollbook.ingest.http.siblings import KNOWS, first_known, knower_of
 from rollbook.ingest.peers.asking import PeerBus, ProxyAwayError
@@ -154,7 +154,7 @@ class Peers:
         """Says where a request belongs, if its head does."""
         if moves_cursor(method, raw_path):
             return lambda: self._at_seat(FIRST)
-        if rule_of(method, unquote(raw_path)).path not in _ABOUT_TRAJECTORIES:
+        if ROUTES.of(method, unquote(raw_path)).path not in _ABOUT_TRAJECTORIES:
             return None
         name, is_hint = named_by_head(method, raw_path, headers, self.naming)
         if name is None:

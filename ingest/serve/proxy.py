@@ -19,7 +19,7 @@ from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import Guard, caller_of
+from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.housekeeping import housekeeping
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.keys import Keys
@@ -27,6 +27,7 @@ from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.rules import run_guard
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
@@ -75,7 +76,7 @@ def build_app(
     options = (options or ProxyOptions()).recorded_by(recorder)
     gate = _gate(turn_runner, others)
     door = FrontDoor(recorder, options, gate if options.admission else None, others)
-    metrics, room = Metrics(), BodyRoom(options)
+    metrics, room = Metrics(), BodyRoom(**options.body_limits)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
@@ -97,7 +98,7 @@ def build_app(
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
     join(app, others, options, _knows(recorder), room, metrics)
-    guard = Guard.of(options.keys, recorder.run, recorder.store.path)
+    guard = run_guard(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     ModelRoutes(turn_runner, door, room, metrics).add(app)

@@ -7,8 +7,6 @@ quarantined: kept in a trajectory of its own, and never trained.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +15,10 @@ from urllib.parse import unquote
 
 import orjson
 
+from rollbook.ingest.http.trajectory_keys import key_name, sent_key
 from rollbook.ingest.requests.fields import OpenTrajectory, check_recordable, check_split, validated
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
-
-KEY_PREFIX = "trajectory:"
-"""An API key that names a trajectory: `trajectory:ID`, or `trajectory:ID:MAC` where keys are checked."""
 
 TRAJECTORY_HEADER = "x-rollbook-trajectory"
 """The header that names a trajectory; operators may add headers that programs for other systems send."""
@@ -215,44 +211,3 @@ def _hint(headers: Mapping[str, str], body: Json) -> str | None:
 def hinted(hints: Iterable[Any]) -> str | None:
     """The first hint that fits as a name."""
     return next((h for h in hints if isinstance(h, str) and 0 < len(h) <= 256), None)
-
-
-# Keys ---------------------------------------------------------------------------------------
-
-
-def sent_key(headers: Mapping[str, str]) -> str | None:
-    """The API key of a request: OpenAI's clients send a bearer token, Anthropic's either of two headers."""
-    bearer = headers.get("authorization", "")
-    if bearer[:7].lower() == "bearer ":
-        return bearer[7:].strip()
-    return headers.get("x-api-key")
-
-
-def key_name(key: str | None) -> str | None:
-    """The trajectory that an API key names, or None."""
-    if key is None or not key.startswith(KEY_PREFIX):
-        return None
-    name = key.removeprefix(KEY_PREFIX)
-    mac = name.rpartition(":")
-    return unquote(mac[0] if mac[0] and re.fullmatch("[0-9a-f]{32}", mac[2]) else name) or None
-
-
-def trajectory_key(name: str, run: str, secret: bytes | None) -> str:
-    """The API key of one trajectory; with a secret, one that only its holder can make."""
-    plain = KEY_PREFIX + name.replace("%", "%25").replace(":", "%3A")
-    return plain if secret is None else f"{plain}:{_mac(name, run, secret)}"
-
-
-def is_trajectory_key(key: str, run: str, secret: bytes) -> bool:
-    """Whether a key is one that `trajectory_key` made of this run and secret."""
-    name = key_name(key)
-    return name is not None and hmac.compare_digest(
-        key.encode(errors="surrogateescape"),
-        trajectory_key(name, run, secret).encode(errors="surrogateescape"),
-    )
-
-
-def _mac(name: str, run: str, secret: bytes) -> str:
-    return hmac.new(secret, f"{run}\n{name}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()[
-        :32
-    ]

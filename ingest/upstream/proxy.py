@@ -16,11 +16,11 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.forwarding import plain_session
 from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import Guard
 from rollbook.ingest.http.housekeeping import housekeeping
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.rules import run_guard
 from rollbook.ingest.http.siblings import Siblings, answer_errors
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.http.whole import OK, Whole, add_whole
@@ -51,8 +51,12 @@ def build_upstream_app(
         others: its other workers, or the other proxies of the run, if there are any.
     """
     options = (options or ProxyOptions()).recorded_by(recorder)
-    metrics, door, room = Metrics(), FrontDoor(recorder, options, None, others), BodyRoom(options)
-    guard = Guard.of(options.keys, recorder.run, recorder.store.path)
+    metrics, door, room = (
+        Metrics(),
+        FrontDoor(recorder, options, None, others),
+        BodyRoom(**options.body_limits),
+    )
+    guard = run_guard(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)

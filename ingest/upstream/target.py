@@ -9,7 +9,7 @@ from multidict import CIMultiDict
 from rollbook.ingest.endpoints.registry import api_below
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.http.forwarding import MADE_ANEW, Headers, end_to_end, header_value
-from rollbook.ingest.trajectories.identity import KEY_PREFIX
+from rollbook.ingest.http.trajectory_keys import KEY_PREFIX
 from rollbook.store.events import Json
 
 _KEYS = ("authorization", "x-api-key")

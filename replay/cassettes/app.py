@@ -24,17 +24,12 @@ from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.keys import Keys
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.rules import ROUTES
+from rollbook.ingest.http.trajectory_keys import sent_key, trajectory_key
 from rollbook.ingest.http.web_pages import Own
 from rollbook.ingest.requests.fields import json_object
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.trajectories.identity import (
-    check_said_once,
-    identify,
-    sent_key,
-    split_path,
-    trajectory_key,
-)
+from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.retry import retry_count
 from rollbook.replay.cassettes.asked import read_asked
@@ -77,8 +72,8 @@ def build_cassette_app(cassette: Cassette, options: CassetteOptions | None = Non
     """The server as an ASGI application, which needs no lifespan."""
     options = options or CassetteOptions()
     app = FastAPI(title="Rollbook cassette")
-    add_error_replies(app, lambda code: None)
-    routes = _Routes(cassette, options, BodyRoom(ProxyOptions()))
+    add_error_replies(app, lambda code: None, error_body)
+    routes = _Routes(cassette, options, BodyRoom())
     app.add_route("/cassette", routes.state, methods=["GET"])
     app.add_route("/cassette/rewind", routes.rewind, methods=["POST"])
     app.add_route("/v1/trajectories", routes.opened, methods=["POST"])
@@ -94,7 +89,7 @@ def build_cassette_app(cassette: Cassette, options: CassetteOptions | None = Non
         app.add_route(prefix + "/v1/models", routes.models, methods=["GET"])
         app.add_route(prefix + "/v1/models/{model:path}", routes.models, methods=["GET"])
         app.add_route(prefix + "/v1/{path:path}", routes.other, methods=["GET", "POST", "DELETE"])
-    add_guards(app, Guard(Keys(), "", None), options.own, lambda error: None)
+    add_guards(app, Guard(Keys(), ROUTES, "", None), options.own, lambda error: None, error_body)
     return app
 
 

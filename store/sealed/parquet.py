@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollbook.store.errors import CorruptionError, ShortageError, StoreError
+from rollbook.store.errors import SHORT, CorruptionError, ShortageError, StoreError
 from rollbook.store.events import BodyStored
 from rollbook.store.events.codec import conform
 from rollbook.store.events.event import kinds_where
@@ -27,7 +27,6 @@ from rollbook.store.permissions import make_empty
 from rollbook.store.sealed.remote import is_outage, place, refused
 from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, SealedSegment, Unit
 from rollbook.store.settings import SealSettings, read_settings
-from rollbook.store.wal.flusher import SHORT
 
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """The log's columns with the lane first: of sealed files and of `Store.table`."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollbook.store.errors import WriteFailedError
+from rollbook.store.errors import SHORT, WriteFailedError
 from rollbook.store.permissions import open_file
 from rollbook.store.wal.files import SpareDescriptor, Watermark, segment_path
 
@@ -39,8 +39,6 @@ Acknowledged = list[tuple["Future[int]", int]]
 SMALL, OFTEN, ROOM = 64 << 10, 8, 1 << 20
 """After so many commits in a row of no more than so many bytes, this many bytes are made room for."""
 
-SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-"""Errors of a temporary shortage of descriptors or memory."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 PATIENCE_S = 30.0
 """How long a job, and the appends after it, wait out a shortage before they fail as on a failed disk."""

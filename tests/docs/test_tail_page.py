@@ -21,12 +21,13 @@ from fastapi import FastAPI
 from warm import WarmProcess
 
 from rollbook import store as rb
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.body_room import BodyRoom
 from rollbook.ingest.http.event_streams import KEEP_ALIVE_S
 from rollbook.ingest.http.events_api import PARAMETERS, add_event_routes
 from rollbook.ingest.http.guard import Guard, add_guards
 from rollbook.ingest.http.keys import Keys
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.rules import ROUTES
 from rollbook.ingest.http.web_pages import Own
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.store import Store, format_cut
@@ -62,8 +63,8 @@ def url(here: Store) -> Iterator[str]:
     """Address of a server with the tail's routes over demo-store."""
     recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
-    streams = add_event_routes(app, recorder, BodyRoom(ProxyOptions()))
-    add_guards(app, Guard(Keys(), recorder.run, None), Own(), lambda error: None)
+    streams = add_event_routes(app, recorder, BodyRoom())
+    add_guards(app, Guard(Keys(), ROUTES, recorder.run, None), Own(), lambda error: None, error_body)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit
     thread = threading.Thread(target=server.run)

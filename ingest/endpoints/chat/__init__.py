@@ -7,7 +7,7 @@ from rollbook.ingest.endpoints.chat.read import PATH, read
 from rollbook.ingest.endpoints.chat.reply import reply
 from rollbook.ingest.endpoints.chat.stream import ChatWriter
 from rollbook.ingest.endpoints.chat.upstream import UPSTREAM
-from rollbook.ingest.endpoints.openai_form import openai_error
+from rollbook.ingest.http.error_replies import openai_error
 
 API = AgentApi(
     path=PATH,

@@ -7,7 +7,7 @@ from rollbook.ingest.endpoints.completions.read import PATH, read
 from rollbook.ingest.endpoints.completions.reply import reply
 from rollbook.ingest.endpoints.completions.stream import CompletionsWriter
 from rollbook.ingest.endpoints.completions.upstream import UPSTREAM
-from rollbook.ingest.endpoints.openai_form import openai_error
+from rollbook.ingest.http.error_replies import openai_error
 
 API = AgentApi(
     path=PATH,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rollbook.ingest.endpoints.api import AgentApi, ResponseIds
-from rollbook.ingest.endpoints.openai_form import openai_error
 from rollbook.ingest.endpoints.responses.read import PATH, read
 from rollbook.ingest.endpoints.responses.references import named_ids
 from rollbook.ingest.endpoints.responses.reply import reply, turn_of
 from rollbook.ingest.endpoints.responses.stream import ResponsesWriter
 from rollbook.ingest.endpoints.responses.upstream import UPSTREAM, ids_of, named_in_path
+from rollbook.ingest.http.error_replies import openai_error
 
 API = AgentApi(
     path=PATH,

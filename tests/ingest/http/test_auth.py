@@ -10,7 +10,7 @@ from streamed import KINDS, PATHS, asked
 
 from rollbook.ingest.http.keys import Keys, given_keys
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.trajectories.identity import trajectory_key
+from rollbook.ingest.http.trajectory_keys import trajectory_key
 from rollbook.store.secret import store_secret
 
 CHAT = PATHS["chat"]

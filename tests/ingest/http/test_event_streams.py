@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http import event_streams, memory
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.event_feed import ArrowFeed, Feed, SseFeed
@@ -147,7 +148,7 @@ class Streams:
         self.runner = asyncio.Runner()
         self.streams = EventStreams(log, most)
         self.app = FastAPI()
-        add_error_replies(self.app, self.refused.append)
+        add_error_replies(self.app, self.refused.append, error_body)
 
         @self.app.get("/events")
         async def events() -> Any:

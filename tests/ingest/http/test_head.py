@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from rollbook.ingest.http.head import moves_cursor, named_by_head
-from rollbook.ingest.trajectories.identity import identify, sent_key, split_path
+from rollbook.ingest.http.trajectory_keys import sent_key
+from rollbook.ingest.trajectories.identity import identify, split_path
 from rollbook.store.errors import RequestError
 
 NAMING = ("x-rollbook-trajectory", "x-relax-trajectory-id")

@@ -24,6 +24,7 @@ from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.guard import Guard
 from rollbook.ingest.http.key_file import add_key
 from rollbook.ingest.http.keys import Key, Keys, digest_of, expiry_of, given_keys, keys_of, parsed, read_keys
+from rollbook.ingest.http.rules import ROUTES
 from rollbook.ingest.serve.options import ServeOptions, engine_key_of
 from rollbook.store.errors import ConfigError, RequestError, RollbookError
 
@@ -297,7 +298,7 @@ def test_an_expired_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = Key("old", Role.operator, digest_of("old-key"), moment)
     assert (key.expired(moment), key.expired(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC))) == (True, False)
     past = Key("old", Role.operator, digest_of("old-key"), datetime(2020, 1, 1, tzinfo=UTC))
-    guard = Guard(Keys([past]), "r", b"s")
+    guard = Guard(Keys([past]), ROUTES, "r", b"s")
     with pytest.raises(RequestError, match="'old' expired at 2020-01-01") as error:
         guard.admitted("GET", "/metrics", {"x-api-key": "old-key"}, "127.0.0.1")
     assert (error.value.status, error.value.code) == (401, "expired_api_key")

@@ -12,7 +12,7 @@ from rollbook import store as rb
 from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.trajectories.identity import trajectory_key
+from rollbook.ingest.http.trajectory_keys import trajectory_key
 from rollbook.store import Event
 from rollbook.store.cut import parse_cut
 from rollbook.store.events import (

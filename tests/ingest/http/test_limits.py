@@ -134,7 +134,7 @@ SIZE = 10 * PART
 
 def _room(bodies: int) -> BodyRoom:
     """Room for so many bodies of `SIZE`, and for one beyond."""
-    return BodyRoom(ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=(bodies + 1) * SIZE), free=0)
+    return BodyRoom(SIZE, (bodies + 1) * SIZE, free=0)
 
 
 async def _settled() -> None:
@@ -280,7 +280,7 @@ def test_a_silent_sender_is_a_408(sent: int) -> None:
         leave, upload = asyncio.Event(), Upload(SIZE)
         leave.set()
         upload.send(sent)
-        await upload.run(BodyRoom(options), leave)
+        await upload.run(BodyRoom(**options.body_limits), leave)
 
     with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
         asyncio.run(scenario())
@@ -294,7 +294,7 @@ def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> float:
         options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.2)
         leave, upload = asyncio.Event(), Upload(SIZE)
-        task = asyncio.create_task(upload.run(BodyRoom(options), leave))
+        task = asyncio.create_task(upload.run(BodyRoom(**options.body_limits), leave))
         begun = time.monotonic()
         while not task.done():
             upload.send(1)
@@ -339,7 +339,7 @@ def test_memory_goes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "GIVE_BACK_S", 0.05)
 
     async def scenario(size: int) -> None:
-        room, leave = BodyRoom(ProxyOptions()), asyncio.Event()
+        room, leave = BodyRoom(), asyncio.Event()
         leave.set()
         for _ in range(5):
             upload = Upload(size)
@@ -388,7 +388,7 @@ def test_a_body_larger_than_all_room_is_taken_alone() -> None:
 
     async def scenario() -> list[int]:
         room, leave = (
-            BodyRoom(ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=10), free=0),
+            BodyRoom(SIZE, 10, free=0),
             asyncio.Event(),
         )
         leave.set()

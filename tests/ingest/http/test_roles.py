@@ -9,10 +9,11 @@ import pytest
 from starlette.routing import Route
 from streamed import PATHS, asked
 
-from rollbook.ingest.http.access import OTHERWISE, RULES, Role, rule_of
+from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.trajectories.identity import trajectory_key
+from rollbook.ingest.http.rules import OTHERWISE, ROUTES, RULES
+from rollbook.ingest.http.trajectory_keys import trajectory_key
 from rollbook.store.events import (
     CursorMoved,
     LabelAdded,
@@ -110,16 +111,18 @@ def _code(reply: Any) -> str | None:
         return None
 
 
-def test_every_route_has_a_rule_of_its_own(proxy: Any) -> None:
+def test_every_route_has_a_ROUTES_its_own(proxy: Any) -> None:
     """A route that is added without one is an operator's alone; here none is."""
     routes = {
         (m, r.path) for r in proxy.app.routes if isinstance(r, Route) for m in (r.methods or ()) - {"HEAD"}
     }
     assert ("GET", "/openapi.json") in routes
     assert ("POST", "/t/{said:path}/v1/messages") in routes
-    assert [route for route in sorted(routes) if rule_of(*route) is OTHERWISE] == []
-    assert rule_of("GET", "/viewer") is OTHERWISE
-    assert {rule.roles for rule in (OTHERWISE, rule_of("POST", "/engine/x"))} == {frozenset({Role.operator})}
+    assert [route for route in sorted(routes) if ROUTES.of(*route) is OTHERWISE] == []
+    assert ROUTES.of("GET", "/viewer") is OTHERWISE
+    assert {rule.roles for rule in (OTHERWISE, ROUTES.of("POST", "/engine/x"))} == {
+        frozenset({Role.operator})
+    }
     assert len({(rule.method, rule.path) for rule in RULES}) == len(RULES)
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streamed import PATHS, asked
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
 from rollbook.ingest.serve.serve import forwarding
@@ -288,7 +289,7 @@ def test_websockets_and_lifespans() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    pages = WebPages(app, Own(), lambda error: None)
+    pages = WebPages(app, Own(), lambda error: None, error_body)
     headers = [(b"host", b"localhost"), (b"origin", b"http://evil.test")]
     asyncio.run(pages({"type": "websocket", "path": "/", "headers": headers}, None, send))
     assert (reached, sent) == ([], [{"type": "websocket.close", "code": 1008}])

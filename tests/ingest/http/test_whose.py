@@ -10,6 +10,7 @@ import orjson
 import pytest
 from fastapi import Depends, FastAPI, Request
 
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.engines.whose import ASKS, FOR, PROVES, PROVING, Whose, proof
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.whose import only_for
@@ -48,7 +49,7 @@ def test_it_says_and_proves_whose_it_is(played: Any) -> None:
 def controlled() -> httpx.AsyncClient:
     """A route that is for the proxy's own run alone."""
     app = FastAPI()
-    add_error_replies(app, lambda code: None)
+    add_error_replies(app, lambda code: None, error_body)
 
     @app.post("/engine/update_weight_version", dependencies=[Depends(only_for(OWN))])
     async def update(request: Request) -> Any:

@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.trajectories.identity import (
-    check_said_once,
-    identify,
-    key_name,
-    split_path,
-    trajectory_key,
-)
+from rollbook.ingest.http.trajectory_keys import key_name, trajectory_key
+from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, LabelAdded
 from rollbook.train.config.recipe import RecipeConfig

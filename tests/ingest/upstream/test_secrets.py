@@ -11,8 +11,8 @@ import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
 from rollbook.ingest.http.keys import Keys, given_keys
+from rollbook.ingest.http.trajectory_keys import trajectory_key
 from rollbook.ingest.recording.redact import Redactor
-from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.redaction import PLACEHOLDER
 from rollbook.store.secret import store_secret
 
