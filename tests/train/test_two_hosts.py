@@ -22,7 +22,7 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.testing.ports import free_port
-from rollbook.train.megatron.launch import INTERFACE
+from rollbook.train.megatron.interface import INTERFACE
 from rollbook.train.megatron.meeting import SECRET, new_secret
 
 pytestmark = pytest.mark.ranks

@@ -29,7 +29,8 @@ from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import logprobs_of
 from rollbook.train.megatron.follow import end_with
-from rollbook.train.megatron.launch import LOOPBACK, Follower
+from rollbook.train.megatron.interface import LOOPBACK
+from rollbook.train.megatron.launch import Follower
 from rollbook.train.megatron.meeting import FOREVER, Meeting, MeetingPoint, meet, new_secret, taken_secret
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.ranks import START_S, Ranks

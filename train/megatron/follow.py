@@ -28,7 +28,7 @@ def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     gc.disable()  # `follow` has it again: until then modules load, and to go through them takes a tenth of it
-    from rollbook.train.megatron.launch import choose_interface
+    from rollbook.train.megatron.interface import choose_interface
     from rollbook.train.megatron.meeting import MeetingPoint, meet, taken_secret
     from rollbook.train.megatron.ranks import follow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rollbook.store.errors import ConfigError, NotAStoreError
 from rollbook.store.marker import read_marker
 from rollbook.store.secret import store_secret
-from rollbook.train.megatron.launch import LOOPBACK, choose_interface, stay_on_this_host
+from rollbook.train.megatron.interface import LOOPBACK, choose_interface, stay_on_this_host
 from rollbook.train.megatron.meeting import SECRET, Meeting, MeetingPoint, meet, taken_secret
 
 FEWEST_CHARACTERS = 32

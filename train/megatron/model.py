@@ -14,7 +14,7 @@ from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.megatron import cpu_device
-from rollbook.train.megatron.launch import stay_on_this_host
+from rollbook.train.megatron.interface import stay_on_this_host
 from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.packed import OutputPlaces
 from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages

@@ -18,7 +18,8 @@ import torch
 
 from rollbook.store.errors import ConfigError, RankError
 from rollbook.store.ray_connection import ADDRESS, connect, imported
-from rollbook.train.megatron.launch import DEATH_S, Follower, Others, choose_interface, given_environment
+from rollbook.train.megatron.interface import choose_interface, given_environment
+from rollbook.train.megatron.launch import DEATH_S, Follower, Others
 from rollbook.train.megatron.meeting import Meeting, MeetingPoint, meet, new_secret
 
 VARIABLES = (
