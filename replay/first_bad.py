@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rollbook.replay.run_log import RunLog
 from rollbook.replay.stretch import Break, chain, prove_segment, segments
 from rollbook.replay.verdict import StepReplay
-from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.fold.history import History
+from rollbook.store.log.store import Store
 
 
 @dataclass(frozen=True, slots=True)

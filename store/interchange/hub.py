@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,7 +18,7 @@ from rollbook.store.cut import format_cut
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
 from rollbook.store.events.schema import SPAN
-from rollbook.store.interchange.paths import Path, paths
+from rollbook.store.interchange.paths import PathRow, paths
 from rollbook.store.interchange.rows import RowWriter
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.store.interchange.tables import IDS, TEXTS, json_text
@@ -67,9 +67,7 @@ ROWS = pa.schema(
 `chat_template_kwargs`: JSON."""
 
 
-def export_dataset(
-    selection: TrajectorySet, folder: FilePath, advance: Callable[[int], Any]
-) -> dict[str, int]:
+def export_dataset(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
     """Write the folder's files; how many trajectories and paths.
 
     In memory: what `trajectories` holds, and a row group of each split.
@@ -99,7 +97,7 @@ def export_dataset(
     return {"trajectories": count, "paths": sum(split.rows for split in splits.values())}
 
 
-def as_row(path: Path) -> Json:
+def as_row(path: PathRow) -> Json:
     """The path in the columns `ROWS`. NaN and -1 stay, so that lists hold numbers only."""
     head = path.head()
     return {
@@ -129,10 +127,10 @@ def text_of(content: Any) -> str | None:
 class _SplitWriter:
     """The Parquet files of one split. How many they are shows at the end, so they are named then."""
 
-    def __init__(self, folder: FilePath, split: str) -> None:
+    def __init__(self, folder: Path, split: str) -> None:
         self.rows = self.bytes = 0
         self._folder, self._split = folder, split
-        self._shards: list[FilePath] = []
+        self._shards: list[Path] = []
         self._writer = self._open()
 
     def _open(self) -> RowWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ import orjson
 
 from rollbook.store.events import Json
 from rollbook.store.fold.path_tokens import PathTokens
-from rollbook.store.interchange.paths import Path, paths
+from rollbook.store.interchange.paths import PathRow, paths
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
 
 
-def export_jsonl(selection: TrajectorySet, file: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:
+def export_jsonl(selection: TrajectorySet, file: Path, advance: Callable[[int], Any]) -> dict[str, int]:
     """Write every path of the selected trajectories; how many of both.
 
     In memory: what `trajectories` holds, and one line.
@@ -33,7 +33,7 @@ def export_jsonl(selection: TrajectorySet, file: FilePath, advance: Callable[[in
     return counts
 
 
-def as_json(path: Path) -> Json:
+def as_json(path: PathRow) -> Json:
     """The path as plain JSON values. NaN and a version of -1 become null; `tools` is there if sent, and so
     is `chat_template_kwargs`.
 

@@ -19,7 +19,7 @@ ERASED = frozenset({TEXT_ERASED, TOKENS_ERASED})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Path:
+class PathRow:
     """One path: `messages` as last sent, then the last reply, and the tokens of all of it.
 
     `template_kwargs` is what the chat template was given besides messages and tools.
@@ -57,7 +57,7 @@ class Path:
         return [_turn_row(self.trajectory, turn) for turn in self.turns]
 
 
-def paths(trajectory: Trajectory) -> Iterator[Path]:
+def paths(trajectory: Trajectory) -> Iterator[PathRow]:
     """Every path of completed turns, leaves in turn order; none of an erased turn.
 
     Raises:
@@ -70,7 +70,7 @@ def paths(trajectory: Trajectory) -> Iterator[Path]:
             continue
         messages = [*trajectory.messages(leaf), leaf.completed.reply]
         asked = leaf.requested
-        yield Path(trajectory, messages, asked.request.get("tools"), _template_kwargs(asked), tokens)
+        yield PathRow(trajectory, messages, asked.request.get("tools"), _template_kwargs(asked), tokens)
 
 
 def _template_kwargs(asked: TurnRequested) -> Json:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollbook.store.sql.columns import STEPS, ViewColumn
+from rollbook.store.sql import columns
+from rollbook.store.sql.columns import ViewColumn
 from rollbook.store.sql.view import View
 
 RECORDED = (
@@ -63,7 +64,7 @@ RECORDED = (
 """What a step's `step.committed` records in `metrics`, of those that it has."""
 
 _NAMED = tuple(
-    c for c in STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")
+    c for c in columns.STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")
 )
 _FIELDS = ", ".join(
     f"CAST(json_extract_string(metrics, '$.{c.name}') AS {c.type}) AS {c.name}" for c in RECORDED

@@ -12,11 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.sql.sandbox import Connection
-from rollbook.train.data.path_columns import PathColumns
+from rollbook.train.data.path_columns import Ints, PathColumns
 from rollbook.train.data.samples import deciding_places
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Span = tuple[str, int, int, int]
 """Policy, version, start and end of a part of what a turn sampled."""
 Spans = Mapping[str, Sequence[Span]]
