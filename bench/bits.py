@@ -16,8 +16,8 @@ from rollbook.bench.bits_side import LR
 from rollbook.bench.figure import Figure, Outcome, Spread, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
 from rollbook.bench.train_sides import Size, make_model
-from rollbook.replay.tolerances import Comparison, compare_stage
-from rollbook.train.megatron.backend import MAIN
+from rollbook.replay.step.tolerances import Comparison, compare_stage
+from rollbook.train.ranks.backend import MAIN
 
 DTYPES = ("float32", "bfloat16")
 SIZE = Size(128, 4, 4)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import orjson
 
 from rollbook.bench.train_sides import samples
-from rollbook.train.data.samples import Sample
+from rollbook.train.select.samples import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -58,16 +58,16 @@ def first_step(model: Path, way: Way) -> Arrays:
     """
     import torch
 
-    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.engines.weights.digests import read_weights
     from rollbook.train.algorithms.normalizers import Totals
     from rollbook.train.algorithms.registry import recorded_algorithm
+    from rollbook.train.batches.batch import build_batch, partition, token_values
+    from rollbook.train.batches.experience import experience_of
     from rollbook.train.config.config import OptimizerConfig
-    from rollbook.train.data.batch import build_batch, partition, token_values
-    from rollbook.train.data.experience import experience_of
-    from rollbook.train.loop.step import PolicyLoss
-    from rollbook.train.megatron.backend import TrainablePolicy
-    from rollbook.train.megatron.model import Build
-    from rollbook.train.megatron.shape import read_shape
+    from rollbook.train.model.model import Build
+    from rollbook.train.model.shape import read_shape
+    from rollbook.train.ranks.backend import TrainablePolicy
+    from rollbook.train.step.step import PolicyLoss
 
     how = Build(1000, torch.device("cpu"), 0, way.threads, way.dtype)
     policy = TrainablePolicy(read_shape(model), OptimizerConfig(lr=LR), how)

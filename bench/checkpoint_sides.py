@@ -41,9 +41,9 @@ class Side:
         from rollbook.store.fold.history import History
         from rollbook.train.config.config import OptimizerConfig
         from rollbook.train.config.parallel import ParallelConfig
-        from rollbook.train.megatron.model import Build
-        from rollbook.train.megatron.ranks import Ranks
-        from rollbook.train.megatron.shape import read_shape
+        from rollbook.train.model.model import Build
+        from rollbook.train.model.shape import read_shape
+        from rollbook.train.ranks.ranks import Ranks
 
         self._model, self._folder, self._history = model, folder, History(RUN, "actor")
         self._log = store.open(folder / "store", create=True)
@@ -54,7 +54,7 @@ class Side:
 
     def begin(self) -> dict[str, Any]:
         """Start from the model."""
-        from rollbook.ingest.engines.weights.digests import read_weights
+        from rollbook.engines.weights.digests import read_weights
 
         self._policy.load_weights(read_weights(self._model))
         return {}
@@ -72,9 +72,9 @@ class Side:
         """Take a step; its loss and gradient norm."""
         from rollbook.store.events import StepPlanned
         from rollbook.train.algorithms.sft import Sft
-        from rollbook.train.data.batch import build_batch, packed_partition
-        from rollbook.train.data.experience import experience_of
-        from rollbook.train.loop.step import run_step
+        from rollbook.train.batches.batch import build_batch, packed_partition
+        from rollbook.train.batches.experience import experience_of
+        from rollbook.train.step.step import run_step
 
         some = samples()[:SAMPLES]
         parts = packed_partition(some, MOST, self._policy.shape.work, 1, self._ranks.copies)
@@ -95,7 +95,7 @@ class Side:
         from rollbook.store import Event
         from rollbook.store.events import Record
         from rollbook.train.config.config import parse_config
-        from rollbook.train.loop.checkpointer import Checkpointer
+        from rollbook.train.publish.checkpointer import Checkpointer
 
         values = {"run": RUN, "model": str(self._model), "steps": 1, "checkpoint": WAYS[way]}
         config = parse_config(values | {"algorithm": {"name": "sft"}}, way)

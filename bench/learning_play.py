@@ -9,15 +9,7 @@ from typing import Any
 
 import httpx
 
-from rollbook.bench.learning_courses import (
-    COURSES,
-    PAIRS,
-    REWARD_MODEL,
-    SCORES,
-    TASKS,
-    Course,
-    config_of,
-)
+from rollbook.bench.learning_courses import COURSES, PAIRS, REWARD_MODEL, SCORES, TASKS, Course, config_of
 from rollbook.demo.processes import Agent, Process, Server, rollbook_command
 from rollbook.demo.run import OFFLINE_STEPS, RUN, Demo, await_version
 from rollbook.train.checkpoints.directory import checkpoint_name

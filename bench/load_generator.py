@@ -24,7 +24,7 @@ from rollbook.bench.figure import quantile
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.processes import obey
-from rollbook.ingest.endpoints.sse import events_of
+from rollbook.edge.server_sent_events import events_of
 from rollbook.testing.dialogues import Material, Reply, marked
 from rollbook.testing.tied import end_with_parent
 

@@ -21,8 +21,8 @@ from rollbook.store.events import (
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.ledger import IN_FLIGHT, WAITING, fold_ledger
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.recipe import is_candidate
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.recipe import is_candidate
+from rollbook.train.select.samples import samples_of
 
 SHOWN = 5
 """Violations of a kind that are told."""

@@ -11,7 +11,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.events import StepCommitted, StepPlanned, SyncFinished
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.ledger import DROPPED, Ledger, fold_ledger
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.select.samples import Sample, all_samples
 
 STALE = "staleness"
 

@@ -29,7 +29,7 @@ READY_S, STOP_S = 60.0, 20.0
 COMMAND, ENGINE = "rollbook.cli.app", "rollbook.testing.scripted_serve"
 PRELOADED = [
     "rollbook.train.loop.loop",
-    "rollbook.replay.step",
+    "rollbook.replay.step.step",
     "rollbook.ingest.serve.serve",
     ENGINE,
 ]

@@ -22,7 +22,7 @@ from rollbook.bench.processes import Process, module
 from rollbook.store import Store
 from rollbook.store.events import SyncFinished
 from rollbook.store.log.tail import Filter
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 RUN, WEIGHTS = "loop", "float32"
 

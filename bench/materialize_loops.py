@@ -14,10 +14,10 @@ import numpy as np
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.drops import Drops
-from rollbook.train.data.numbering import numbered
-from rollbook.train.data.recipe import Candidates
-from rollbook.train.data.sorting import sort_out
+from rollbook.train.select.drops import Drops
+from rollbook.train.select.recipe import Candidates
+from rollbook.train.select.sample_ref import numbered
+from rollbook.train.select.sorting import sort_out
 
 TOKENS = 4
 """Trained tokens of each sample."""

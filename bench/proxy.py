@@ -40,8 +40,8 @@ from rollbook.bench.proxy_outcome import (
 from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, SIDES, TWO, WorkersLap, workers_lap
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
+from rollbook.testing.asgi import free_port
 from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
-from rollbook.testing.ports import free_port
 
 CHAT, ECHO_PATH = "/t/NAME/v1/chat/completions", "/echo"
 SEED = 1000

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollbook.cli.training import run_train
+from rollbook.cli.train.training import run_train
 from rollbook.store.events import StepPlanned
 from rollbook.train.config.files import load_config
 from rollbook.train.loop import trainer
-from rollbook.train.loop.step import StepResult, run_step
+from rollbook.train.step.step import StepResult, run_step
 
 TIMES = 1.001
 """What the learning rate becomes."""

@@ -21,16 +21,17 @@ import orjson
 
 from rollbook import store
 from rollbook.bench.processes import BenchError
-from rollbook.replay import first_bad, run_log
-from rollbook.replay import step as steps
 from rollbook.replay.attempts import drops_of
-from rollbook.replay.partial import Part
-from rollbook.replay.run_log import RunLog, recorded_vectors
-from rollbook.replay.selection import Selections, openings
-from rollbook.replay.sent import activations
-from rollbook.replay.starts import find_start
-from rollbook.replay.step import history_with, late_rewards, replay_step
-from rollbook.replay.stretch import history_of
+from rollbook.replay.claims.selection import Selections, openings
+from rollbook.replay.claims.sent import activations
+from rollbook.replay.step import run_log
+from rollbook.replay.step import step as steps
+from rollbook.replay.step.partial import Part
+from rollbook.replay.step.run_log import RunLog, recorded_vectors
+from rollbook.replay.step.starts import find_start
+from rollbook.replay.step.step import history_with, late_rewards, replay_step
+from rollbook.replay.stretch import first_bad
+from rollbook.replay.stretch.stretch import history_of
 from rollbook.store.events import Json
 
 Seconds = defaultdict[str, float]

@@ -17,9 +17,9 @@ from rollbook.bench.processes import BenchError, Process, module
 from rollbook.bench.replay_rollouts import Steps, append_rollouts
 from rollbook.store import Event, Store
 from rollbook.store.events import StepCommitted, StepPlanned
-from rollbook.store.events.row import row_of
-from rollbook.store.wal.rows import encode_rows
-from rollbook.train.loop.evidence import recorded_hashes
+from rollbook.store.events.schema import row_of
+from rollbook.store.wal.frame import encode_rows
+from rollbook.train.step.evidence import recorded_hashes
 
 TRAIN_S = 3600.0
 FREE, A_SAMPLE, A_TENSOR = 16 << 10, 48, 64

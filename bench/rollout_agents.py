@@ -11,8 +11,8 @@ from typing import Any
 
 from rollbook.bench.load_generator import Conversation
 from rollbook.bench.proxy_outcome import PROXY
-from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.agents.agentic import LLM, AgenticRollout
+from rollbook.rollouts.tasks import Task
 from rollbook.testing.dialogues import Material
 
 MATERIAL = "ROLLBOOK_BENCH_MATERIAL"

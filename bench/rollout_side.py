@@ -18,12 +18,12 @@ from typing import Any
 import orjson
 
 from rollbook.bench.processes import obey
-from rollbook.ingest.rollouts.config import parse_rollouts
-from rollbook.ingest.rollouts.isolation import Files
-from rollbook.ingest.rollouts.launching import Launch
-from rollbook.ingest.rollouts.manager import RolloutManager
-from rollbook.ingest.rollouts.progress import Progress
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts.config import parse_rollouts
+from rollbook.rollouts.launchers.isolation import Files
+from rollbook.rollouts.launchers.launching import Launch
+from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts.manager import RolloutManager
+from rollbook.rollouts.places import Progress
 from rollbook.testing.tied import end_with_parent
 
 PLAIN = "plain"

@@ -20,7 +20,7 @@ from rollbook.bench.scale_turns import LANE, RUN
 from rollbook.store.events import StepPlanned
 from rollbook.store.log.tail import Filter
 from rollbook.testing import tied
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 READY_S = 1800.0
 POLL_S = 0.02

@@ -41,10 +41,10 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
     """
     from rollbook.store.fold.history import History
     from rollbook.train.algorithms.sft import Sft
+    from rollbook.train.batches.batch import build_batch, partition
+    from rollbook.train.batches.experience import experience_of
     from rollbook.train.config.config import TrainConfig
-    from rollbook.train.data.batch import build_batch, partition
-    from rollbook.train.data.experience import experience_of
-    from rollbook.train.data.source import make_source
+    from rollbook.train.sources.source import make_source
 
     algorithm = Sft(name="sft", batch_size=BATCH)
     config = TrainConfig(run=RUN, policy=POLICY, model=Path(), steps=1, algorithm=algorithm)

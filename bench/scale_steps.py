@@ -122,11 +122,11 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
     from rollbook.store.fold.history import fold_history
     from rollbook.train.config.config import parse_config
     from rollbook.train.config.phase import family_in
-    from rollbook.train.data.samples import all_samples
-    from rollbook.train.data.selection import Selection
-    from rollbook.train.data.sorting import select
     from rollbook.train.loop.trainer import Trainer
-    from rollbook.train.megatron.ranks import Ranks
+    from rollbook.train.ranks.ranks import Ranks
+    from rollbook.train.select.samples import all_samples
+    from rollbook.train.select.sorting import select
+    from rollbook.train.sources.selection import Selection
 
     config = parse_config(tomllib.loads(config_text(model, len(steps), algorithm)), "CONFIG")
     own = {lane: count for lane, count in log.head().items() if lane != TRAIN_LANE}
@@ -172,7 +172,7 @@ def make_image(folder: Path, model: Path) -> Image:
 
 def write_steps(writer: LaneWriter, log: Store, image: Image, sampled: Sampled, steps: int, each: int) -> int:
     """Write so many steps, of `each` groups, in the image of a real one; the groups that they used."""
-    from rollbook.train.algorithms.grpo import Grpo
+    from rollbook.train.algorithms.policy_gradient import Grpo
     from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
     from rollbook.train.config.config import parse_config
     from rollbook.train.config.phase import family_names
@@ -216,8 +216,8 @@ def _append(writer: LaneWriter, records: Sequence[Record]) -> None:
 
 def _step(image: Image, sampled: Sampled, step: int, groups: range, cut: str) -> Iterator[Record]:
     """What one step writes: drops, manifest, results, and the sync of the version it made."""
-    from rollbook.train.data.batch import partition
-    from rollbook.train.loop.step import step_seed
+    from rollbook.train.batches.batch import partition
+    from rollbook.train.step.step import step_seed
 
     recipe = digest_json(image.planned.recipe)
     places = [place for group in groups if not is_flat(group) for place in sampled.members(group)]

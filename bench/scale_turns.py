@@ -24,8 +24,7 @@ from rollbook.bench.corpus import read_text
 from rollbook.store import Event
 from rollbook.store import events as kinds
 from rollbook.store.events import codec
-from rollbook.store.events.row import row_of
-from rollbook.store.events.schema import SPAN
+from rollbook.store.events.schema import SPAN, row_of
 from rollbook.store.events.upcast import version_of
 from rollbook.store.ids import new_id
 from rollbook.store.sealed.parquet import TABLE_SCHEMA

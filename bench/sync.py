@@ -25,12 +25,12 @@ from rollbook.bench.rounds import Limit, Side, Work, interleave
 from rollbook.bench.sync_engine import Server, Size, TimedControl, sglang_python, write_model
 from rollbook.bench.sync_outcome import BYTES, DISK, DISTRIBUTED, TENSOR, Measured, Parts, figures, spreads
 from rollbook.bench.sync_spans import label_tokens
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build, choose_device
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build, choose_device
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.sync.session import Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 

@@ -13,7 +13,7 @@ import orjson
 
 from rollbook.bench.processes import Process
 from rollbook.store.errors import ConfigError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 from rollbook.train.sync.control import EngineControl
 
 VARIABLE = "ROLLBOOK_SGLANG_PYTHON"

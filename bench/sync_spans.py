@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.http import SglangServer
+from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
+from rollbook.engines.sglang.client import SglangEngine
+from rollbook.engines.sglang.http import SglangServer
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, token_ids
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_answers import Answer
-from rollbook.testing.scripted_job import Job, Options
+from rollbook.testing.scripted_job import Answer, Job, Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Release, Syncer, SyncOptions

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from rollbook.train.clock import clock, timed
-from rollbook.train.data.samples import Sample
+from rollbook.train.select.samples import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -116,11 +116,11 @@ def _policy(model: Path, way: Way) -> tuple[Any, int]:
     """A policy, and how many copies of it there are."""
     import torch
 
-    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.engines.weights.digests import read_weights
     from rollbook.train.config.config import OptimizerConfig
-    from rollbook.train.megatron.model import Build
-    from rollbook.train.megatron.ranks import Ranks
-    from rollbook.train.megatron.shape import read_shape
+    from rollbook.train.model.model import Build
+    from rollbook.train.model.shape import read_shape
+    from rollbook.train.ranks.ranks import Ranks
 
     ranks = Ranks(count=way.ranks)
     atexit.register(ranks.close)
@@ -134,9 +134,9 @@ def ours(model: Path, way: Way) -> Step:
     """The trainer's own step of SFT, with the digests of its stages."""
     from rollbook.store.events import StepPlanned
     from rollbook.train.algorithms.sft import Sft
-    from rollbook.train.data.batch import build_batch, packed_partition, partition
-    from rollbook.train.data.experience import experience_of
-    from rollbook.train.loop.step import input_digests, run_step
+    from rollbook.train.batches.batch import build_batch, packed_partition, partition
+    from rollbook.train.batches.experience import experience_of
+    from rollbook.train.step.step import input_digests, run_step
 
     given = samples()[: way.samples]
     policy, copies = _policy(model, way)
@@ -165,9 +165,9 @@ def bare(model: Path) -> Step:
     """The same without digests, random states, metrics, and checks that numbers are finite."""
 
     from rollbook.train.algorithms.sft import Sft
-    from rollbook.train.data.batch import MicroBatch, build_batch, packed_partition
-    from rollbook.train.data.experience import experience_of
-    from rollbook.train.loop.predictions import Predictions
+    from rollbook.train.batches.batch import MicroBatch, build_batch, packed_partition
+    from rollbook.train.batches.experience import experience_of
+    from rollbook.train.step.predictions import Predictions
 
     given = samples()
     policy, _ = _policy(model, Way())

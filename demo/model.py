@@ -47,12 +47,7 @@ def make_model(folder: Path, seed: int, calls: int = 1, width: int = 96, layers:
         width: of its hidden states, a multiple of 24.
     """
     import torch
-    from transformers import (
-        GenerationConfig,
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo shows its own

@@ -13,9 +13,9 @@ from typing import Any, Self, cast
 import httpx
 import orjson
 
-from rollbook.ingest.engines.weights.name import version_in
+from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import RollbookError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 READY_S, STOP_S = 120.0, 30.0
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from rollbook.replay.claims import Claim
+from rollbook.replay.claim import Claim
 from rollbook.store import Store
 from rollbook.store.events import Event, Json, RunOpened, SampleDropped, StepFailed, StepPlanned
 from rollbook.store.fold.history import all_samples
+from rollbook.store.sql.columns import json, text
 from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.view import json, text
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.data.recipe import Drop
-from rollbook.train.loop.source_digests import source_digests
+from rollbook.train.environment import source_digests
+from rollbook.train.select.recipe import Drop
 
 GIVEN = {"not_finite": "NotFiniteError", "all_rejected": "AllRejectedError"}
 """Rules by which a step that was skipped drops its samples, and the error that it failed with."""

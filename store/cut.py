@@ -1,5 +1,6 @@
 """A cut names a prefix of each lane: `serve=120,train=45` is the first 120 events of `serve` and 45 of
-`train`."""
+`train`.
+"""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import orjson
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import FormatError, NotAStoreError
 from rollbook.store.ids import new_id, now_us
-from rollbook.store.inside import read_small
 from rollbook.store.permissions import make_empty, make_folder
+from rollbook.store.safe_paths import fsync_folder, read_small
 
 MARKER = "STORE.json"
 FORMAT_VERSION = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollbook.store.inside import look_inside
 from rollbook.store.log.store import Store
 from rollbook.store.marker import MARKER, create_marker, read_marker
-from rollbook.store.wal.check import LaneState
+from rollbook.store.safe_paths import look_inside
+from rollbook.store.wal.segment import LaneState
 
 
 def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rollbook.store.errors import ConfigError
-from rollbook.store.inside import open_plain
+from rollbook.store.safe_paths import open_plain
 from rollbook.store.settings import read_settings
 
 _ROOTS = ("STORE.json", "store.toml")

@@ -2,6 +2,8 @@
 
 Whoever reaches Ray's ports runs code in it. So a cluster that is started here listens on the loopback alone,
 and takes nobody's word without a token of its own, which only this user reads.
+
+Keeps this process's SIGTERM its own.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rollbook.store.errors import ConfigError
-from rollbook.store.sigterm import kept_sigterm
 
 ADDRESS = "RAY_ADDRESS"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -141,3 +145,14 @@ def _read_again() -> None:
     vars(constants)["ENABLE_RAY_CLUSTER"] = os.environ.get(ONE_HOST) != "0" and sys.platform == "linux"
     inner.Config.initialize("")
     inner.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def kept_sigterm() -> Iterator[None]:
+    """Context: SIGTERM is handled afterwards as before, whatever a library makes of it meanwhile."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -12,11 +12,10 @@ import os
 import secrets
 from pathlib import Path
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import NotAStoreError
 from rollbook.store.ids import new_id
-from rollbook.store.inside import read_small
 from rollbook.store.permissions import open_file
+from rollbook.store.safe_paths import fsync_folder, read_small
 
 SECRET = "SECRET"
 """Its file in the store's folder; no part of the log."""

@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollbook.store.config import refused, told
 from rollbook.store.errors import ConfigError
-from rollbook.store.inside import read_small
-from rollbook.store.refused_values import refused, told
+from rollbook.store.safe_paths import read_small
 
 MIB = 1 << 20
 
@@ -63,7 +63,7 @@ class RemoteSettings(_Section):
 
 
 class OwnRemoteSettings(RemoteSettings):
-    """Settings given on the operator's command line, which `store.allowed` does not restrict."""
+    """Settings given on the operator's command line, which `store.external_access` does not restrict."""
 
 
 class CatalogSettings(_Section):

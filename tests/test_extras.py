@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.cli.extras import INCLUDED, OF_COMMANDS, OF_MODULES, missing_extra
+from rollbook.cli.errors import INCLUDED, OF_COMMANDS, OF_MODULES, missing_extra
 
 BASE = """
 import contextlib, io, json, shlex, sys

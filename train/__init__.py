@@ -1,2 +1,3 @@
 """Training: materializes samples, computes losses, takes Megatron steps, writes checkpoints, syncs
-engines."""
+engines.
+"""

@@ -18,8 +18,8 @@ from rollbook.bench.hostile.agents import CHAT, Habits
 from rollbook.bench.hostile.attack import RECORD, TOKENS
 from rollbook.bench.loop_processes import COMMAND, Victim
 from rollbook.bench.processes import Process, module
+from rollbook.testing.asgi import free_port
 from rollbook.testing.dialogues import write_model
-from rollbook.testing.ports import free_port
 
 HONEST = "honest"
 """What names of honest trajectories begin with."""

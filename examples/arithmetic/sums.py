@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollbook.ingest.rollouts.agentic import ToolRollout
-from rollbook.ingest.rollouts.attempt import Attempt
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.agents.agentic import ToolRollout
+from rollbook.rollouts.outcome import Attempt
+from rollbook.rollouts.tasks import Task
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,

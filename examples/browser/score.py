@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollbook.ingest.rollouts.attempt import Attempt
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.outcome import Attempt
+from rollbook.rollouts.tasks import Task
 
 
 def right(task: Task, attempt: Attempt) -> float:

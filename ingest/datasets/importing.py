@@ -3,36 +3,39 @@
 The file is read, converted and tokenized whole before the first event is written. Its chats, in a temporary
 file, are then imported as any others: all of a trajectory is there after a crash, or nothing, and importing
 again adds what is missing.
+
+What a file's first chats come to, for people to look at before anything is written.
+
+Tokens for turns of text: the ids that a model would have read and sampled. Pure, given a tokenizer.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import orjson
 
 from rollbook.ingest.datasets.files import rows_of, size_of
-from rollbook.ingest.datasets.first_look import FirstLook, Pieces, samples_of
 from rollbook.ingest.datasets.formats import AUTO, converted, renamed
 from rollbook.ingest.datasets.messages import RowError
 from rollbook.ingest.datasets.rows import Converted
-from rollbook.ingest.datasets.tokenized import tokenized
 from rollbook.ingest.replies.choose import AUTO as BY_TEMPLATE
 from rollbook.ingest.replies.choose import choose_family
-from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter
-from rollbook.ingest.tokens.chat_template import check_template_kwargs, load_chat_tokenizer
+from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter, says_nothing
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, check_template_kwargs, load_chat_tokenizer
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import InterchangeError, ReplyError, RequestError
-from rollbook.store.events import Event, Json, PreferenceAdded, Record, TurnCompleted
+from rollbook.store.events import Event, Json, PreferenceAdded, Record, TokenIds, TurnCompleted, TurnRequested
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.chats import Chat, read_chat, shown
-from rollbook.store.interchange.importing import import_chats, trajectory_ids
-from rollbook.store.interchange.progress import Progress, untold
-from rollbook.store.interchange.records import records_of
+from rollbook.store.interchange.destination import Progress, untold
+from rollbook.store.interchange.importing import import_chats, records_of, trajectory_ids
 from rollbook.store.open import open_store
 
 SOURCE = "label"
@@ -264,3 +267,101 @@ def _add_preferences(store: Path, run: str, lane: str, pairs: list[tuple[str, st
         for start in range(0, len(fresh), 1000):
             writer.append([Event(record, run) for record in fresh[start : start + 1000]]).result()
     return len(fresh)
+
+
+Pieces = list[tuple[str, bool]]
+"""Texts of a sample's tokens, one behind the other, and whether they are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What was found in a file.
+
+    Attributes:
+        shapes: name of a shape -> rows of it.
+        samples: of the first chats.
+    """
+
+    shapes: Mapping[str, int]
+    samples: Sequence[Pieces]
+
+
+def samples_of(records: Iterable[Record], tokenizer: ChatTokenizer) -> list[Pieces]:
+    """The samples that a chat makes: one, unless the template rewrites what it rendered before."""
+    samples: list[Pieces] = []
+    for record in records:
+        if isinstance(record, TurnRequested) and record.parent_turn_id is None:
+            samples.append([])
+        elif isinstance(record, TurnCompleted):
+            for ids, trained in ((record.prompt_ids, False), (record.completion_ids, True)):
+                samples[-1].append((tokenizer.decode(ids, special=True), trained))
+    return samples
+
+
+FROM_TEXT = "tokens_from_text"
+"""Flag of a turn whose tokens were made of its text: no model sampled them, and they have no logprobs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A turn as it is read on: its request's messages, its whole text, and its whole ids."""
+
+    messages: list[Json]
+    text: str
+    ids: TokenIds
+
+
+def tokenized(records: Sequence[Record], writer: ReplyWriter) -> list[Record]:
+    """The records of a trajectory of text, its turns with tokens.
+
+    A turn extends its parent where the chat template keeps the parent's text as it was; else it is a root.
+
+    Raises:
+        RequestError: the chat template refuses the messages of one of its turns.
+        ReplyError: one of its replies says nothing, or what no model of the template samples.
+    """
+    turns: dict[str, _Turn] = {}
+    made: list[Record] = []
+    asked: tuple[TurnRequested, list[Json]] | None = None
+    for record in records:
+        if isinstance(record, TurnRequested):
+            base = turns[record.base_turn_id].messages if record.base_turn_id else []
+            asked = (record, [*base[: record.shared_messages], *record.messages])
+        elif isinstance(record, TurnCompleted):
+            assert asked is not None
+            made += _with_tokens(*asked, record, turns, writer)
+        else:
+            made.append(record)
+    return made
+
+
+def _with_tokens(
+    asked: TurnRequested,
+    messages: list[Json],
+    done: TurnCompleted,
+    turns: dict[str, _Turn],
+    writer: ReplyWriter,
+) -> tuple[TurnRequested, TurnCompleted]:
+    if says_nothing(done.reply):
+        raise ReplyError("the reply says nothing: it has no text, no reasoning and no calls", ("text",))
+    request = asked.request
+    written = writer.write(messages, request.get("tools"), done.reply, request.get("chat_template_kwargs"))
+    prompt, encode = written.prompt, writer.tokenizer.encode
+    parent = turns.get(asked.parent_turn_id or "")
+    if parent is not None and not prompt.startswith(parent.text):
+        parent = None
+        asked = replace(asked, parent_turn_id=None, root_reason="no_matching_turn")
+    begins = encode(prompt[len(parent.text) :] if parent else prompt)
+    whole = np.concatenate([parent.ids, begins]) if parent else begins
+    turns[done.turn_id] = _Turn(messages, prompt + written.text, np.concatenate([whole, written.ids]))
+    return asked, replace(
+        done,
+        reply=written.reply,
+        prompt_ids=begins,
+        completion_ids=written.ids,
+        prompt_length=len(whole),
+        prompt_sha256=prompt_sha256(whole),
+        finish_reason="stop",
+        logprob_semantics={"kind": "none", "why": "imported"},
+        flags=[FROM_TEXT, *(LEFT_OUT[part] for part in written.left_out)],
+    )

@@ -2,7 +2,7 @@
 
 - A list of messages, each with `role` and `content` or with ShareGPT's `from` and `value`; one message alone;
   a list of texts, the user's and the assistant's in turn; or any of these as JSON text.
-- A text that spells a dialogue, as those of hh-rlhf ("\\n\\nHuman: ... \\n\\nAssistant: ...") or of Guanaco
+- A text that spells a dialogue, as those of hh-rlhf ("\n\nHuman: ... \n\nAssistant: ...") or of Guanaco
   ("### Human: ... ### Assistant: ..."), is that dialogue.
 - Any other text is one message, of the role that its key implies. A text that holds the marks of somebody's
   chat template is refused: within a message they would be read as what a person wrote. So is an answer that

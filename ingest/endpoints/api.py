@@ -1,6 +1,8 @@
-"""An API that agents speak: everything that the proxy must know of it, in one object. Pure.
+"""An API that agents speak: everything that the proxy must know of it, in one object.
 
 Each folder beside this module makes one; `registry` lists them.
+
+What earlier turns of the same trajectory said, for requests that name them instead of repeating them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.upstream_reply import AskedPrompts, UpstreamReply, one_conversation
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.trajectories.live import Contents
-from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
@@ -109,3 +110,21 @@ class AgentApi:
 def line_of(pattern: bytes) -> re.Pattern[bytes]:
     """A pattern at the beginning of a line."""
     return re.compile(rb"(?:^|[\r\n])" + pattern)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlierTurn:
+    """A completed turn: the request's messages and the rest of its body, and the reply. In chat form."""
+
+    messages: list[Json]
+    request: Json
+    reply: Json
+
+
+History = Callable[[str], EarlierTurn | None]
+"""Turn id -> the turn, if the request's trajectory has it."""
+
+
+def no_history(turn_id: str) -> EarlierTurn | None:
+    """The history of a trajectory that is not there yet."""
+    return None

@@ -1,8 +1,15 @@
-"""What OpenAI's APIs have in common in their replies: usage, finish reasons. Pure."""
+"""What OpenAI's APIs have in common in their replies: usage, finish reasons. Pure.
+
+What a request gives the chat template besides messages and tools. Pure.
+"""
 
 from __future__ import annotations
 
-from rollbook.ingest.turns.completed import CompletedTurn, usage_tokens
+from typing import Any
+
+from rollbook.ingest.fields import SamplingFields
+from rollbook.ingest.tokens.chat_template import check_template_kwargs
+from rollbook.ingest.turns.in_flight import CompletedTurn, usage_tokens
 from rollbook.store.events import Json
 
 MODEL = "rollbook"
@@ -19,3 +26,16 @@ def finish_of(turn: CompletedTurn) -> str:
     """OpenAI's finish reason; it has none for an aborted turn."""
     reason = turn.completed.finish_reason
     return "stop" if reason == "abort" else reason
+
+
+def template_kwargs(fields: SamplingFields, effort: Any = None) -> Json:
+    """vLLM's and SGLang's `chat_template_kwargs`, and OpenAI's reasoning effort.
+
+    Raises:
+        RequestError: 400, a name is not free.
+    """
+    kwargs = dict(fields.chat_template_kwargs or {})
+    check_template_kwargs(kwargs)
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return kwargs

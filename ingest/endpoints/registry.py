@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rollbook.edge.errors import openai_error
 from rollbook.ingest.endpoints import chat, completions, messages, responses
 from rollbook.ingest.endpoints.api import AgentApi
-from rollbook.ingest.http.error_replies import openai_error
 from rollbook.store.events import Json
 
 APIS: dict[str, AgentApi] = {

@@ -5,28 +5,31 @@ the completion. Each client's events are an append of their own, so that what on
 what becomes of another's. What is in memory here is a fold of the log: a restarted recorder reads it back and
 goes on with the trajectories that are still open. A trajectory of which an append failed is read back too,
 before it is used again, so that memory never says more than the log.
+
+Finishes trajectories that had no traffic for too long, so that nothing waits for them for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from rollbook.ingest.recording.going_on import GoingOn
+from rollbook.ingest.fields import FinishTrajectory, OpenTrajectory
+from rollbook.ingest.recording.recovery import GoingOn
 from rollbook.ingest.recording.restore import RunReader, restored
 from rollbook.ingest.recording.run_writer import RunWriter, all_durable
-from rollbook.ingest.requests.fields import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.trajectories.place import ALONE, Place
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
-from rollbook.ingest.turns.completed import CompletedTurn
-from rollbook.ingest.workers.place import ALONE, Place
+from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.store import Store
-from rollbook.store.errors import RequestError, UnstorableError
+from rollbook.store.errors import RequestError, StoreError, UnstorableError
 from rollbook.store.events import (
     QUARANTINE,
     Json,
@@ -374,3 +377,17 @@ class Recorder(RunWriter):
             live.contents.delivered.add(turn_id)
             live.changes += 1
             self.note(TurnDelivered(live.opened.trajectory_id, turn_id, how))
+
+
+EVERY_S = 5.0
+
+
+async def sweep(recorder: Recorder, abandoned_s: float) -> None:
+    """Finish them as aborted, until cancelled; 0: never."""
+    while abandoned_s:
+        await asyncio.sleep(min(EVERY_S, abandoned_s))
+        late = time.monotonic() - abandoned_s
+        for live in recorder.open_trajectories():
+            if not live.running and not live.sending and live.active_s < late:
+                with contextlib.suppress(RequestError, StoreError, OSError):  # retried in the next round
+                    await recorder.abandon(live)

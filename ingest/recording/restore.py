@@ -1,5 +1,6 @@
 """Reads a run's trajectories back from the log: after a restart, or where contents were dropped from
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from rollbook.engines.weights import log as weight_log
 from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding
-from rollbook.ingest.engines.weights import log as weight_log
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
-from rollbook.ingest.trajectories.ended_names import SealedNames
 from rollbook.ingest.trajectories.live import Contents
+from rollbook.ingest.trajectories.registry import SealedNames
 from rollbook.ingest.turns.reply import STOP_STRING
 from rollbook.store import Store, format_cut
 from rollbook.store.events import (

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollbook.edge.bounds import LARGE_BYTES, aside
+from rollbook.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.admission.gate import ANSWERED_S
-from rollbook.ingest.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import any_lost
 from rollbook.ingest.recording.turn_records import (
@@ -18,13 +19,11 @@ from rollbook.ingest.recording.turn_records import (
     seeds,
 )
 from rollbook.ingest.replies.family import Family
-from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.tree import Plan, TurnTree
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import CompletedTurn
-from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn
+from rollbook.ingest.turns.in_flight import CompletedTurn, InFlightCall, InFlightTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.turns.planning import PromptPlan, plan_call, reader_of
 from rollbook.ingest.turns.reply import STOP_STRING, ReplyReader

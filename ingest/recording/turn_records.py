@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import xxhash
 
-from rollbook.ingest.engines.engine import Generation, Sampling
-from rollbook.ingest.requests.fields import check_recordable
+from rollbook.engines.engine import Generation, Sampling
+from rollbook.ingest.fields import check_recordable
 from rollbook.ingest.tokens.tree import Plan, exactly
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn

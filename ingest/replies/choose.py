@@ -3,16 +3,28 @@ names.
 
 A family of ours comes first, since it streams; where there is none for a model, and it ships a response
 template of its own, transformers reads that, if it is installed.
+
+Detects a model's family from its chat template's source; and the families by name.
+
+A template shows how its model spells calls: in its instructions, and where it renders earlier calls. The
+first rule that fits counts. A template that fits none gives `plain`: reasoning, and all else content.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from rollbook.ingest.engines.model_files import read_json
-from rollbook.ingest.replies.detect import FAMILIES, PLAIN, detect_family, family_named
-from rollbook.ingest.replies.family import Family
+from rollbook.engines.model_files import read_json
+from rollbook.ingest.replies.deepseek import DEEPSEEK
+from rollbook.ingest.replies.family import BRACKET_THINK, THINK, Family
+from rollbook.ingest.replies.gpt_oss import GPT_OSS
+from rollbook.ingest.replies.json_calls import HERMES, LLAMA_JSON, MISTRAL
+from rollbook.ingest.replies.lfm2 import LFM2
+from rollbook.ingest.replies.marked import MarkedFamily
 from rollbook.ingest.replies.response_schema import schema_family
+from rollbook.ingest.replies.tagged_calls import GLM, QWEN_CODER
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 
@@ -48,3 +60,53 @@ def _shipped(model: Path) -> Json | None:
     """The response template in a model's tokenizer_config.json, if it has one."""
     template = read_json(model, "tokenizer_config.json").get("response_template")
     return template if isinstance(template, dict) else None
+
+
+PLAIN = MarkedFamily("plain")
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {f.name: f for f in (HERMES, QWEN_CODER, LLAMA_JSON, MISTRAL, DEEPSEEK, GLM, GPT_OSS, LFM2, PLAIN)}
+)
+
+# Family and what its templates hold, all of it. Hermes comes behind those that share its tag.
+_RULES = (
+    ("gpt_oss", ("<|start|>", "<|channel|>", "<|message|>")),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("deepseek", ("｜DSML｜",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("mistral", ("[THINK]",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>", "arguments")),
+    ("lfm2", ("<|tool_call_start|>", "<|tool_call_end|>")),
+    ("llama_json", ("<|start_header_id|>", "<|python_tag|>")),
+    ("llama_json", ("<|start_header_id|>", '"parameters": ')),
+)
+
+
+def detect_family(template_source: str) -> str:
+    """The name of the family whose form a chat template renders."""
+    fitting = (name for name, marks in _RULES if all(mark in template_source for mark in marks))
+    return next(fitting, PLAIN.name)
+
+
+def family_named(name: str) -> Family:
+    """A family by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        choices = ", ".join(FAMILIES)
+        raise ConfigError(f"{name!r} is no family of replies; choose one of {choices}") from None
+
+
+def opens_reasoning(prompt_text: str) -> bool:
+    """The rendered prompt ends inside an open reasoning block, as those of thinking models do.
+
+    Only what stands at the very end counts: a message may speak of `<think>`.
+    """
+    openings = (THINK.open, BRACKET_THINK.open, "<|channel|>analysis<|message|>")
+    return prompt_text.rstrip().endswith(openings)

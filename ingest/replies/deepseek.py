@@ -26,10 +26,18 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
+from rollbook.ingest.replies.arguments import (
+    argument,
+    arguments_at,
+    bare_json,
+    bare_values,
+    members,
+    object_text,
+    parameters_of,
+    string_text,
+)
 from rollbook.ingest.replies.family import SPACE, Call
-from rollbook.ingest.replies.json_text import arguments_at, members, string_text
 from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
-from rollbook.ingest.replies.typed import argument, bare_json, bare_values, object_text, parameters_of
 from rollbook.store.events import Json
 
 _ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

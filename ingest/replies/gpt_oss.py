@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rollbook.ingest.replies.arguments import is_object, object_end
 from rollbook.ingest.replies.family import (
     MALFORMED_CALL,
     MALFORMED_MESSAGE,
@@ -32,7 +33,6 @@ from rollbook.ingest.replies.family import (
     certain,
     skip_space,
 )
-from rollbook.ingest.replies.json_text import is_object, object_end
 from rollbook.store.events import Json
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

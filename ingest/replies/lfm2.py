@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rollbook.ingest.replies.arguments import bare_json, loads, members, object_text, string_text
 from rollbook.ingest.replies.family import TEXT_AFTER_CALLS, Call, blank, skip_space
-from rollbook.ingest.replies.json_text import loads, members, string_text
 from rollbook.ingest.replies.marked import MarkedFamily, Several
-from rollbook.ingest.replies.typed import bare_json, object_text
 from rollbook.store.events import Json
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"

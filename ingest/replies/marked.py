@@ -15,15 +15,19 @@ from rollbook.ingest.replies.family import (
     MENDED_CALL,
     SPACE,
     TEXT_AFTER_CALLS,
+    THINK,
     UNCLOSED_REASONING,
     Asked,
+    Block,
     Call,
     Parsed,
     blank,
     certain,
+    opened_by,
     skip_space,
+    split_reasoning,
+    written_reasoning,
 )
-from rollbook.ingest.replies.reasoning import THINK, Block, opened_by, split_reasoning, written_reasoning
 from rollbook.store.events import Json
 
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollbook.ingest.replies.arguments import is_object
 from rollbook.ingest.replies.family import MALFORMED_CALL, Asked, Call, Parsed
-from rollbook.ingest.replies.json_text import is_object
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
 

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from rollbook.ingest.replies.detect import opens_reasoning
+from rollbook.ingest.replies.arguments import is_object
+from rollbook.ingest.replies.choose import opens_reasoning
 from rollbook.ingest.replies.family import SPACE, UNCLOSED_REASONING, Asked, Call, Family, Parsed
-from rollbook.ingest.replies.json_text import is_object
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import REASONING, in_form, shown
 from rollbook.store.errors import ReplyError, RequestError

@@ -9,27 +9,26 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.engine import Engine
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.hub import model_folder
-from rollbook.ingest.engines.identify import Identity
-from rollbook.ingest.engines.model_files import require_folder
-from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.parts import routing_of
-from rollbook.ingest.engines.sglang.protocol import Routing
-from rollbook.ingest.engines.weights.log import OWN
-from rollbook.ingest.http.keys import keys_of
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.web_pages import own
+from rollbook.edge.keys import keys_of
+from rollbook.edge.web_pages import own
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.engine import Engine
+from rollbook.engines.fleet import Fleet
+from rollbook.engines.hub import model_folder
+from rollbook.engines.model_files import require_folder
+from rollbook.engines.scripted import ScriptedEngine, load_script
+from rollbook.engines.sglang.client import SglangEngine, routing_of
+from rollbook.engines.sglang.protocol import Routing
+from rollbook.engines.weights.identify import Identity
+from rollbook.engines.weights.log import OWN
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.settings import ServeSettings
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.normal_form import conversation_digest
+from rollbook.ingest.tokens.message_form import conversation_digest
 from rollbook.ingest.upstream.paths import paths_of
 from rollbook.ingest.upstream.proxy import Upstream
 from rollbook.store.errors import ConfigError, EngineError
@@ -279,7 +278,7 @@ def _routing(options: ServeOptions) -> Routing:
 
 def _embedded(options: ServeOptions) -> MakeEngine:
     try:
-        from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
+        from rollbook.engines.embedded.engine import EmbeddedEngine
     except ImportError as error:
         raise EngineError(
             f"the embedded engine needs torch and transformers ({error}): pip install 'rollbook[engine]'"

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from rollbook.ingest.engines.engine import Engine
-from rollbook.ingest.engines.hub import model_said, name_at_hub
-from rollbook.ingest.engines.identify import Identity
-from rollbook.ingest.engines.startup_check import check_engines
-from rollbook.ingest.peers.joining import Company
+from rollbook.engines.engine import Engine
+from rollbook.engines.hub import model_said, name_at_hub
+from rollbook.engines.startup_check import check_engines
+from rollbook.engines.weights.identify import Identity
+from rollbook.ingest.cluster.setup import Company
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
@@ -22,8 +22,8 @@ from rollbook.ingest.serve.options import MakeEngine, ServeOptions, make_engine,
 from rollbook.ingest.serve.proxy import build_app, identity_of
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.ingest.upstream.paths import Upstream
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
-from rollbook.ingest.upstream.target import Upstream
 from rollbook.store.events import Json, RunOpened
 
 

@@ -9,44 +9,35 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 
+from rollbook.edge.bodies import BodyRoom, PacedBodies
+from rollbook.edge.guard import caller_of
+from rollbook.edge.keys import Keys
+from rollbook.engines.engine import Engine
+from rollbook.engines.fleet import Fleet
+from rollbook.engines.weights.identify import Identity
+from rollbook.engines.weights.log import WeightLog
+from rollbook.ingest.access import run_guard
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
+from rollbook.ingest.cluster.admitting import FarGate, Gatekeeper
+from rollbook.ingest.cluster.aggregate import OK, Whole, add_whole, only_for, whose
+from rollbook.ingest.cluster.peers import Peers
+from rollbook.ingest.cluster.setup import Company, add_all_guards, health, join, meeting, stops
+from rollbook.ingest.cluster.siblings import Siblings, answer_errors
 from rollbook.ingest.endpoints.registry import APIS
-from rollbook.ingest.engines.engine import Engine
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.identify import Identity
-from rollbook.ingest.engines.weights.log import WeightLog
-from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
-from rollbook.ingest.http.events_api import add_event_routes
-from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.guard import caller_of
-from rollbook.ingest.http.housekeeping import housekeeping
-from rollbook.ingest.http.key_watch import KeyWatch
-from rollbook.ingest.http.keys import Keys
-from rollbook.ingest.http.lookup_routes import LookupRoutes
-from rollbook.ingest.http.metrics import Metrics
-from rollbook.ingest.http.model_routes import ModelRoutes
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.rules import run_guard
-from rollbook.ingest.http.siblings import Siblings, answer_errors
-from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
-from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.http.whose import only_for, whose
-from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting, stops
-from rollbook.ingest.peers.peers import Peers
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.serve.firsts_duties import SIBLINGS_GATHER_S, KeepsGate
+from rollbook.ingest.routes.calls import ModelRoutes
+from rollbook.ingest.routes.events import add_event_routes
+from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
+from rollbook.ingest.routes.lookups import LookupRoutes
+from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.trajectories import add_trajectory_routes
 from rollbook.ingest.serve.follow import GATHER_S, Follower
-from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
-from rollbook.store.events import (
-    EngineControlled,
-    Event,
-    Json,
-    SyncFailed,
-    SyncFinished,
-    SyncStarted,
-)
+from rollbook.ingest.serve.leader_duties import SIBLINGS_GATHER_S, KeepsGate
+from rollbook.store.events import EngineControlled, Event, Json, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.log.tail import Filter
 
 SYNCS = frozenset({SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND})

@@ -20,22 +20,21 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store
-from rollbook.ingest.http.connections import Connections, bounded_http, connections_for, raise_descriptors
-from rollbook.ingest.http.memory import give_back
-from rollbook.ingest.http.shared_connections import shared_http, take_connections
-from rollbook.ingest.http.siblings import Siblings
-from rollbook.ingest.http.web_pages import is_loopback
-from rollbook.ingest.peers.peers import Peers
-from rollbook.ingest.peers.seats import Seats, seat_claimed
-from rollbook.ingest.peers.wire import Wire, token_of
+from rollbook.edge.connections import Connections, bounded_http, connections_for, raise_descriptors
+from rollbook.edge.memory import give_back
+from rollbook.edge.web_pages import is_loopback
+from rollbook.ingest.cluster.bus import Bus, Inboxes
+from rollbook.ingest.cluster.messages import Wire, token_of
+from rollbook.ingest.cluster.peers import Peers
+from rollbook.ingest.cluster.shard_leases import Seats, seat_claimed
+from rollbook.ingest.cluster.shared_connections import shared_http, take_connections
+from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.serve.firsts_duties import Seals
+from rollbook.ingest.serve.leader_duties import Seals, sealer_beside
 from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import Prepared, prepared
-from rollbook.ingest.serve.sealer_child import sealer_beside
 from rollbook.ingest.serve.workers import Workers, in_child
-from rollbook.ingest.workers.bus import Bus, Inboxes
-from rollbook.ingest.workers.place import ALONE, FIRST, Place
+from rollbook.ingest.trajectories.place import ALONE, FIRST, Place
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, LaneLockedError
 from rollbook.store.events import Json

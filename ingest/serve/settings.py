@@ -14,13 +14,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from rollbook.ingest.engines.address import EngineAddress
+from rollbook.engines.address import EngineAddress
+from rollbook.store.config import MISSING, Refused, part_of, read_toml, refused
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.refused_values import MISSING, Refused, refused
-from rollbook.store.toml_file import read_toml
-from rollbook.store.whole_config import part_of
 
 Seconds = Annotated[float, Field(ge=0)]
 Megabytes = Annotated[float, Field(gt=0)]

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 import orjson
 
-from rollbook.ingest.http.trajectory_keys import key_name, sent_key
-from rollbook.ingest.requests.fields import OpenTrajectory, check_recordable, check_split, validated
+from rollbook.edge.keys import key_name, sent_key
+from rollbook.ingest.fields import OpenTrajectory, check_recordable, check_split, validated
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 

@@ -2,17 +2,20 @@
 
 A reward is a new event, also when it comes late or takes another one's place: what was trained before keeps
 the one it had at its cut.
+
+A trajectory as who judges it sees it: its conversations and its rewards, as plain JSON values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollbook.ingest.requests.fields import AssignReward
+from rollbook.ingest.fields import AssignReward
 from rollbook.ingest.trajectories.live import Contents
 from rollbook.store.errors import RequestError
-from rollbook.store.events import RewardAssigned
+from rollbook.store.events import Json, RewardAssigned
 from rollbook.store.fold.trajectory import Trajectory
+from rollbook.store.interchange.paths import paths
 
 RESPONSE_PREFIX = "chatcmpl-"
 """A chat reply's id is this and its turn's; the other endpoints' have prefixes of their own."""
@@ -122,3 +125,29 @@ def turn_rewards(
             raise RequestError(422, "wrong_turn_rewards", text)
         pairs = list(zip(completed, given, strict=True))
     return [RewardAssigned(trajectory_id, turn_id, value, by=by) for turn_id, value in pairs]
+
+
+def description(trajectory: Trajectory) -> Json:
+    """What it was, how far it is, what was said, and each reward, the later ones behind the earlier.
+
+    A conversation is a path of its turns: the messages as last sent, then the last reply. What was erased is
+    left out.
+    """
+    replaced = {reward.supersedes for _, reward in trajectory.rewards}
+    opened = trajectory.opened
+    return {
+        "id": opened.name,
+        **{"trajectory_id": opened.trajectory_id, "run": trajectory.run, "group": opened.group},
+        **{"task": opened.task, "split": trajectory.split, "labels": opened.labels},
+        "status": "open" if trajectory.finished is None else trajectory.finished.status,
+        "success": None if trajectory.finished is None else trajectory.finished.success,
+        "turns": len(trajectory.turns),
+        "conversations": [{"messages": path.messages, "tools": path.tools} for path in paths(trajectory)],
+        "rewards": [
+            {
+                **{"event_id": event_id, "source": reward.source, "reward": reward.reward},
+                **{"turn_id": reward.turn_id, "superseded": event_id in replaced},
+            }
+            for event_id, reward in trajectory.rewards
+        ],
+    }

@@ -1,18 +1,26 @@
-"""A request that is being answered: its turns as they are sampled, and who waits for them."""
+"""A request that is being answered: its turns as they are sampled, and who waits for them.
+
+A completed, durable turn, and what every API's reply takes from it.
+
+A reply is made from the turn's two events alone, so a retry after a crash gets the same reply.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
-from rollbook.ingest.engines.engine import Sampling
+from rollbook.engines.engine import Sampling
 from rollbook.ingest.replies.family import Parsed
-from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.reply import NOTHING, GrowingReply, ReplyReader
-from rollbook.store.events import TurnRequested
+from rollbook.store.events import Json, TurnCompleted, TurnRequested
 
 
 class InFlightTurn:
@@ -115,3 +123,53 @@ class InFlightCall:
         if not done.cancelled():
             done.exception()  # marks the exception as retrieved, where no listener waits any more
         self.changed()
+
+
+LOWEST = -9999.0
+"""The logprob that OpenAI's API gives for a token of probability zero."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompletedTurn:
+    """One completion: what was asked, what came back."""
+
+    requested: TurnRequested
+    completed: TurnCompleted
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's id."""
+        return self.completed.turn_id
+
+    @property
+    def reply(self) -> Json:
+        """The message, in chat form."""
+        return self.completed.reply
+
+    @property
+    def created(self) -> int:
+        """When it was requested, in seconds, from its id."""
+        return created_s(self.turn_id)
+
+    @property
+    def calls(self) -> list[Json]:
+        """Its tool calls."""
+        return self.reply.get("tool_calls") or []
+
+
+def created_s(turn_id: str) -> int:
+    """The time a UUIDv7 was made, in seconds since 1970."""
+    return int(UUID(turn_id).int >> 80) // 1000
+
+
+def usage_tokens(turns: Sequence[CompletedTurn]) -> tuple[int, int]:
+    """(tokens of the prompt, tokens sampled), over the siblings of one request."""
+    return turns[0].completed.prompt_length, sum(len(t.completed.completion_ids) for t in turns)
+
+
+def logprob_entry(tokenizer: ChatTokenizer, token_id: int, logprob: float) -> Json:
+    """A token as OpenAI's chat completions list it; `token_id` is our addition."""
+    text = tokenizer.decode([token_id], special=True)
+    value = logprob if math.isfinite(logprob) else LOWEST
+    whole = list(text.encode()) if "�" not in text else None
+    return {"token": text, "logprob": value, "bytes": whole, "top_logprobs": [], "token_id": token_id}

@@ -1,13 +1,17 @@
-"""How a request becomes a prompt, and how its completions will be read. Pure."""
+"""How a request becomes a prompt, and how its completions will be read. Pure.
+
+Whether a request is a client's retry. Pure.
+"""
 
 from __future__ import annotations
 
-from rollbook.ingest.replies.detect import opens_reasoning
+from starlette.requests import Request
+
+from rollbook.ingest.replies.choose import opens_reasoning
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.raw_prompt import plan_prompt
-from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
+from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_prompt, plan_turn
 from rollbook.ingest.turns.model_call import ModelCall, check_ids
 from rollbook.ingest.turns.reply import ReplyReader
 
@@ -47,3 +51,9 @@ def reader_of(bridges: Bridges, family: Family, call: ModelCall, plan: Plan) -> 
     end = "" if raw else tokenizer.decode(plan.prompt_ids[-16:], special=True)
     tools = call.tools if call.tool_calls_wanted else None
     return ReplyReader(tokenizer, family, tools, opens_reasoning(end), call.stops, raw)
+
+
+def retry_count(request: Request) -> int:
+    """How many tries came before, as OpenAI's and Anthropic's SDKs report it; 0 for other clients."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 6 else 0

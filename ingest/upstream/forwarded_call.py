@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.upstream_reply import AskedPrompts
 from rollbook.ingest.recording.turn_records import known_items
-from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.tokens.message_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 from rollbook.store.ids import new_id

@@ -1,30 +1,42 @@
-"""The reply of an upstream: passes every byte to the client as it comes, and keeps a copy for the log."""
+"""The reply of an upstream: passes every byte to the client as it comes, and keeps a copy for the log.
+
+Where an upstream's stream ends.
+
+No event is read here as `edge.server_sent_events` reads it: one of any length passes on, and of a long one
+only whether it is the last is held.
+
+What an upstream's reply says, whole or as a stream, in chat form.
+
+The secrets of a request and its reply, so that a recorded error of the upstream does not hold them.
+Pure.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qsl
 
 import aiohttp
 from starlette.responses import Response
 
-from rollbook.ingest.endpoints.sse import events_of, json_of
-from rollbook.ingest.endpoints.upstream_reply import MOST_CHOICES, UpstreamReply
-from rollbook.ingest.http.content_encoding import codings, decoded
-from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
-from rollbook.ingest.http.forwarding import end_to_end
+from rollbook.edge.bodies import codings, decoded
+from rollbook.edge.bounds import LARGE_BYTES, aside, check_weight
+from rollbook.edge.forwarding import end_to_end
+from rollbook.edge.requests import ClientGone, ClientWatch
+from rollbook.edge.server_sent_events import events_of, json_of
+from rollbook.ingest.endpoints.api import UpstreamForm
+from rollbook.ingest.endpoints.upstream_reply import MOST_CHOICES, NO_REPLY, UpstreamReply
 from rollbook.ingest.recording.redact import Redactor, changes_conversation
-from rollbook.ingest.requests.json_bounds import check_weight
-from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
-from rollbook.ingest.upstream.credentials import given_cookies
 from rollbook.ingest.upstream.forwarded_call import ForwardedCall
-from rollbook.ingest.upstream.recorder import UpstreamRecorder
-from rollbook.ingest.upstream.reply import gathered, read_reply
-from rollbook.ingest.upstream.reply_copy import ReplyCopy
-from rollbook.ingest.upstream.stream import EndFinder
+from rollbook.ingest.upstream.recorder import ReplyCopy, UpstreamRecorder
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
+from rollbook.store.redaction import credentials, is_secret_name
+from rollbook.store.redaction.text import opens
 
 ERROR_LENGTH = 2000
 """Characters of an upstream's error that are recorded."""
@@ -171,3 +183,90 @@ class ForwardedResponse(Response):
         if len(reply.choices) > MOST_CHOICES:
             raise LimitError(413, "reply_too_large", f"a reply of {len(reply.choices)} choices")
         return reply
+
+
+_LONG_EVENT, _LONG_PATTERN = 1 << 20, 64
+_BLANK = re.compile(rb"\r?\n\r?\n|\r\r")
+
+
+class EndFinder:
+    """Finds a stream's last event in its bytes, however they are cut into packets."""
+
+    def __init__(self, last_event: re.Pattern[bytes]) -> None:
+        self._end, self._tail = last_event, bytearray()
+        self._seen = 0
+        self._named = False
+
+    def feed(self, data: bytes) -> bool:
+        """Whether the stream is complete with these bytes."""
+        self._tail += data
+        behind = 0
+        for blank in _BLANK.finditer(self._tail, max(self._seen - 3, 0)):
+            behind = blank.end()
+        if behind:
+            ended = self._named or self._end.search(self._tail, 0, behind) is not None
+            del self._tail[:behind]
+            self._named = False
+        else:
+            ended = False
+            self._shorten()
+        self._seen = len(self._tail)
+        return ended
+
+    def _shorten(self) -> None:
+        """Of a long unfinished event keep only whether it is the last one, and its end."""
+        if len(self._tail) > _LONG_EVENT:
+            self._named = self._named or self._end.search(self._tail) is not None
+            self._tail[:-_LONG_PATTERN] = b"."  # lest what follows look like a line's beginning
+
+
+def read_reply(form: UpstreamForm, body: Json) -> UpstreamReply:
+    """A reply that came whole; without choices where it is none that is known."""
+    error = body.get("error")
+    try:
+        reply = form.reply(body)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RequestError):
+        reply = NO_REPLY
+    return replace(reply, error=error) if error else reply
+
+
+def gathered(form: UpstreamForm, events: Sequence[Json]) -> Json | None:
+    """The whole reply, in the form in which the API gives it unstreamed; None where there is none.
+
+    An error within the stream is in it as `error`.
+    """
+    try:
+        whole = form.gather(events)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        return None
+    error = next((e["error"] for e in events if e.get("error")), None)
+    if error is None:
+        error = next((e for e in events if e.get("type", e.get("object")) == "error"), None)
+    return whole if error is None else (whole or {}) | {"error": error}
+
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def sent_credentials(headers: Headers, query: str, own: Iterable[str]) -> set[str]:
+    """The secrets that a request came with, or is sent on with.
+
+    Args:
+        query: of its address, behind the question mark.
+        own: keys and logins of the proxy's own.
+    """
+    found = {part for secret in own for part in credentials(secret)}
+    for name, value in headers:
+        text = value.decode("utf-8", "replace")
+        if name.lower() == b"cookie":
+            found |= {pair.partition("=")[2].strip() for pair in text.split(";")} | {text}
+        elif is_secret_name(name.decode("latin-1")):
+            found |= credentials(text)
+    pairs = parse_qsl(query, errors="replace")
+    return found | {value for name, value in pairs if opens(name)}
+
+
+def given_cookies(headers: Headers) -> set[str]:
+    """The values of the cookies that a reply sets."""
+    lines = [value.decode("utf-8", "replace") for name, value in headers if name.lower() == b"set-cookie"]
+    return {line.partition(";")[0].partition("=")[2].strip() for line in lines} - {""}

@@ -12,25 +12,23 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.events_api import add_event_routes
-from rollbook.ingest.http.forwarding import plain_session
-from rollbook.ingest.http.front_door import FrontDoor
-from rollbook.ingest.http.housekeeping import housekeeping
-from rollbook.ingest.http.key_watch import KeyWatch
-from rollbook.ingest.http.metrics import Metrics
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.rules import run_guard
-from rollbook.ingest.http.siblings import Siblings, answer_errors
-from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
-from rollbook.ingest.http.whole import OK, Whole, add_whole
-from rollbook.ingest.peers.joining import Company, add_all_guards, health, join, meeting, stops
+from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.forwarding import plain_session
+from rollbook.ingest.access import run_guard
+from rollbook.ingest.cluster.aggregate import OK, Whole, add_whole
+from rollbook.ingest.cluster.setup import Company, add_all_guards, health, join, meeting, stops
+from rollbook.ingest.cluster.siblings import Siblings, answer_errors
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.routes.events import add_event_routes
+from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
+from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.trajectories import add_trajectory_routes
+from rollbook.ingest.upstream.paths import Upstream as Upstream
 from rollbook.ingest.upstream.paths import paths_of
-from rollbook.ingest.upstream.recorder import UpstreamRecorder
-from rollbook.ingest.upstream.reply_copy import ReplyRoom
+from rollbook.ingest.upstream.recorder import ReplyRoom, UpstreamRecorder
 from rollbook.ingest.upstream.routes import UpstreamRoutes
-from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.store.events import Json
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]

@@ -1,31 +1,44 @@
 """Records forwarded turns: request, reply, and whether the reply is exact or text only.
 
 Recording does not block traffic: what cannot be recorded is forwarded and counted.
+
+The record of an upstream's reply: exact where it holds all token ids, else text only.
+
+Which prompt each completion of a reply answers, and with which ids, where that is certain.
+
+A request for completions may hold several prompts, n completions of each: choice i answers prompt i // n.
+An upstream tells the ids of prompts beside each choice, or once for the whole reply. Ids that are taken for
+another prompt's would be a wrong sample that looks exact; so what cannot be true is not believed at all.
+
+Copies of forwarded replies, kept until they are recorded; each is bounded, and so is their sum.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from cachetools import FIFOCache
 
+from rollbook.edge.keys import Caller, Role
+from rollbook.engines.weights.name import version_in
 from rollbook.ingest.endpoints.api import AgentApi
-from rollbook.ingest.endpoints.upstream_reply import UpstreamReply
-from rollbook.ingest.http.access import Caller, Role
-from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.endpoints.upstream_reply import AskedPrompts, UpstreamChoice, UpstreamReply, are_ids
+from rollbook.ingest.fields import check_recordable
+from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.ingest.recording.run_writer import all_durable, any_lost
 from rollbook.ingest.recording.turn_records import Arrival, known_items
-from rollbook.ingest.requests.fields import check_recordable
-from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.tokens.message_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.forwarded_call import (
     CONTEXT,
     ForwardedCall,
@@ -35,11 +48,18 @@ from rollbook.ingest.upstream.forwarded_call import (
     sent_items,
     which_prompt,
 )
-from rollbook.ingest.upstream.prompt_ids import prompt_ids
-from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
-from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
+from rollbook.store.events import (
+    Json,
+    Record,
+    TurnCompleted,
+    TurnFailed,
+    TurnRequested,
+    VersionSpan,
+    token_ids,
+)
 from rollbook.store.fold.siblings import as_sibling
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.ids import new_id
 from rollbook.store.redaction import shown
 
@@ -328,3 +348,187 @@ class UpstreamRecorder:
 
 def _failed(forwarded: ForwardedCall, error: str) -> list[Record]:
     return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in forwarded.requested]
+
+
+TEXT_ONLY = "text_only"
+REDACTED = "redacted"
+INCOMPLETE = "incomplete_request"
+"""Flag: the request names content that never passed here, so its recorded messages lack it."""
+
+
+def completed_turn(
+    requested: TurnRequested,
+    choice: UpstreamChoice,
+    reply: UpstreamReply,
+    *,
+    prompt_ids: list[int] | None,
+    policy: str,
+    timings: Json,
+    ended: bool,
+    redacted: bool,
+) -> TurnCompleted:
+    """The record of a choice. Its ids are used only if the prompt's ids are known too.
+
+    Args:
+        prompt_ids: those of the prompt that it answers, where that is certain.
+        ended: the reply came to its end by itself.
+        redacted: something was taken out of the text, so its tokens are not to be kept.
+    """
+    exact = bool(choice.ids and prompt_ids)
+    ids = token_ids((choice.ids or []) if exact else [])
+    asked_ids = token_ids((prompt_ids or []) if exact else [])
+    logprobs = choice.logprobs if exact else None
+    version = _version(reply.rest) if exact else None
+    spans = () if version is None else (VersionSpan(policy, version, 0, len(ids)),)
+    semantics = (
+        {"kind": "upstream", "of": "as the upstream says"} if logprobs is not None else {"kind": "none"}
+    )
+    flagged = {TEXT_ONLY: not exact, REDACTED: redacted, INCOMPLETE: "unresolved" in requested.wire}
+    return TurnCompleted(
+        trajectory_id=requested.trajectory_id,
+        turn_id=requested.turn_id,
+        policy=policy if spans else None,
+        policy_version=version,
+        prompt_ids=asked_ids,
+        completion_ids=ids,
+        logprobs=None if logprobs is None else _float32(logprobs),
+        version_spans=spans,
+        prompt_length=len(asked_ids),
+        prompt_sha256=prompt_sha256(asked_ids),
+        finish_reason=choice.finish_reason or ("unknown" if ended else "abort"),
+        reply=choice.message,
+        logprob_semantics=semantics,
+        flags=[flag for flag, raised in flagged.items() if raised],
+        timings=timings,
+        upstream=reply.rest | _upstream_fields(choice, reply, exact=exact),
+    )
+
+
+def _upstream_fields(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
+    fields: Json = {"choice": choice.extra} if choice.extra else {}
+    if reply.error:
+        fields["error"] = reply.error
+    if not exact:
+        prompt_ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+        kept = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
+        fields |= {k: v for k, v in kept.items() if v is not None}
+    return fields
+
+
+def _float32(values: list[float]) -> Any:
+    return np.asarray(values, dtype=np.float32)
+
+
+def _version(rest: Json) -> int | None:
+    """The policy version that SGLang's replies name in their metadata."""
+    metadata = rest.get("metadata")
+    return version_in(metadata.get("weight_version")) if isinstance(metadata, dict) else None
+
+
+def prompt_ids(asked: AskedPrompts, reply: UpstreamReply) -> dict[int, list[int]]:
+    """Choice -> the ids of its prompt. Choices whose ids are missing or implausible are left out."""
+    several = len(asked.prompts) > 1
+    if not asked.certain or (several and not reply.placed):
+        return {}
+    given: dict[int, list[Any]] = {}
+    for choice in reply.choices:
+        prompt = asked.of(choice.index)
+        if choice.prompt_ids is not None and prompt is not None:
+            given.setdefault(prompt, []).append(choice.prompt_ids)
+    if reply.prompt_ids is not None and not several:
+        given.setdefault(0, []).append(reply.prompt_ids)
+    agreed = {prompt: ids[0] for prompt, ids in given.items() if _agree(ids)}
+    agreed = {p: ids for p, ids in agreed.items() if _can_be(asked.prompts[p], ids)}
+    agreed = {p: agreed[p] for p in agreed if _alone(p, agreed, given, asked.prompts)}
+    of_choices = [(choice.index, asked.of(choice.index)) for choice in reply.choices]
+    return {choice: agreed[prompt] for choice, prompt in of_choices if prompt in agreed}
+
+
+def _agree(given: Sequence[Any]) -> bool:
+    """Whether all ids given for one prompt are equal, and valid."""
+    return bool(given[0]) and are_ids(given[0]) and all(ids == given[0] for ids in given)
+
+
+def _can_be(messages: Sequence[Json], ids: list[int]) -> bool:
+    """Whether ids are those of a prompt that was sent as ids: an upstream may put one in front, or cut."""
+    sent = messages[0].get("content") if messages and messages[0].get("role") == "prompt" else None
+    if not are_ids(sent):
+        return True
+    assert isinstance(sent, list)
+    longer, shorter = (sent, ids) if len(sent) > len(ids) else (ids, sent)
+    return longer[len(longer) - len(shorter) :] == shorter
+
+
+def _alone(
+    prompt: int,
+    agreed: Mapping[int, list[int]],
+    given: Mapping[int, list[Any]],
+    prompts: Sequence[list[Json]],
+) -> bool:
+    """Whether no other prompt contradicts its ids: other prompts have other ids, and equal ones the same."""
+    content = prompts[prompt][0].get("content") if len(prompts) > 1 else None
+    for other, ids in given.items():
+        if other != prompt and (prompts[other][0].get("content") == content) != (ids[0] == agreed[prompt]):
+            return False
+    return True
+
+
+class ReplyRoom:
+    """Memory for all copies. When it is full the largest copy is dropped: that reply alone is not recorded.
+
+    Args:
+        each: most bytes of one copy.
+        most: most bytes of all.
+    """
+
+    def __init__(self, each: int, most: int) -> None:
+        self.each, self._most = each, most
+        self._taken = 0
+        self._copies: set[ReplyCopy] = set()
+
+    def take(self, copy: ReplyCopy, size: int) -> None:
+        """Account for a copy's growth; drop the largest copies while there is too little room."""
+        self._copies.add(copy)
+        self._taken += size
+        while self._taken > self._most:
+            max(self._copies, key=lambda one: one.size).give_up()
+
+    def leave(self, copy: ReplyCopy) -> None:
+        """Release a copy's room."""
+        if copy in self._copies:
+            self._copies.discard(copy)
+            self._taken -= copy.size
+
+
+class ReplyCopy:
+    """The bytes of a reply so far; nothing once they are too many."""
+
+    def __init__(self, room: ReplyRoom) -> None:
+        self.size = 0
+        self.given_up = False
+        self._room = room
+        self._parts: list[bytes] = []
+
+    def add(self, data: bytes) -> None:
+        """Add bytes of the reply."""
+        if self.given_up:
+            return
+        self.size += len(data)
+        self._parts.append(data)
+        self._room.take(self, len(data))
+        if self.size > self._room.each:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Drop the copy; the rest of the reply is not kept."""
+        self.given_up = True
+        self.close()
+
+    def close(self) -> None:
+        """Free the copy."""
+        self._room.leave(self)
+        self._parts.clear()
+
+    def whole(self) -> bytes:
+        """All bytes so far."""
+        return b"".join(self._parts)

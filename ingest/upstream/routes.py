@@ -18,31 +18,25 @@ import orjson
 from fastapi import Request, Response
 from yarl import URL
 
+from rollbook.edge.bodies import BodyRoom, decoded
+from rollbook.edge.bounds import beside, check_depth, check_weight
+from rollbook.edge.keys import Caller
+from rollbook.edge.requests import ClientGone, ClientWatch, RequestSlots
+from rollbook.edge.server_sent_events import json_of
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.registry import APIS
-from rollbook.ingest.endpoints.sse import json_of
-from rollbook.ingest.http.access import Caller
-from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.content_encoding import decoded
-from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
-from rollbook.ingest.http.front_door import Address, FrontDoor
-from rollbook.ingest.http.request_slots import RequestSlots
+from rollbook.ingest.fields import check_recordable
 from rollbook.ingest.recording.redact import changes_conversation
 from rollbook.ingest.recording.turn_records import Arrival
-from rollbook.ingest.requests.fields import check_recordable
-from rollbook.ingest.requests.json_bounds import check_depth, check_weight
-from rollbook.ingest.requests.large_work import beside
+from rollbook.ingest.routes.resolver import Address, FrontDoor
 from rollbook.ingest.trajectories.identity import Identity
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.turns.request_limits import OUTSIDE_BYTES, check_outside
-from rollbook.ingest.turns.retry import retry_count
-from rollbook.ingest.upstream.credentials import sent_credentials
+from rollbook.ingest.turns.model_call import OUTSIDE_BYTES, ModelCall, check_outside
+from rollbook.ingest.turns.planning import retry_count
 from rollbook.ingest.upstream.forwarded_call import ForwardedCall
-from rollbook.ingest.upstream.forwarded_response import ForwardedResponse
-from rollbook.ingest.upstream.paths import Paths, meant, response_named
+from rollbook.ingest.upstream.forwarded_response import ForwardedResponse, sent_credentials
+from rollbook.ingest.upstream.paths import Paths, Upstream, meant, response_named
 from rollbook.ingest.upstream.recorder import UpstreamRecorder
-from rollbook.ingest.upstream.target import Upstream
 from rollbook.store.errors import EngineError, LimitError, RequestError, StoreError
 from rollbook.store.events import QUARANTINE, Json
 from rollbook.store.redaction import secrets_in, shown

@@ -1,5 +1,6 @@
 """A relational database that lists what the store holds. It is derived from the files; no answer depends on
-it."""
+it.
+"""
 
 from rollbook.store.catalog.catalog import Catalog
 

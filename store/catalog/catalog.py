@@ -2,6 +2,8 @@
 
 It is derived data: no append waits for it and no answer depends on it. `rollbook store rebuild-catalog`
 rebuilds it from the files alone.
+
+Reads and writes the catalog's rows of lanes, segments, units and checkpoints.
 """
 
 from __future__ import annotations
@@ -14,27 +16,39 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import URL, select
+from sqlalchemy import URL, delete, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from rollbook.store.catalog.address import DEFAULT, URL_VARIABLE, look_at_files, parse_url, refuse_outside
-from rollbook.store.catalog.database import Database
-from rollbook.store.catalog.rows import (
-    delete_checkpoint,
-    find_lane,
-    write_checkpoint,
-    write_segment,
-    write_units,
+from rollbook.store.catalog.database import (
+    DEFAULT,
+    URL_VARIABLE,
+    Database,
+    look_at_files,
+    parse_url,
+    refuse_outside,
 )
-from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
+from rollbook.store.catalog.tables import (
+    CLOSED,
+    DROPPED,
+    OPEN,
+    SEALED,
+    TABLES,
+    Base,
+    CheckpointRow,
+    LaneRow,
+    SegmentRow,
+    StoreMeta,
+    UnitRow,
+    as_dict,
+)
 from rollbook.store.errors import CatalogError, NotAStoreError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import now_us
-from rollbook.store.inside import read_small
+from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import Unit
 from rollbook.store.settings import read_settings
-from rollbook.store.wal.check import LaneState
+from rollbook.store.wal.segment import LaneState
 
 logger = logging.getLogger(__name__)
 
@@ -198,3 +212,102 @@ def _dicts(session: Session, table: type[Base]) -> list[dict[str, Any]]:
     rows = [as_dict(row) for row in session.scalars(select(table))]
     # Sorted here: databases differ in how they order text.
     return sorted(rows, key=lambda row: [row[name] for name in key])
+
+
+def find_lane(session: Session, lane: str) -> LaneRow:
+    """The lane's row, made where it is not yet known."""
+    row = session.get(LaneRow, lane)
+    if row is None:
+        row = LaneRow(name=lane)
+        session.add(row)
+        session.flush()
+    return row
+
+
+def write_segment(
+    session: Session,
+    lane: str,
+    number: int,
+    first_seq: int,
+    events: int | None = None,
+    bytes_: int | None = None,
+) -> None:
+    """Note a segment that is in no unit: closed, or open where its size is not given."""
+    row = session.get(SegmentRow, (lane, number))
+    if row is not None and row.state in (SEALED, DROPPED):
+        return
+    state = OPEN if events is None else CLOSED
+    session.merge(
+        SegmentRow(
+            lane=lane, number=number, first_seq=first_seq, events=events, bytes=bytes_, state=state, unit=None
+        )
+    )
+
+
+def write_units(session: Session, lane: str, units: Iterable[Unit]) -> None:
+    """Replace the lane's units by these, and update the states of its segments accordingly."""
+    units = list(units)
+    find_lane(session, lane)
+    known = {row.name: row for row in session.scalars(select(UnitRow).where(UnitRow.lane == lane))}
+    current = {unit.name: _unit_row(lane, unit) for unit in units}
+    for name in known.keys() - current.keys():
+        # Its segments are in another unit now, which the loop below notes; if in none, they are only closed.
+        session.execute(
+            update(SegmentRow)
+            .where(SegmentRow.lane == lane, SegmentRow.unit == name)
+            .values(state=CLOSED, unit=None)
+        )
+        session.execute(delete(UnitRow).where(UnitRow.lane == lane, UnitRow.name == name))
+    for unit in units:
+        row = current[unit.name]
+        if unit.name in known and as_dict(known[unit.name]) == as_dict(row):
+            continue
+        session.merge(row)
+        for segment in unit.segments:
+            session.merge(
+                SegmentRow(
+                    lane=lane,
+                    number=segment.number,
+                    first_seq=segment.first_seq,
+                    events=segment.events,
+                    bytes=segment.bytes,
+                    state=SEALED if unit.dropped_us is None else DROPPED,
+                    unit=unit.name,
+                )
+            )
+
+
+def write_checkpoint(session: Session, run: str, record: CheckpointWritten) -> None:
+    """Record a checkpoint of a run; an earlier row of the same path is replaced."""
+    session.merge(
+        CheckpointRow(
+            path=record.path,
+            run=run,
+            policy=record.policy,
+            policy_version=record.policy_version,
+            weights_digest=record.weights_digest,
+            bytes=record.bytes,
+        )
+    )
+
+
+def delete_checkpoint(session: Session, run: str, path: str) -> None:
+    """Delete the row of a checkpoint that was removed."""
+    session.execute(delete(CheckpointRow).where(CheckpointRow.run == run, CheckpointRow.path == path))
+
+
+def _unit_row(lane: str, unit: Unit) -> UnitRow:
+    return UnitRow(
+        lane=lane,
+        name=unit.name,
+        first_segment=unit.first,
+        last_segment=unit.last,
+        generation=unit.generation,
+        first_seq=unit.first_seq,
+        next_seq=unit.next_seq,
+        bytes=unit.bytes,
+        remote=unit.remote,
+        sealed_us=unit.sealed_us,
+        dropped_us=unit.dropped_us,
+        chain=unit.chain,
+    )

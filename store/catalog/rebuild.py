@@ -12,17 +12,24 @@ from pathlib import Path
 from sqlalchemy import URL, delete, func, select
 from sqlalchemy.orm import Session
 
-from rollbook.store.catalog.catalog import catalog_url, note_store, read_identity
+from rollbook.store.catalog.catalog import (
+    catalog_url,
+    find_lane,
+    note_store,
+    read_identity,
+    write_checkpoint,
+    write_segment,
+    write_units,
+)
 from rollbook.store.catalog.database import PATIENCE_S, Database, refuse_strange
-from rollbook.store.catalog.rows import find_lane, write_checkpoint, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, StoreMeta
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event
 from rollbook.store.fold.checkpoints import held_and_removed
 from rollbook.store.ids import now_us
-from rollbook.store.inside import open_plain, read_small
 from rollbook.store.log.store import Store
+from rollbook.store.safe_paths import open_plain, read_small
 from rollbook.store.sealed.unit import Unit, current_units
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.wal.frame import ALIGN, first_seq_of

@@ -8,7 +8,6 @@ Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
 """
 
 from rollbook.store.events.event import RECORDS, Event, Record
-from rollbook.store.events.launches import LaunchEnded, LaunchLeaked, LaunchStarted
 from rollbook.store.events.rollouts import (
     JUDGE,
     QUARANTINE,
@@ -17,6 +16,9 @@ from rollbook.store.events.rollouts import (
     VOID,
     Json,
     LabelAdded,
+    LaunchEnded,
+    LaunchLeaked,
+    LaunchStarted,
     Logprobs,
     PreferenceAdded,
     RewardAssigned,

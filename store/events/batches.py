@@ -22,8 +22,17 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.store.events import Event, VersionSpan
-from rollbook.store.events.row import ARRAYS, ROW_NAMES, Row, real, row_of, stored_array, utf8
-from rollbook.store.events.schema import LOG_SCHEMA, REQUIRED
+from rollbook.store.events.schema import (
+    ARRAYS,
+    LOG_SCHEMA,
+    REQUIRED,
+    ROW_NAMES,
+    Row,
+    real,
+    row_of,
+    stored_array,
+    utf8,
+)
 
 _ALIGN = 8
 _CODES = {"schema_version": "h", **dict.fromkeys(("time", "policy_version", "step"), "q")}

@@ -1,5 +1,6 @@
 """Decodes Arrow record batches, also those of older releases, into events with the bodies they refer to.
-Pure."""
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from rollbook.store.events import RECORDS, Event, VersionSpan
 from rollbook.store.events.blobs import resolve
 from rollbook.store.events.event import about, kinds_where
 from rollbook.store.events.event_json import as_json, from_json
-from rollbook.store.events.row import ARRAYS, hot_fields
-from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.events.schema import ARRAYS, LOG_SCHEMA, hot_fields
 from rollbook.store.events.upcast import upcast, version_of
 
 __all__ = [

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.store.events.about import About
-from rollbook.store.events.launches import LaunchEnded, LaunchLeaked, LaunchStarted
 from rollbook.store.events.rollouts import (
     LabelAdded,
+    LaunchEnded,
+    LaunchLeaked,
+    LaunchStarted,
     PreferenceAdded,
     RewardAssigned,
     RunOpened,

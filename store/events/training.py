@@ -29,10 +29,10 @@ class PolicyActivated:
 
     `weight_name` is what the engine is to call them from here on, a name that is used once: tokens that
     name it are of this version. `checksums` is `ranks_digest` of what it holds
-    (`ingest.engines.weights.rank_checksums`). Both are empty for an engine in the process that wrote this,
+    (`engines.weights.rank_checksums`). Both are empty for an engine in the process that wrote this,
     which knows by itself.
     `held` says how it holds them, from which and the version's weights alone `checksums` follow
-    (`ingest.engines.weights.expected`): the kind of `checksum` of a tensor (`sha256` or `tiled`), the `dtype`
+    (`engines.weights.expected`): the kind of `checksum` of a tensor (`sha256` or `tiled`), the `dtype`
     and the model's `head_dim`; whether vocabularies are `padded`; `tp_size` and the `tp_ranks` that
     answered; and what several tensors of the model are `merged` into (such as `qkv_proj`). It is null where
     that is not known.

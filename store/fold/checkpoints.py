@@ -1,10 +1,27 @@
-"""Which checkpoints of a run are there: those that were written and not removed since. Pure."""
+"""Which checkpoints of a run are there: those that were written and not removed since. Pure.
+
+Which weights are in use outside of a training: what engines hold and are being given. Pure.
+
+Each process of a lane begins with `run.opened`, and what its lane said of engines before counts no more: a
+trainer gives the engines that it knows their weights again, and a proxy looks at its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
 
-from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event
+from rollbook.store.events import (
+    CheckpointRemoved,
+    CheckpointWritten,
+    Event,
+    PolicyActivated,
+    RunOpened,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
 
 
 def held_and_removed(events: Iterable[Event]) -> tuple[list[CheckpointWritten], list[CheckpointRemoved]]:
@@ -47,3 +64,65 @@ def removed_said(removed: CheckpointRemoved) -> str:
         f"The checkpoint of version {version} was removed ({removed.reason}): `rollbook replay weights "
         f"{version}` makes its weights again"
     )
+
+
+KINDS = frozenset(r.KIND for r in (RunOpened, PolicyActivated, SyncStarted, SyncFinished, SyncFailed))
+"""Kinds of events that it is folded from."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """The last process of a lane: its model, what it saw engines hold, the syncs it began."""
+
+    command: str = ""
+    model: str | None = None
+    held: dict[str, str] = field(default_factory=dict)
+    syncs: dict[str, tuple[str, SyncStarted]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class InService:
+    """Folders that the last process of each lane served, and versions that it is giving to engines.
+
+    Events of one lane come in order, lanes in any.
+    """
+
+    _lanes: dict[str, _Process] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        """Take an event, of whichever kind."""
+        process = self._lanes.setdefault(event.lane, _Process())
+        match event.record:
+            case RunOpened() as record:
+                self._lanes[event.lane] = _Process(record.command, record.model)
+            case PolicyActivated() as record:
+                process.held[record.engine] = record.path
+            case SyncStarted() as record:
+                process.syncs[record.sync_id] = (event.run, record)
+            case SyncFinished() | SyncFailed() as record:
+                process.syncs.pop(record.sync_id, None)
+
+    def user_of(self, path: str) -> str | None:
+        """Who serves what is in a checkpoint's folder, for a message; None: nobody is known to.
+
+        Args:
+            path: of the folder, relative to the store. How a process named it, nobody knows: its last names
+                decide.
+        """
+        own = PurePath(path).parts
+        for lane, process in sorted(self._lanes.items()):
+            if process.model is not None and PurePath(process.model).parts[-len(own) :] == own:
+                return f"rollbook {process.command} of lane {lane} was started with it"
+            for engine, held in process.held.items():
+                if PurePath(held).parts[-len(own) :] == own:
+                    return f"engine {engine} holds it"
+        return None
+
+    def given(self, run: str, policy: str) -> dict[int, str]:
+        """Versions of a policy that are under way to an engine, and which."""
+        begun = [one for process in self._lanes.values() for one in process.syncs.values()]
+        return {
+            sync.policy_version: f"engine {sync.engine} is being given it"
+            for of, sync in begun
+            if (of, sync.policy) == (run, policy)
+        }

@@ -1,15 +1,18 @@
 """Where an export goes: under a temporary name until it is whole, and never over something that is there.
 
 An empty folder in the place of a folder is nothing.
+
+How far a long export or import is, for a progress bar.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.ids import new_id
@@ -63,3 +66,12 @@ def _flush(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
+"""From what is being done, and of how many units: a context with a function that counts units done."""
+
+
+def untold(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+    """Progress that is not shown."""
+    return nullcontext(lambda count: None)

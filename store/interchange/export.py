@@ -1,4 +1,7 @@
-"""A store, or a part of it, as files for others."""
+"""A store, or a part of it, as files for others.
+
+Export as JSONL: one line per root-to-leaf path, an OpenAI-style chat with the tokens beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,69 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
+
 from rollbook.store.cut import format_cut
-from rollbook.store.interchange.destination import destination
+from rollbook.store.events import Json
+from rollbook.store.fold.path_tokens import PathTokens
+from rollbook.store.interchange.destination import Progress, destination, untold
 from rollbook.store.interchange.hub import export_dataset
-from rollbook.store.interchange.jsonl import export_jsonl
-from rollbook.store.interchange.progress import Progress, untold
-from rollbook.store.interchange.selection import TrajectorySet, count_events, select
+from rollbook.store.interchange.paths import PathRow, paths
+from rollbook.store.interchange.selection import TrajectorySet, count_events, select, trajectories
 from rollbook.store.interchange.tables import export_tables
 from rollbook.store.open import open_store
+
+
+def export_jsonl(selection: TrajectorySet, file: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+    """Write every path of the selected trajectories; how many of both.
+
+    In memory: what `trajectories` holds, and one line.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged.
+    """
+    counts = {"trajectories": 0, "paths": 0}
+    with file.open("wb") as out:
+        for trajectory in trajectories(selection, advance):
+            counts["trajectories"] += 1
+            for path in paths(trajectory):
+                out.write(orjson.dumps(as_json(path)) + b"\n")
+                counts["paths"] += 1
+    return counts
+
+
+def as_json(path: PathRow) -> Json:
+    """The path as plain JSON values. NaN and a version of -1 become null; `tools` is there if sent, and so
+    is `chat_template_kwargs`.
+
+    A float32 is written as the float64 of the same value, so that it reads back to the same bits.
+    """
+    sent = {} if path.tools is None else {"tools": path.tools}
+    if path.template_kwargs:
+        sent["chat_template_kwargs"] = path.template_kwargs
+    turns = [
+        row | {"completion_ids": row["completion_ids"].tolist(), "logprobs": _floats(row["logprobs"])}
+        for row in path.turn_rows()
+    ]
+    return {"messages": path.messages, **sent, **path.head(), "turns": turns, "tokens": _tokens(path.tokens)}
+
+
+def _tokens(tokens: PathTokens) -> Json:
+    return {
+        "input_ids": tokens.tokens.tolist(),
+        "loss_mask": tokens.loss_mask.astype(int).tolist(),
+        "logprobs": _floats(tokens.logprobs),
+        "versions": [None if version < 0 else version for version in tokens.versions.tolist()],
+    }
+
+
+def _floats(values: np.ndarray[Any, np.dtype[np.float32]] | None) -> list[float | None] | None:
+    """float64 of the same value each; null for what JSON has no number for (NaN: none was given)."""
+    if values is None:
+        return None
+    return [value if np.isfinite(value) else None for value in values.tolist()]
+
 
 Exporter = Callable[[TrajectorySet, Path, Callable[[int], Any]], dict[str, int]]
 

@@ -19,9 +19,8 @@ from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
 from rollbook.store.events.schema import SPAN
 from rollbook.store.interchange.paths import PathRow, paths
-from rollbook.store.interchange.rows import RowWriter
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
-from rollbook.store.interchange.tables import IDS, TEXTS, json_text
+from rollbook.store.interchange.tables import IDS, TEXTS, RowWriter, json_text
 
 SHARD_BYTES = 256 << 20
 """A Parquet file of a split that has grown beyond this is closed, and the next one begun."""

@@ -28,8 +28,7 @@ from rollbook.store.log.tail import Filter, Tail
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, current_units
-from rollbook.store.wal.files import lane_folder, read_watermark
-from rollbook.store.wal.watermarks import closed_head, without
+from rollbook.store.wal.files import closed_head, lane_folder, read_watermark, without
 
 LANE_PREFIX = "consumer."
 RUN = "store"

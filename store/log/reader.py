@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.events import BodyStored
-from rollbook.store.inside import open_plain
+from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.parquet import segment_bodies, segment_rows
 from rollbook.store.sealed.unit import SealedSegment, Unit, current_units, unit_folder
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path

@@ -21,11 +21,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError
-from rollbook.store.inside import open_plain
+from rollbook.store.safe_paths import fsync_folder, open_plain
 from rollbook.store.sealed.unit import unsealed_start
-from rollbook.store.wal.check import LaneState, SegmentInfo, Start, verify_segment
 from rollbook.store.wal.files import (
     Watermark,
     lane_folder,
@@ -35,10 +33,8 @@ from rollbook.store.wal.files import (
     segment_path,
     write_watermark,
 )
-from rollbook.store.wal.frame import (
-    EMPTY_CHAIN,
-    BadFrameError,
-)
+from rollbook.store.wal.frame import EMPTY_CHAIN, BadFrameError
+from rollbook.store.wal.segment import LaneState, SegmentInfo, Start, verify_segment
 
 _CHUNK = 1 << 20
 

@@ -13,7 +13,7 @@ from rollbook.store.cut import Cut, format_cut
 from rollbook.store.errors import CutError
 from rollbook.store.events import Event, codec
 from rollbook.store.log.reader import LaneReader
-from rollbook.store.wal.watermarks import closed_head, wait_for_growth, without
+from rollbook.store.wal.files import closed_head, wait_for_growth, without
 
 
 @dataclass(frozen=True, slots=True)

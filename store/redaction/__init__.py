@@ -1,10 +1,8 @@
 """Recognizes secrets and replaces them. Pure."""
 
 from rollbook.store.redaction.formats import ANY_KEY, find_keys
-from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
-from rollbook.store.redaction.places import conversation, outside
-from rollbook.store.redaction.records import cleaned
-from rollbook.store.redaction.scrub import DEEPEST, Scrubber, credentials, secrets_in, shown
+from rollbook.store.redaction.names import PLACEHOLDER, conversation, is_secret_name, outside
+from rollbook.store.redaction.scrub import DEEPEST, Scrubber, cleaned, credentials, secrets_in, shown
 
 __all__ = [
     "ANY_KEY",

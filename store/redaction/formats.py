@@ -1,4 +1,7 @@
-"""API key formats with a recognizable prefix. Pure."""
+"""API key formats with a recognizable prefix. Pure.
+
+Whether a long text is worth searching: RE2 says so fast, and needs no interpreter. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollbook.store.redaction.long_text import LONG, may_match
+import pyarrow as pa
+import pyarrow.compute as pc
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +89,16 @@ def find_keys(text: str) -> list[Found]:
         for match in _KEYS.finditer(text)
         if _RANDOM.search(match[0], 3)
     ]
+
+
+LONG = 8192
+"""From so many characters on RE2 is faster: it takes 0.15 ms to begin with, and 1.7 ms for a megabyte."""
+
+
+def may_match(text: str, pattern: str, *, ignore_case: bool = False) -> bool:
+    """Whether the pattern, in the syntax that `re` and RE2 share, may fit somewhere in the text."""
+    try:
+        texts = pa.array([text], pa.large_string())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return True
+    return bool(pc.match_substring_regex(texts, pattern, ignore_case=ignore_case)[0].as_py())

@@ -2,6 +2,8 @@
 
 In the place of each comes `[secret:DIGEST]`, made with a key that never leaves the store: nobody can try
 passwords against it, and equal secrets have equal digests, wherever they were.
+
+Removes secrets from records that quote other sources, such as errors and settings. Pure.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import html
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from rollbook.store.events import EngineControlled, Record, RunOpened, StepFailed, SyncFailed, TurnFailed
 from rollbook.store.redaction.formats import find_keys
-from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
-from rollbook.store.redaction.places import outside
+from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name, outside
 from rollbook.store.redaction.text import settled, split_scheme, without_secrets
 
 _DIGITS = 12
@@ -196,3 +199,24 @@ _OWN = Scrubber(secrets.token_bytes(32))
 def shown(text: str) -> str:
     """A message on a screen or in a reply, without secrets; its digests are this process's own."""
     return _OWN.text(text)
+
+
+def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], Any]) -> Record:
+    """The record to write, the same one where there is no secret in it.
+
+    Args:
+        text: takes secrets out of an error.
+        fields: takes them out of settings.
+    """
+    match record:
+        case TurnFailed() | StepFailed() | SyncFailed():
+            error = text(record.error)
+            return record if error == record.error else replace(record, error=error)
+        case EngineControlled():
+            said, asked = record.error and text(record.error), fields(record.asked)
+            same = said == record.error and asked is record.asked
+            return record if same else replace(record, error=said, asked=asked)
+        case RunOpened():
+            config = fields(record.config)
+            return record if config is record.config else replace(record, config=config)
+    return record

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator
 from urllib.parse import unquote
 
-from rollbook.store.redaction.long_text import LONG, may_match
+from rollbook.store.redaction.formats import LONG, may_match
 from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
 
 _P = PLACEHOLDER.pattern

@@ -25,8 +25,8 @@ import orjson
 
 from rollbook.store.errors import StoreError
 from rollbook.store.ids import new_id
-from rollbook.store.inside import open_plain
 from rollbook.store.permissions import make_folder, open_file
+from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units_folder
 
 PATIENCE_S = 10.0

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from pyarrow import fs
 
-from rollbook.store.allowed import allows_bucket, allows_host, remedy
 from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
-from rollbook.store.inside import read_small
+from rollbook.store.external_access import allows_bucket, allows_host, remedy
+from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import (
     MANIFEST,
     MARKS,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
+from rollbook.store.safe_paths import fsync_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, split, write_file
 from rollbook.store.sealed.remote import discard
@@ -30,9 +30,8 @@ from rollbook.store.sealed.unit import (
 )
 from rollbook.store.settings import SealSettings
 from rollbook.store.spill import private_database
-from rollbook.store.wal.check import SegmentInfo, Start, verify_segment
 from rollbook.store.wal.files import lane_folder, quarantine, read_watermark, segment_numbers, segment_path
-from rollbook.store.wal.segment import segment_batches
+from rollbook.store.wal.segment import SegmentInfo, Start, segment_batches, verify_segment
 
 UNIT_WAL_BYTES = 64 << 20
 """Small segments next to each other are sealed together up to about this many bytes of WAL."""

@@ -21,13 +21,12 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from rollbook.store.cut import LANE_NAME
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, FormatError
-from rollbook.store.inside import read_small
 from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.permissions import make_empty
-from rollbook.store.wal.check import Start
+from rollbook.store.safe_paths import fsync_folder, read_small
 from rollbook.store.wal.frame import EMPTY_CHAIN
+from rollbook.store.wal.segment import Start
 
 MANIFEST = "UNIT.json"
 TURNS, MARKS = "turns.parquet", "marks.parquet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollbook.store.sql import columns
-from rollbook.store.sql.view import View, json, text
+from rollbook.store.sql.columns import View, json, text
 
 _NAMES = """(SELECT trajectory_id, any_value(trajectory) AS trajectory
                FROM internal.trajectory_parts GROUP BY trajectory_id)"""

@@ -1,6 +1,8 @@
 """The columns of the SQL views, as data: name, DuckDB type, and meaning with its unit. Pure.
 
 A test compares names, order and types with DuckDB's description of each view.
+
+One SQL view as data, and how a field of `extra` is written in SQL. Pure.
 """
 
 from __future__ import annotations
@@ -375,3 +377,23 @@ LEDGER = (
     ViewColumn("turns", "BIGINT", "turns with such tokens"),
     ViewColumn("tokens", "BIGINT", "sampled tokens"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view: its name, one sentence on its rows, its SQL, and what each column means."""
+
+    name: str
+    doc: str
+    sql: str
+    columns: tuple[ViewColumn, ...]
+
+
+def text(field: str, of: str = "") -> str:
+    """A field of `extra` as text; `of` is the relation's alias."""
+    return f"json_extract_string({of and of + '.'}extra, '$.{field}')"
+
+
+def json(field: str, of: str = "") -> str:
+    """A field of `extra` as JSON."""
+    return f"json_extract({of and of + '.'}extra, '$.{field}')"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rollbook.store.sql.columns import View
 from rollbook.store.sql.examples import EXAMPLES, Example
-from rollbook.store.sql.view import View
 from rollbook.store.sql.views import VIEWS
 
 INTRODUCTION = """# SQL over the log

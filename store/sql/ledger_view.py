@@ -1,6 +1,6 @@
 """The view of where every sampled token went, and the query beneath it. Pure; see `store.sql.views`.
 
-What decides is what the trainer does (`train.data.samples`, `train.data.recipe`): a turn belongs to the
+What decides is what the trainer does (`train.select.samples`, `train.select.recipe`): a turn belongs to the
 sample of the first leaf above it in turn order, and goes where that sample went. `rollbook.testing.ledger`
 is the same as a fold.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from rollbook.store.sealed.projections import ONE_VERSION
 from rollbook.store.sql import columns
-from rollbook.store.sql.view import View, text
+from rollbook.store.sql.columns import View, text
 
 _DONE = """
     done AS MATERIALIZED (

@@ -14,9 +14,8 @@ from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
 from rollbook.store.sql.agent_views import TOKEN_TEXT
-from rollbook.store.sql.lazy_views import LazyViews
 from rollbook.store.sql.object_storage import read_object_storage
-from rollbook.store.sql.relations import INTERNAL, LIVE, definitions, snapshot
+from rollbook.store.sql.relations import INTERNAL, LIVE, LazyViews, definitions, snapshot
 from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
 from rollbook.store.sql.vocabularies import Vocabularies

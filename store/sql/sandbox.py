@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import duckdb
 
 from rollbook.store.errors import QueryError
-from rollbook.store.sql.lazy_views import LazyViews
+from rollbook.store.sql.relations import LazyViews
 
 WORDS = ("copy", "export", "attach")
 """Words of SQL that make DuckDB write a file, or open one for writing."""

@@ -7,9 +7,10 @@ are the log (its columns, see `events.schema`, with `lane` first), and what is d
 
 from __future__ import annotations
 
-from rollbook.store.sql import agent_views, metrics_view, training_views
+from rollbook.store.sql import agent_views, training_views
+from rollbook.store.sql import training_views as metrics_view
+from rollbook.store.sql.columns import View
 from rollbook.store.sql.ledger_view import LEDGER
-from rollbook.store.sql.view import View
 
 VIEWS: tuple[View, ...] = (
     agent_views.EVENTS,

@@ -8,30 +8,36 @@ The tokenizer of a run is the first of these that can be read:
 3. that of the directory named by its `run.opened`, if `ROLLBOOK_ALLOW` lists it.
 
 If `run.opened` has the sha256 of the file, only a file with that sha256 is used.
+
+Decodes single tokens to text. A token that holds part of a character is shown as escaped bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollbook.store.allowed import allows_folder
 from rollbook.store.cut import Cut
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import RunOpened
 from rollbook.store.events.training import CheckpointWritten
-from rollbook.store.inside import place_inside, refuse_no_plain
+from rollbook.store.external_access import allows_folder
 from rollbook.store.log.store import Store
-from rollbook.store.sql.token_text import TOKENIZER, read_tokenizer, token_texts
+from rollbook.store.safe_paths import place_inside, refuse_no_plain
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 LARGEST = 512 << 20
 """Largest size of a tokenizer's file, in bytes."""
@@ -146,3 +152,59 @@ def _vocabulary(file: Path) -> Vocabulary:
     except Exception as error:  # tokenizers raises no narrower one
         raise ModelError(f"{file}: its tokens cannot be decoded: {error}; copy the model anew") from error
     return Vocabulary(np.array(ids, np.int64), texts)
+
+
+TOKENIZER = "tokenizer.json"
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BROKEN = "\ufffd"
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ModelError(f"{file}: cannot be read: {error}; copy the model anew") from error
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
+    """The text of each id as it appears inside a longer text; None for an id that the tokenizer does not
+    have."""
+    tokens = [tokenizer.id_to_token(i) if 0 <= i < 1 << 32 else None for i in ids]
+    # A decoder may drop a space at the very beginning; behind another token it drops none.
+    anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+    known = [[*anchor, i] for i, token in zip(ids, tokens, strict=True) if token is not None]
+    before, *decoded = tokenizer.decode_batch([anchor, *known], skip_special_tokens=False)
+    texts = iter(decoded)
+    return [None if token is None else _alone(token, next(texts), before) for token in tokens]
+
+
+def _alone(token: str, text: str, before: str) -> str:
+    alone = text[len(before) :] if text.startswith(before) else text
+    return _with_bytes(token, alone) if _BROKEN in alone else alone
+
+
+def _with_bytes(token: str, text: str) -> str:
+    """A token with a part of a character: the bytes of that part as escapes."""
+    if match := _BYTE_FALLBACK.fullmatch(token):
+        return f"\\x{match[1].lower()}"
+    if all(c in _BYTES for c in token):
+        return bytes(_BYTES[c] for c in token).decode(errors="backslashreplace")
+    return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE spells bytes with."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in alphabet.values())
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

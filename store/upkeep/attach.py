@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 from pyarrow import fs
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, NotAStoreError
 from rollbook.store.ids import new_id
 from rollbook.store.marker import MARKER, read_marker
 from rollbook.store.permissions import make_empty, make_folder
+from rollbook.store.safe_paths import fsync_folder
 from rollbook.store.sealed.remote import explained, remote_place
 from rollbook.store.sealed.unit import (
     MANIFEST,

@@ -1,13 +1,34 @@
-"""A claim that lets one process at a time change the store's sealed units."""
+"""A claim that lets one process at a time change the store's sealed units.
+
+Removes files permanently, for retention and erasure.
+
+Both first record durably that the files no longer count, and then remove them. An interrupted removal leaves
+files that nobody reads, and the next run removes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from rollbook.store.errors import UpkeepError
 from rollbook.store.log.store import Store
-from rollbook.store.sealed.unit import current_units
+from rollbook.store.safe_paths import fsync_folder
+from rollbook.store.sealed.leases import removing
+from rollbook.store.sealed.remote import discard, remove_remote_files
+from rollbook.store.sealed.unit import (
+    MARKS,
+    TURNS,
+    Unit,
+    all_units,
+    current_units,
+    derived_folder,
+    lane_units_folder,
+    unit_folder,
+)
+from rollbook.store.wal.files import lane_folder, segment_path
 
 CLAIM = "sealing"
 """Name of the `Store.claim` for changing sealed units: by the sealer, retention or erasure."""
@@ -31,3 +52,65 @@ def only_one(log: Store) -> Iterator[None]:
         )
     with log.claim(CLAIM, "try again when it is done", PATIENCE_S):
         yield
+
+
+UPKEEP_LANE = "upkeep"
+"""Lane in which retention and erasure record what they did."""
+
+
+def remove_wal(store: Path, unit: Unit) -> int:
+    """Remove what is left of the unit's segments as WAL files; how many bytes."""
+    folder = lane_folder(store, unit.lane)
+    paths = [segment_path(folder, s.number) for s in unit.segments]
+    # Newest first: a reader that misses the next segment reads the sealed unit instead.
+    found = [path for path in reversed(paths) if path.exists()]
+    freed = sum(path.stat().st_size for path in found)
+    for path in found:
+        path.unlink()
+    if found:
+        fsync_folder(folder)
+    return freed
+
+
+def remove_replaced(store: Path, lane: str, unit: Unit) -> None:
+    """Remove every unit that this one took the place of, leased or not, and what was derived from it."""
+    others = [u for u in all_units(store, lane) if u.name != unit.name]
+    old = [u for u in others if u.first <= unit.last and u.last >= unit.first]
+    for other in old:
+        remove_files(store, other)
+    derived = store / "derived" / lane
+    current = {u.name for u in current_units(store, lane)}
+    stale = [f for f in derived.glob("*") if f.name not in current]
+    with removing(store):
+        # No lease can be taken meanwhile; a lease taken later does not name these units.
+        folders = [unit_folder(store, other) for other in old] + [f for f in stale if f.name[0] != "."]
+        for folder in folders:
+            folder.rename(folder.with_name(f".{folder.name}.gone"))
+    for hidden in lane_units_folder(store, lane).glob(".*"):
+        discard(store, hidden)
+    for hidden in derived.glob(".*"):
+        shutil.rmtree(hidden)
+    if old:
+        fsync_folder(lane_units_folder(store, lane))
+
+
+def remove_files(store: Path, unit: Unit) -> int:
+    """Remove the unit's Parquet files, here and in object storage, and leave its manifest; how many bytes.
+
+    Raises:
+        RemoteError: object storage does not answer or refuses; this can be asked again.
+    """
+    folder = unit_folder(store, unit)
+    found = [path for name in (TURNS, MARKS) if (path := folder / name).exists()]
+    freed = sum(path.stat().st_size for path in found)
+    for path in found:
+        path.unlink()
+    if found:
+        fsync_folder(folder)
+    return freed + remove_remote_files(store, unit)
+
+
+def remove_derived(store: Path, unit: Unit) -> None:
+    """Remove what was derived from the unit."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(derived_folder(store, unit))

@@ -36,9 +36,8 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, unit_table
 from rollbook.store.sealed.seal import seal_closed, write_unit
 from rollbook.store.sealed.unit import Erasure, Unit, all_units, current_units
-from rollbook.store.upkeep.claim import only_one
+from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one, remove_replaced, remove_wal
 from rollbook.store.upkeep.find import Found, find_trajectory, units_with, unsealed_lanes
-from rollbook.store.upkeep.remove import UPKEEP_LANE, remove_replaced, remove_wal
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_path
 from rollbook.store.wal.frame import ALIGN, first_seq_of
 

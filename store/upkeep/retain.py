@@ -17,12 +17,10 @@ from rollbook.store.log.consumer import RUN
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.leases import leased, removing
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder, write_manifest
-from rollbook.store.upkeep.claim import only_one
+from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one, remove_derived, remove_files, remove_wal
 from rollbook.store.upkeep.compact import remove_superseded
-from rollbook.store.upkeep.remove import UPKEEP_LANE, remove_derived, remove_files, remove_wal
-from rollbook.store.upkeep.retention_policy import LanePart, decide
+from rollbook.store.upkeep.retention_policy import LanePart, decide, scan
 from rollbook.store.upkeep.retention_spec import parse_keep
-from rollbook.store.upkeep.scan import scan
 
 
 @dataclass(frozen=True, slots=True)

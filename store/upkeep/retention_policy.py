@@ -1,22 +1,41 @@
-"""Which sealed units may go, and why each other one stays. Pure.
+"""Which sealed units may go, and why each other one stays.
 
 What goes of a lane is a prefix of it, trajectories go whole, and so does what a policy's training wrote down
 (`docs/keeping.md` has the reasons). A unit stays that anything which stays needs.
+
+Which trajectories the steps of a policy still need, so that each can be replayed.
+
+A step is replayed from the nearest checkpoint before it that has its optimizer's state, through all steps in
+between (`History.starts`); going on with the training begins in the same way.
+
+Reads the facts that retention decides by: scalars of every event, and a few kinds as a whole.
+
+Which steps could not be replayed, and which trainings not gone on with, without a trajectory's tokens.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollbook.store.cut import parse_cut
 from rollbook.store.errors import CutError
-from rollbook.store.fold.history import History, PolicyKey
+from rollbook.store.events import CursorMoved, StepPlanned
+from rollbook.store.events.event import kinds_where
+from rollbook.store.fold.history import KINDS, History, PolicyKey, fold_histories
 from rollbook.store.log.consumer import union
-from rollbook.store.sealed.unit import Unit
+from rollbook.store.log.store import Store
+from rollbook.store.sealed.parquet import read_file
+from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
+from rollbook.store.upkeep.find import find_trajectory, live_units, unsealed
 from rollbook.store.upkeep.retention_spec import Keep, KeepAge, KeepBytes, KeepVersions
-from rollbook.store.upkeep.training_needs import needed_by
+from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +249,220 @@ def _close(places: Sequence[LanePart], why: list[list[str]], pending: Collection
                 before.setdefault(place.lane, place.name)
         if not added:
             return
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an erasure ends.
+
+    Attributes:
+        steps: that could no longer be replayed.
+        resume: the version of the checkpoint whose following steps could not be run again to go on with the
+            training; None where going on needs nothing of what is erased.
+    """
+
+    steps: tuple[int, ...]
+    resume: int | None
+
+
+def needed_by(history: History) -> Iterator[tuple[str, str]]:
+    """(trajectory, who needs it) of every step that is not retired, and of going on with the training."""
+    of = f"of policy {history.policy!r} in run {history.run!r}"
+    for step, plan in sorted(history.pending.items()):
+        if step not in history.retired:
+            yield from ((t, f"planned step {step} {of}") for t in _trajectories(plan))
+    plans, starts = _plans(history), _starts(history)
+    reach, who = 1 << 62, ""
+    last = max(plans, default=None)
+    if last is not None and last not in history.retired:
+        reach = _base(starts[plans[last].phase], plans[last].policy_version + 1)
+        who = "going on with the training"
+    # From the last step down: a step is needed if it, or one after it, starts from it or from before it.
+    for step, plan in sorted(plans.items(), key=lambda item: -item[1].policy_version):
+        base = _base(starts[plan.phase], plan.policy_version)
+        if step not in history.retired and base <= reach:
+            reach, who = base, f"step {step}"
+        if plan.policy_version >= reach:
+            yield from ((t, f"{who} {of}") for t in _trajectories(plan))
+
+
+def ended_by(history: History, trajectory: str) -> Ended:
+    """What could not be done any more without the tokens of a trajectory."""
+    plans, starts = _plans(history), _starts(history)
+    using = sorted(plan.policy_version for plan in plans.values() if trajectory in _trajectories(plan))
+
+    def read_from(first: int, last: int) -> bool:
+        return bisect_right(using, last) > bisect_left(using, first)
+
+    steps = [
+        step
+        for step, plan in plans.items()
+        if step not in history.retired
+        and read_from(_base(starts[plan.phase], plan.policy_version), plan.policy_version)
+    ]
+    last = max(plans, default=None)
+    resume = None
+    if last is not None and last not in history.retired:
+        base = _base(starts[plans[last].phase], plans[last].policy_version + 1)
+        resume = base if read_from(base, plans[last].policy_version) else None
+    return Ended(tuple(steps), resume)
+
+
+def _plans(history: History) -> dict[int, StepPlanned]:
+    """The plans of the committed steps, in order."""
+    return {number: step.planned for number, step in sorted(history.steps.items())}
+
+
+def _trajectories(plan: StepPlanned) -> set[str]:
+    return {ref["trajectory_id"] for ref in plan.samples}
+
+
+def _starts(history: History) -> dict[str, list[int]]:
+    """Phase -> versions of the checkpoints that its steps may be started from, rising."""
+    phases = {step.planned.phase for step in history.steps.values()}
+    return {phase: sorted(c.policy_version for c in history.starts(phase)) for phase in phases}
+
+
+def _base(starts: list[int], version: int) -> int:
+    """Version of the checkpoint that the state before an update of `version` is restored from.
+
+    Where there is none the step cannot be replayed, and needs its own samples only.
+    """
+    at = bisect_right(starts, version)
+    return starts[at - 1] if at else version
+
+
+_SCALARS = ["kind", "run", "trajectory_id", "policy", "policy_version", "time"]
+
+
+def training_histories(log: Store) -> dict[PolicyKey, History]:
+    """The training histories of the store, by (run, policy).
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    return fold_histories(log.events_of(KINDS))
+
+
+def scan(log: Store) -> Facts:
+    """Read every unit that is not dropped, and the unsealed events; units lane by lane, each in order.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    facts = Facts()
+    rest: dict[str, list[pa.RecordBatch]] = {lane: [] for lane in log.lanes()}
+    for lane, batch in unsealed(log):
+        rest[lane].append(batch)
+    for lane, batches in rest.items():
+        units = current_units(log.path, lane)
+        for unit in units:
+            if unit.dropped_us is None:
+                tables = [read_file(log.path, unit, name, _SCALARS) for name in (TURNS, MARKS)]
+                size = unit_bytes(log, unit)
+                facts.places.append(_place(facts, lane, unit, unit.next_seq, size, tables))
+        if batches:
+            table = pa.Table.from_batches(batches)
+            size, end = _unsealed_bytes(log, lane, units), int(table["seq"][-1].as_py()) + 1
+            facts.places.append(_place(facts, lane, None, end, size, [table.select(_SCALARS)]))
+    # Afterwards: what a plan names that was written meanwhile is in these places, or in none that may go.
+    facts.training = training_histories(log)
+    for event in log.events_of({CursorMoved.KIND}):
+        if isinstance(event.record, CursorMoved):
+            facts.move(event.record.consumer, event.record.cut, event.lane, event.seq)
+    return facts
+
+
+def unit_bytes(log: Store, unit: Unit) -> int:
+    """Bytes that the unit takes: its files, what is left of its segments as WAL, and what is derived."""
+    folder = lane_folder(log.path, unit.lane)
+    paths = [segment_path(folder, s.number) for s in unit.segments]
+    derived = derived_folder(log.path, unit)
+    paths += derived.iterdir() if derived.is_dir() else ()
+    return unit.bytes + sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _unsealed_bytes(log: Store, lane: str, units: list[Unit]) -> int:
+    folder = lane_folder(log.path, lane)
+    sealed = units[-1].last if units else 0
+    last = read_watermark(folder).segment
+    numbers = [n for n in segment_numbers(folder) if sealed < n <= last]
+    return sum(segment_path(folder, n).stat().st_size for n in numbers)
+
+
+def _parts_of(what: str) -> list[str]:
+    return kinds_where(lambda said: said.of == what)
+
+
+def _is_in(column: Any, kinds: Iterable[str]) -> Any:
+    return pc.is_in(column, pa.array(list(kinds)))
+
+
+def _place(
+    facts: Facts, lane: str, unit: Unit | None, next_seq: int, size: int, tables: list[pa.Table]
+) -> LanePart:
+    table = pa.concat_tables(tables)
+    kind = table["kind"]
+    ids = table["trajectory_id"].filter(_is_in(kind, _parts_of("trajectory"))).unique().drop_null()
+    lasting = kind.filter(_is_in(kind, kinds_where(lambda said: said.lasting)))
+    ends = table["trajectory_id"].filter(pc.equal(kind, "trajectory.finished")).unique()
+    facts.finished |= set(ends.to_pylist())
+    _publish(facts, table.filter(pc.equal(kind, "policy.published")))
+    turns = table.filter(pc.equal(kind, "turn.completed"))
+    training = _pairs(table.filter(_is_in(kind, _parts_of("policy"))))
+    training |= {(run, None) for run, _ in _pairs(table.filter(_is_in(kind, _parts_of("run"))))}
+    return LanePart(
+        lane=lane,
+        unit=unit,
+        next_seq=next_seq,
+        bytes=size,
+        newest_us=pc.max(table["time"].cast(pa.int64())).as_py() or 0,
+        trajectories=frozenset(ids.to_pylist()),
+        versions=_newest(turns.filter(pc.is_valid(turns["policy_version"]))),
+        unversioned=turns["policy_version"].null_count > 0,
+        training=frozenset(training),
+        upkeep=frozenset(lasting.unique().to_pylist()),
+    )
+
+
+def _newest(table: pa.Table) -> Mapping[PolicyKey, int]:
+    """The highest policy version of each (run, policy) in the rows."""
+    grouped = table.group_by(["run", "policy"]).aggregate([("policy_version", "max")])
+    return {(row["run"], row["policy"]): row["policy_version_max"] for row in grouped.to_pylist()}
+
+
+def _publish(facts: Facts, table: pa.Table) -> None:
+    for key, version in _newest(table).items():
+        facts.published[key] = max(version, facts.published.get(key, version))
+
+
+def _pairs(table: pa.Table) -> set[tuple[str, str | None]]:
+    grouped = table.group_by(["run", "policy"]).aggregate([])
+    return {(row["run"], row["policy"]) for row in grouped.to_pylist()}
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTraining:
+    """What the erasure of a trajectory's tokens ends of the training of one policy in a run."""
+
+    run: str
+    policy: str
+    ended: Ended
+
+
+def trainings_ended_by(log: Store, trajectory: str, run: str | None = None) -> list[EndedTraining]:
+    """What an erasure with its tokens would end; nothing where one was done, or begun, before.
+
+    Raises:
+        UpkeepError: no such trajectory, or several of that name.
+        CorruptionError: a file is missing or damaged.
+    """
+    found = find_trajectory(log, trajectory, run)
+    erasures = (erasure for unit in live_units(log) for erasure in unit.erased)
+    if any(e.trajectory_id == found.trajectory_id and not e.tokens_kept for e in erasures):
+        return []
+    ended = [
+        EndedTraining(*key, ended_by(history, found.trajectory_id))
+        for key, history in sorted(training_histories(log).items())
+    ]
+    return [one for one in ended if one.ended.steps or one.ended.resume is not None]

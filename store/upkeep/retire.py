@@ -1,5 +1,6 @@
 """Retires committed steps: they can no longer be replayed, and retention may drop the data only they
-needed."""
+needed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from rollbook.store.errors import UpkeepError
 from rollbook.store.events import Event, StepRetired
 from rollbook.store.log.store import Store
-from rollbook.store.upkeep.remove import UPKEEP_LANE
-from rollbook.store.upkeep.scan import training_histories
+from rollbook.store.upkeep.claim import UPKEEP_LANE
+from rollbook.store.upkeep.retention_policy import training_histories
 
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 

@@ -16,12 +16,11 @@ from typing import Any
 
 from pyarrow import fs
 
-from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
-from rollbook.store.inside import read_small
 from rollbook.store.log.store import Store
 from rollbook.store.marker import MARKER
 from rollbook.store.permissions import make_empty
+from rollbook.store.safe_paths import fsync_folder, read_small
 from rollbook.store.sealed.leases import removing
 from rollbook.store.sealed.parquet import sha256_of
 from rollbook.store.sealed.remote import UPLOADING, explained, put, remote_place, remove_remote_files

@@ -8,13 +8,25 @@ A fault of a WAL file whose events are in a unit that is whole says so: `upkeep.
 
 No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
 a lease keeps the unit that is being read.
+
+`rollbook store repair`: removes a damaged WAL file if a sealed unit holds its events undamaged.
+
+After sealing, the newest WAL files stay (`seal.keep_wal_bytes`) and are read before the unit. So readers meet
+damage to one of them, although nothing is lost: without the file they read the unit. That the unit holds the
+same events is verified: the chain runs from the lane's first event through its manifest, its files match
+their sha256, and they hold every sequence number once.
+
+A removal is recorded as `segment.repaired` before it is done. Any other damaged file is left unchanged, since
+no copy of its events is known.
+
+Finds incomplete turns: answered, but without their request or their trajectory's opening in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +36,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollbook.store.errors import CorruptionError, RemoteError, StoreError
+from rollbook.store.events import Event, SegmentRepaired
+from rollbook.store.log.consumer import RUN
 from rollbook.store.log.store import Store
+from rollbook.store.safe_paths import fsync_folder
 from rollbook.store.sealed.leases import take_lease
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged
 from rollbook.store.sealed.remote import is_outage, place
 from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit, current_units, unit_folder
-from rollbook.store.wal.check import verify_segment
+from rollbook.store.sql.query import connect_at
+from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one
 from rollbook.store.wal.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
 from rollbook.store.wal.frame import EMPTY_CHAIN
+from rollbook.store.wal.segment import verify_segment
 
 _CHUNK = 1 << 20
 
@@ -327,3 +344,95 @@ def _fault_of_copy(store: Path, unit: Unit, segment: SealedSegment, chain: str) 
     if (info.events, info.bytes, info.chain.hex()) != (segment.events, segment.bytes, segment.chain):
         return Fault(str(path), "it is not the file that was sealed", segment.number, unit=unit.name)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRepaired:
+    """The result of a repair of one lane.
+
+    Attributes:
+        repaired: damaged WAL files that are gone; each names the unit that is read instead.
+        fault: the first damage that cannot be repaired; what lies behind it was not looked at.
+    """
+
+    lane: str
+    repaired: tuple[Fault, ...]
+    fault: Fault | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"whole": self.fault is None}
+
+
+def repair_store(
+    log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
+) -> list[LaneRepaired]:
+    """Verify every lane, and remove the damaged WAL files whose events are in units that are whole.
+
+    Raises:
+        LaneLockedError: another process changes sealed units, or writes lane `upkeep`.
+        UpkeepError: the store only reads what another one uploaded.
+        RemoteError: object storage does not answer.
+    """
+    with only_one(log):
+        return [_repair(log, lane, on_bytes) for lane in log.lanes()]
+
+
+def _repair(log: Store, lane: str, on_bytes: Callable[[str, int], None]) -> LaneRepaired:
+    damaged: list[tuple[Unit, Fault]] = []
+    found = verify_lane(
+        log.path, lane, lambda count: on_bytes(lane, count), lambda unit, fault: damaged.append((unit, fault))
+    )
+    if damaged:
+        with log.writer(UPKEEP_LANE) as writer:
+            writer.append([Event(_record(unit, fault), RUN) for unit, fault in damaged]).result()
+        for _, fault in damaged:
+            Path(fault.file).unlink(missing_ok=True)
+        fsync_folder(Path(damaged[0][1].file).parent)
+    note_fault(log.path, lane, found.fault)
+    return LaneRepaired(lane, tuple(fault for _, fault in damaged), found.fault)
+
+
+def _record(unit: Unit, fault: Fault) -> SegmentRepaired:
+    [segment] = [s for s in unit.segments if s.number == fault.segment]
+    end = segment.first_seq + segment.events
+    return SegmentRepaired(unit.lane, segment.number, unit.name, segment.first_seq, end, fault.reason)
+
+
+_ROWS = 4096
+_QUERY = """
+    SELECT any_value(run) AS run, trajectory_id, turn_id, 'turn.requested' AS missing
+    FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+    HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
+    UNION ALL
+    SELECT run, trajectory_id, turn_id, 'trajectory.opened'
+    FROM internal.turn_scalars ANTI JOIN internal.trajectory_scalars USING (trajectory_id)
+    ORDER BY ALL"""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A turn in the log without its event of the kind `missing`: it is in no view, and never trained."""
+
+    run: str
+    trajectory_id: str
+    turn_id: str
+    missing: str
+
+    def __str__(self) -> str:
+        return (
+            f"turn {self.turn_id} of trajectory {self.trajectory_id} (run {self.run}) has no {self.missing}: "
+            "it was answered, and is in no view"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {name: getattr(self, name) for name in ("run", "trajectory_id", "turn_id", "missing")}
+
+
+def incomplete_turns(log: Store) -> Iterator[Incomplete]:
+    """The log's incomplete turns, in bounded memory."""
+    with connect_at(log) as connection:
+        found = connection.execute(_QUERY)
+        while rows := found.fetchmany(_ROWS):
+            yield from (Incomplete(*row) for row in rows)

@@ -11,7 +11,7 @@ import pytest
 from rollbook.bench import bits
 from rollbook.bench.bits import OTHERS, PLAIN, SAME, STAGES, Apart, Plan, measure, outcome
 from rollbook.bench.processes import BenchError
-from rollbook.replay.tolerances import Comparison, Worst
+from rollbook.replay.step.tolerances import Comparison, Worst
 
 pytestmark = pytest.mark.torch
 

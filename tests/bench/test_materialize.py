@@ -10,14 +10,7 @@ import pytest
 
 from rollbook.bench import materialize
 from rollbook.bench.materialize import DROPS, HELP, LOOP, NUMBER, SAMPLES, SORT_OUT, Measured, Plan
-from rollbook.bench.materialize_loops import (
-    LOOPS,
-    NEWEST,
-    Batch,
-    numbers_of,
-    sort_out_by_groups,
-    sorted_out,
-)
+from rollbook.bench.materialize_loops import LOOPS, NEWEST, Batch, numbers_of, sort_out_by_groups, sorted_out
 from rollbook.bench.rounds import Lap, Limit
 from rollbook.bench.scale_commands import Use
 from rollbook.bench.scale_store import store_in

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

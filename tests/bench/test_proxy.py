@@ -34,7 +34,17 @@ from rollbook.store import Event
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import VersionSpan
 from rollbook.testing import tied
-from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, serving
+from rollbook.testing.asgi import (
+    Message,
+    Receive,
+    Send,
+    drop,
+    free_port,
+    read_body,
+    reply,
+    send_part,
+    serving,
+)
 from rollbook.testing.dialogues import (
     ANSWERS,
     CALLS,
@@ -45,7 +55,6 @@ from rollbook.testing.dialogues import (
     write_model,
     write_replies,
 )
-from rollbook.testing.ports import free_port
 from rollbook.testing.scripted_openai import ScriptedOpenAI, choice_of
 
 

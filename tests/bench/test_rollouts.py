@@ -13,7 +13,7 @@ from rollbook.bench.figure import Figure
 from rollbook.bench.processes import BenchError
 from rollbook.bench.rollout_outcome import Hostile, Lap, Measured
 from rollbook.bench.rounds import Limit
-from rollbook.ingest.rollouts.isolation import LEVELS, missing
+from rollbook.rollouts.launchers.isolation import LEVELS, missing
 
 SMALL = rollouts.Plan(
     **{"limit": Limit(1, 30.0), "concurrency": 4, "trajectories": 8, "turns": 2, "starts": 2, "hostile": 18},

@@ -26,7 +26,7 @@ from rollbook.store.events.batches import encode
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.unit import current_units
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 

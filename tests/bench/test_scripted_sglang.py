@@ -16,8 +16,7 @@ import orjson
 import pytest
 
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_answers import Answer, Failure, draft, hashed, in_turn, logprobs_of
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Answer, Failure, Options, draft, hashed, in_turn, logprobs_of
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -312,7 +311,7 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     """It prints its address, answers from a script file, and reads text with a tokenizer."""
     script = tmp_path / "answers.py"
     script.write_text(
-        "from rollbook.testing.scripted_answers import Answer\n"
+        "from rollbook.testing.scripted_job import Answer\n"
         "def make(path):\n    return lambda ids, params: Answer([len(ids), len(path.read_text())])\n"
     )
     words = [sys.executable, "-m", "rollbook.testing.scripted_serve", "--script", f"{script}:make"]

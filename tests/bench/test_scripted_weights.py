@@ -18,11 +18,9 @@ import httpx
 import pytest
 
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_answers import Answer, in_turn
-from rollbook.testing.scripted_faults import Fault
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Answer, Options, in_turn
 from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import place_in_sglang
+from rollbook.testing.scripted_weights import Fault, place_in_sglang
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SLOW = Answer(range(100, 160), token_s=0.02)
@@ -106,7 +104,7 @@ def _expected(model: Path) -> dict[str, str]:
     """SGLang's checksums of a model, by hand."""
     import torch
 
-    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.engines.weights.digests import read_weights
 
     held = read_weights(model)
     for layer, merged, parts in (("self_attn", "qkv", "q k v"), ("mlp", "gate_up", "gate up")):
@@ -122,7 +120,7 @@ def _sent(tensors: Any) -> list[str]:
 
 
 def _items(model: Path) -> list[tuple[str, Any]]:
-    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.engines.weights.digests import read_weights
 
     return list(read_weights(model).items())
 

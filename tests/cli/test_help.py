@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
-from rollbook.cli.help_texts import literal
+from rollbook.cli.options import literal
 
 
 def _commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

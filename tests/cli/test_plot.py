@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli.app import app
-from rollbook.cli.plotting import DASHBOARD, DRAWN, HELD_OUT, Wanted, read_curves
+from rollbook.cli.train.plotting import DASHBOARD, DRAWN, HELD_OUT, Wanted, read_curves
 from rollbook.store import Store
 from rollbook.store.events import EvalFinished, RunOpened
 

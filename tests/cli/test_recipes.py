@@ -99,7 +99,7 @@ def test_what_is_wrong_is_named(log: Store, tmp_path: Path, text: str, said: str
     """The file, the key and what is wrong with it."""
     code, _ = _run("samples", "--recipe", _file(tmp_path, "r.toml", text), "--store", log.path)
     assert code != 0
-    from rollbook.cli.recipes import print_recipe
+    from rollbook.cli.samples import print_recipe
     from rollbook.store.errors import ConfigError
 
     with pytest.raises(ConfigError) as refused:

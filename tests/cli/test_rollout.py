@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.ingest.rollouts import proxy
-from rollbook.testing.ports import free_port
+from rollbook.rollouts import proxy
+from rollbook.testing.asgi import free_port
 
 Command = Callable[..., tuple[int, str]]
 

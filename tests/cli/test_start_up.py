@@ -18,6 +18,6 @@ def test_the_command_line_imports_no_library_of_its_work() -> None:
 
 def test_what_a_recipe_makes_of_a_log_needs_no_torch() -> None:
     """Nor do commands that read a CONFIG without computing: torch takes longer to import than they take."""
-    program = "import sys, rollbook.cli.recipes; print('torch' in sys.modules)"
+    program = "import sys, rollbook.cli.samples; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"

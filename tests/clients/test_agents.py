@@ -15,7 +15,7 @@ from tests.clients.conftest import Proxy, Run, Told
 from tests.clients.programs.conversation import ANSWER, QUESTION
 
 from rollbook.store.fold.trajectory import Trajectory, Turn
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 FINISHES = {
     "tool_use": "tool_calls",

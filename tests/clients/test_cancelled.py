@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.clients.conftest import Proxy, Run
 
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])

@@ -17,14 +17,14 @@ from tests.clients.conftest import ENVIRONMENT, HERE
 from tests.examples.played import served
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import parse_rollouts
-from rollbook.ingest.rollouts.progress import Progress
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.rollouts.config import parse_rollouts
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.places import Progress
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import read_tasks
 from rollbook.store.errors import RolloutError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,7 +20,7 @@ from tests.clients.conftest import Proxy, Run
 from tests.clients.programs.conversation import ANSWER, QUESTION
 
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 SLOWLY = f"{QUESTION} Answer slowly."
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.clients.conftest import Proxy, Run
 
-from rollbook.ingest.tokens.normal_form import normal, reasoning_of
+from rollbook.ingest.tokens.message_form import normal, reasoning_of
 from rollbook.store.fold.trajectory import Trajectory
 
 PROGRAMS = [

@@ -12,7 +12,7 @@ import pytest
 from tests.clients.conftest import ENVIRONMENT, HERE, Proxy
 
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 
 def _trace(proxy: Proxy, folder: Path, *words: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import pytest
 from tests.clients.conftest import ENVIRONMENT, Proxy
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import parse_rollouts
-from rollbook.ingest.rollouts.proxy import Proxy as Asked
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.rollouts.config import parse_rollouts
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.proxy import Proxy as Asked
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import read_tasks
 from rollbook.store.errors import RolloutError
 
 FAILING = """

@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 from golden_store import write_golden
 
-from rollbook.store.events import (
-    TrajectoryOpened,
-    TurnCompleted,
-    TurnRequested,
-    VersionSpan,
-    token_ids,
-)
+from rollbook.store.events import TrajectoryOpened, TurnCompleted, TurnRequested, VersionSpan, token_ids
 from rollbook.store.events.routed_experts import pack
 from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.settings import AppendSettings

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from rollbook.train.algorithms import parts
-from rollbook.train.algorithms.baselines import BASELINES
+from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.rollouts import Rollouts
-from rollbook.train.algorithms.surrogates import SURROGATES
+from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import parse_config
 

@@ -16,7 +16,7 @@ from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.store import Store
 from rollbook.store.sql import columns
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.config.recipe import RecipeConfig
 
 NOT_RUN = ("serve", "train", "replay", "tail")

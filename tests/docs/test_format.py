@@ -21,11 +21,10 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store, settings
 from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
-from rollbook.store.events.row import row_of
-from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA
+from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA, row_of
 from rollbook.store.events.upcast import UPCASTERS, version_of
-from rollbook.store.interchange import bundle_layout
-from rollbook.store.interchange.bundle_layout import Bundle, Member
+from rollbook.store.interchange import bundle
+from rollbook.store.interchange.bundle import Bundle, Member
 from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.sealed.derived import DERIVED, KIND_SCHEMA, KINDS, LOCATION_SCHEMA, LOCATIONS
 from rollbook.store.sealed.names import NAMES
@@ -34,8 +33,7 @@ from rollbook.store.sealed.projections import OUTLIER_BELOW
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import Erasure, SealedFile, SealedSegment, Unit, current_units, unit_folder
 from rollbook.store.settings import SealSettings
-from rollbook.store.wal.frame import EMPTY_CHAIN, next_chain, read_frame, scan
-from rollbook.store.wal.rows import FEW, encode_rows
+from rollbook.store.wal.frame import EMPTY_CHAIN, FEW, encode_rows, next_chain, read_frame, scan
 
 
 @pytest.fixture(scope="module")
@@ -204,12 +202,12 @@ def test_every_key_of_a_bundles_manifest_is_described(page: str) -> None:
     rows = _cells(_table(page, "| key of `BUNDLE.json` | content |"))
     assert re.findall(r"`(\w+)`", " ".join(key for key, _ in rows)) == [f.name for f in fields(Bundle)]
     assert re.findall(r"`(\w+)`", rows[-1][1]) == [f.name for f in fields(Member)]
-    assert f"at most {bundle_layout.MANIFEST_BYTES >> 20} MiB" in page
-    assert f"no more than {bundle_layout.MOST_MEMBERS} files" in page
+    assert f"at most {bundle.MANIFEST_BYTES >> 20} MiB" in page
+    assert f"no more than {bundle.MOST_MEMBERS} files" in page
     told = re.search(r"has ((?:`\.\w+`[, and]*)+) files, and `(\S+)`;", page)
     assert told is not None
-    assert all(bundle_layout.of_model(f"a{end}") for end in re.findall(r"`(\.\w+)`", told[1]))
-    assert bundle_layout.of_model(told[2])
+    assert all(bundle.of_model(f"a{end}") for end in re.findall(r"`(\.\w+)`", told[1]))
+    assert bundle.of_model(told[2])
 
 
 def test_every_derived_file_is_documented(page: str) -> None:

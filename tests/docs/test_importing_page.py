@@ -78,9 +78,9 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_that_follow_import_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher gives all ranks the same command, and rank 0 alone does what comes first."""
-    from rollbook.cli.training import run_train
+    from rollbook.cli.train.training import run_train
     from rollbook.train.config.files import load_config
-    from rollbook.train.megatron import ranks
+    from rollbook.train.ranks import ranks
 
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     launched["ROLLBOOK_RANKS_SECRET"] = "a text that nobody guesses, of some length"

@@ -69,6 +69,6 @@ def test_the_table_has_every_term_and_reason(page: str) -> None:
 
 def test_the_significance_level_matches_the_code(page: str) -> Any:
     """The significance level that the page names is the code's."""
-    from rollbook.cli.ledger import SIGNIFICANT
+    from rollbook.cli.show.ledger import SIGNIFICANT
 
     assert f"below {SIGNIFICANT} the sentence says" in page

@@ -14,11 +14,11 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from rollbook.ingest.rollouts.agent_config import AgentConfig
 from rollbook.ingest.serve.settings import ServeSettings
+from rollbook.rollouts.config import AgentConfig
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.megatron.shape import FAMILIES
+from rollbook.train.model.shape import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from rollbook.cli import app as cli
-from rollbook.replay.lineage import tokens
+from rollbook.lineage import trajectories
 from rollbook.store import Store
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
@@ -47,5 +47,11 @@ def test_the_commands_print_the_tree(
 def test_the_page_names_every_reason(root: Path) -> None:
     """Why a token was not trained."""
     page = (root / "docs" / "lineage.md").read_text()
-    reasons = (tokens.UNDELIVERED, tokens.ALTERED, tokens.ERASED, tokens.CUT_OFF, tokens.OTHER_SAMPLE)
+    reasons = (
+        trajectories.UNDELIVERED,
+        trajectories.ALTERED,
+        trajectories.ERASED,
+        trajectories.CUT_OFF,
+        trajectories.OTHER_SAMPLE,
+    )
     assert all(f"`{reason}`" in page for reason in reasons)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.formats import converted
-from rollbook.ingest.requests.fields import AddPreference
+from rollbook.ingest.fields import AddPreference
 from rollbook.store import Store
 from rollbook.testing.dialogues import write_model
 from rollbook.train.algorithms.preferences import Dpo

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from rollbook.cli.app import app
 from rollbook.store.catalog.tables import SCHEMA_REVISION
-from rollbook.store.interchange.bundle_layout import FORMAT as BUNDLE_FORMAT
+from rollbook.store.interchange.bundle import FORMAT as BUNDLE_FORMAT
 from rollbook.store.marker import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]

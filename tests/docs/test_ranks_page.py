@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rollbook.cli.app import app
 from rollbook.testing.dialogues import write_model
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.megatron.placed import FAMILIES, VARIABLES
+from rollbook.train.ranks.ray_ranks import FAMILIES, VARIABLES
 
 pytestmark = pytest.mark.ranks
 

@@ -19,12 +19,12 @@ import typer
 
 from rollbook import store as rb
 from rollbook.cli.app import app
-from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.serve.settings import parse_settings
 from rollbook.online.config import load_whole
+from rollbook.rollouts.config import parse_rollouts
 from rollbook.store import Store
+from rollbook.store.config import is_whole
 from rollbook.store.settings import StoreSettings
-from rollbook.store.whole_config import is_whole
 from rollbook.train.config.config import parse_config
 from rollbook.train.config.recipe import RecipeConfig
 

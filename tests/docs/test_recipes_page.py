@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from rollbook.cli.app import app
 from rollbook.store import Store
 from rollbook.train.config.files import load_recipe
-from rollbook.train.data.recipe import RULES
+from rollbook.train.select.recipe import RULES
 
 OF_GROUPS = ("top_fraction", "group_incomplete", "zero_variance", "unpaired", "pair_broken")
-"""Rules that compare samples: `train/data/sorting.py` and `train/data/units.py` have them."""
+"""Rules that compare samples: `train/select/sorting.py` and `train/batches/units.py` have them."""
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollbook.replay.tolerances import NARROW, TOLERANCES, Tolerance, tolerance_of
-from rollbook.train.loop.environment import fingerprint
-from rollbook.train.loop.source_digests import ROOMS
-from rollbook.train.loop.variables import PREFIXES
+from rollbook.replay.step.tolerances import NARROW, TOLERANCES, Tolerance, tolerance_of
+from rollbook.train.environment import PREFIXES, ROOMS, fingerprint
 
 NAMED = re.compile(r"`([^`]+)`")
 PARTS = {"largest": "of_largest", "own": "rtol", "rate": "of_rate"}

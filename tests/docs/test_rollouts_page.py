@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollbook.cli.rollout_page import TABLES, render
-from rollbook.ingest.rollouts.config import load_rollouts
-from rollbook.ingest.rollouts.outcome import Status
-from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, variables
+from rollbook.rollouts.config import load_rollouts
+from rollbook.rollouts.launchers.agent_environment import Address, variables
+from rollbook.rollouts.outcome import Status
+from rollbook.rollouts.tasks import Task
 
 
 def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:

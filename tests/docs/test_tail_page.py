@@ -21,15 +21,15 @@ from fastapi import FastAPI
 from warm import WarmProcess
 
 from rollbook import store as rb
+from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.guard import Guard, add_guards
+from rollbook.edge.keys import Keys
+from rollbook.edge.web_pages import Own
+from rollbook.ingest.access import ROUTES
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.event_streams import KEEP_ALIVE_S
-from rollbook.ingest.http.events_api import PARAMETERS, add_event_routes
-from rollbook.ingest.http.guard import Guard, add_guards
-from rollbook.ingest.http.keys import Keys
-from rollbook.ingest.http.rules import ROUTES
-from rollbook.ingest.http.web_pages import Own
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.routes.event_feed import KEEP_ALIVE_S
+from rollbook.ingest.routes.events import PARAMETERS, add_event_routes
 from rollbook.store import Store, format_cut
 
 ADDRESS = "http://127.0.0.1:8000"

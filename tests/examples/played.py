@@ -21,7 +21,7 @@ from rollbook import store as rb
 from rollbook.bench.rollouts import lines_of_ours as lines_that_name_rollbook
 from rollbook.store import Store
 from rollbook.store.events import StepPlanned
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 HERE = Path(__file__).parents[2]
 EXAMPLES = HERE / "examples"

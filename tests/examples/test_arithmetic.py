@@ -10,7 +10,7 @@ from habits import call
 from tests.examples.played import EXAMPLES, Played, lines_of_ours, play
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 CALLS = [
     call("calc", a=a, op=op, b=b) for a, op, b in ((37, "+", 58), (60, "-", 18), (58, "+", 37), (60, "+", 18))

@@ -7,7 +7,7 @@ import pytest
 from tests.examples.played import Played, play
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 
 @pytest.fixture(scope="module")

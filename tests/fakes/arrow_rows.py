@@ -7,8 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollbook.store.events.row import ARRAYS, ROW_NAMES, Row, stored_array, whole
-from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.events.schema import ARRAYS, LOG_SCHEMA, ROW_NAMES, Row, stored_array, whole
 
 
 def by_pyarrow(rows: Sequence[Row], first_seq: int) -> pa.RecordBatch:

@@ -13,9 +13,9 @@ from typing import Any
 from rollbook import store as rb
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import rollbook_command
-from rollbook.ingest.rollouts.leaks import start_of
+from rollbook.rollouts.launchers.leaks import start_of
 from rollbook.store import Store
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 HERE = Path(__file__).parents[2]
 _STEP = re.compile(r" step \d+: version ")

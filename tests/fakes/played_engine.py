@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.ingest.engines.engine import Generation, OnTokens, Prompt, Sampling, ignore_tokens
+from rollbook.engines.engine import Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.store.events import VersionSpan, token_ids
 
 ALL_FIELDS = frozenset({"temperature", "top_p", "stop", "seed", "logprobs", "response_format"})

@@ -11,7 +11,7 @@ import openai
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 PATIENCE_S = 30.0
 

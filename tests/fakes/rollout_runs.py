@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import RolloutConfig
-from rollbook.ingest.rollouts.progress import Progress
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.config import RolloutConfig
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.places import Progress
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import Task
 
 
 def tasks(*what: str) -> list[Task]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollbook.ingest.endpoints.api import AgentApi, UpstreamForm
 from rollbook.ingest.endpoints.upstream_reply import UpstreamChoice, UpstreamReply
-from rollbook.ingest.requests.fields import SamplingFields, validated
+from rollbook.ingest.fields import SamplingFields, validated
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.errors import RequestError
 

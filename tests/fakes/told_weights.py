@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollbook.ingest.engines.sglang.http import SglangServer
-from rollbook.ingest.engines.weights.name import version_in
+from rollbook.engines.sglang.http import SglangServer
+from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
 
 STARTED_WITH = "default"

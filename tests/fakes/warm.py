@@ -24,8 +24,8 @@ LIGHT = ("rollbook.cli.app", "rollbook.ingest.serve.serve", "rollbook.store.sql.
 TORCH = (
     *LIGHT,
     *("megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.pipeline_parallel"),
-    *("rollbook.train.loop.loop", "rollbook.train.megatron.layer", "rollbook.train.megatron.ranks"),
-    *("rollbook.replay.step", "rollbook.train.loop.reference_process"),
+    *("rollbook.train.loop.loop", "rollbook.train.model.layer", "rollbook.train.ranks.ranks"),
+    *("rollbook.replay.step.step", "rollbook.train.step.reference"),
 )
 """What trainings and replays need, too."""
 SERVER = Path(__file__).with_name("warm_server.py")

@@ -1,6 +1,6 @@
 """Ranks, and references apart, as forks of a process that has imported what they need.
 
-From there on each is what `python -m rollbook.train.megatron.follow` is. How ranks begin, and end when others
+From there on each is what `python -m rollbook.train.ranks.follow` is. How ranks begin, and end when others
 do, is tested with real starts (`tests/train/test_rank_processes.py` and `test_placed_ranks.py`).
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from warm import TORCH, WarmProcess
 
-from rollbook.train.loop import reference_process
-from rollbook.train.megatron import launch
+from rollbook.train.ranks import launch
+from rollbook.train.step import reference
 
 # A fork of another process than its leader is ended when that is gone, by who forked it.
 RANK = """
@@ -32,7 +32,7 @@ module.main(sys.argv[2], *(int(word) for word in sys.argv[3:]))
 
 def start(command: Sequence[str], **options: Any) -> WarmProcess:
     """What starts the process of a rank, or of a reference."""
-    assert tuple(command[1:3]) in (launch.FOLLOW, reference_process.PROGRAM), f"{command}: not a rank"
+    assert tuple(command[1:3]) in (launch.FOLLOW, reference.PROGRAM), f"{command}: not a rank"
     return WarmProcess([sys.executable, "-c", RANK, *command[2:]], modules=TORCH, **options)
 
 

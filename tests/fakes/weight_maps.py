@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.megatron.weight_names import checked, plan, shard, stream_weights
+from rollbook.train.model.shape import ModelShape
+from rollbook.train.model.weight_names import checked, plan, shard, stream_weights
 
 
 def to_megatron(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ import pytest
 from rollbook import store
 from rollbook.demo.processes import Server
 from rollbook.store.events import CursorMoved, EngineControlled, TrajectoryOpened
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 PAGE = (Path(__file__).parent / "pages" / "attack.html").read_text()
 SECRET = "what-nobody-else-may-read"

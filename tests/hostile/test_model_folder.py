@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.ingest.engines.model_files import read_json, weight_files
+from rollbook.engines.model_files import read_json, weight_files
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ModelError
 
@@ -61,7 +61,7 @@ class _Runs:
 @pytest.mark.torch
 def test_no_code_of_a_model_runs(whole_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a pickle in the place of weights nor a module that the configuration names."""
-    from rollbook.ingest.engines.embedded.engine import _loaded
+    from rollbook.engines.embedded.engine import _loaded
 
     folder, trace = tmp_path / "model", tmp_path / "it-ran"
     folder.mkdir()

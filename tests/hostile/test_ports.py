@@ -231,7 +231,7 @@ def _training(fabric: Any, recorded: Store, folder: Path, **settings: Any) -> Ca
 def test_the_stranger_sets_keys() -> None:
     """Of torch's store, if he reaches it: so what the others show is that nobody reads his, not that he
     is too clumsy."""
-    from rollbook.train.megatron.meeting import MeetingPoint, meet
+    from rollbook.train.ranks.meeting import MeetingPoint, meet
 
     sys.path.append(str(STRANGER.parent))
     import stranger
@@ -275,7 +275,7 @@ def test_a_replay(of_two_ranks: Store, watched: Watched) -> None:
 
 
 SCRIPT = """
-from rollbook.testing.scripted_answers import Answer
+from rollbook.testing.scripted_job import Answer
 
 def answer(input_ids, params):
     return Answer([5, 6, 7])

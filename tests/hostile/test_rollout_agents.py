@@ -24,11 +24,11 @@ from rollbook import store as rb
 from rollbook.bench.hostile.attack import TOKENS
 from rollbook.bench.hostile.script import reply_to
 from rollbook.bench.hostile.stage import OPERATOR, Proxy, Stage
-from rollbook.ingest.rollouts import isolation
-from rollbook.ingest.rollouts.rollouts import DIED
+from rollbook.rollouts.launchers import isolation
+from rollbook.rollouts.rollouts import DIED
 from rollbook.testing.ledger import fold_ledger
 from rollbook.train.config.config import parse_config
-from rollbook.train.data.source import EpochUnits
+from rollbook.train.sources.source import EpochUnits
 
 pytestmark = pytest.mark.timeout(240)
 AGENT = Path(__file__).parents[1] / "fakes" / "hostile_agent.py"

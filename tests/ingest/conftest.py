@@ -27,23 +27,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from warm import WarmProcess
 
 from rollbook import store
+from rollbook.engines.engine import Generation
 from rollbook.ingest.endpoints.chat import API as CHAT_API
-from rollbook.ingest.engines.engine import Generation
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.fields import OpenTrajectory
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
-from rollbook.ingest.replies.detect import FAMILIES
-from rollbook.ingest.requests.fields import OpenTrajectory
+from rollbook.ingest.replies.choose import FAMILIES
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import CompletedTurn
-from rollbook.ingest.turns.in_flight import InFlightCall
+from rollbook.ingest.turns.in_flight import CompletedTurn, InFlightCall
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory, fold
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.server_sent_events import Message, MessageReader, messages_of, read_messages
+from rollbook.edge.server_sent_events import Message, MessageReader, messages_of, read_messages
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

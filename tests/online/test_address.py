@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from rollbook import store
-from rollbook.ingest.engines.whose import ASKS, PROVES, Whose, proof
-from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.online import part as parts
 from rollbook.online.address import Proof, check_is_ours, placed_at
 from rollbook.online.config import WholeConfig, load_whole
 from rollbook.online.part import Part, Spec
+from rollbook.rollouts.proxy import Proxy
+from rollbook.store.config import PORT
 from rollbook.store.errors import ConfigError, RolloutError
-from rollbook.store.whole_config import PORT
+from rollbook.store.whose import ASKS, PROVES, Whose, proof
 
 THEIRS = {"status": "ok", "run": "theirs", "store": "store-2"}
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.online.awaited import Awaited, Limits, PartState, Silence, awaited
-from rollbook.online.course import Course
+from rollbook.online.progress import Awaited, Course, Limits, PartState, Silence, awaited
 from rollbook.store.events import (
     EvalFinished,
     EvalStarted,

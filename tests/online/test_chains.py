@@ -31,7 +31,7 @@ from rollbook.demo.processes import rollbook_command
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import prepared
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned, TurnCompleted
 from rollbook.train.checkpoints.export import export_model
@@ -102,7 +102,7 @@ def _record(path: Path, run: str, model: Path, first: int) -> None:
 
 def _train(path: Path, link: Link, model: Path) -> None:
     """`rollbook train` in this process, on samples of the version that it begins with."""
-    from rollbook.cli.training import run_train
+    from rollbook.cli.train.training import run_train
     from rollbook.train.config.config import parse_config
 
     values = {

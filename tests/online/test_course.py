@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from rollbook.cli.running import lines_of
-from rollbook.online.course import Course
+from rollbook.cli.online.running import lines_of
+from rollbook.online.progress import Course
 from rollbook.store.events import (
     EvalFinished,
     EvalStarted,

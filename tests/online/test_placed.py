@@ -21,9 +21,8 @@ from ray_nodes import ray_nodes
 from rollbook.online import part as parts
 from rollbook.online import placed as placing
 from rollbook.online.config import PlacedConfig, WholeConfig, at_addresses, load_whole
-from rollbook.online.parts import specs_of
+from rollbook.online.parts import Supervisor, specs_of
 from rollbook.online.placed import placed
-from rollbook.online.supervisor import Supervisor
 from rollbook.store.errors import ConfigError, RolloutError
 from rollbook.store.patience import Patience
 

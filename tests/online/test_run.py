@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from online_run import Run
 
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store.events import VOID, EvalFinished, LaunchStarted
 from rollbook.testing.ledger import fold_ledger
 

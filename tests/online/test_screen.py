@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollbook.cli import running
-from rollbook.cli.running import Lines, Screen
+from rollbook.cli.online import running
+from rollbook.cli.online.running import Lines, Screen
 from rollbook.online.config import load_whole
 from rollbook.online.part import Spec
-from rollbook.online.supervisor import Supervisor
+from rollbook.online.parts import Supervisor
 from rollbook.store.events import Event
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from rollbook.online import guard
 from rollbook.online import part as parts
-from rollbook.online import supervisor as supervisors
+from rollbook.online import parts as supervisors
 from rollbook.online.part import Part, PartError, Spec
-from rollbook.online.supervisor import Supervisor
-from rollbook.testing.ports import free_port
+from rollbook.online.parts import Supervisor
+from rollbook.testing.asgi import free_port
 
 SERVER = """
 import http.server, os, signal, sys, time
@@ -270,7 +270,7 @@ def test_its_parts_end_with_it(server: Callable[..., Spec], start_python: Any) -
 import asyncio
 from pathlib import Path
 from rollbook.online.part import Spec
-from rollbook.online.supervisor import Supervisor
+from rollbook.online.parts import Supervisor
 
 spec = Spec("first", {spec.command!r}, Path({str(spec.log)!r}), health={spec.health!r})
 asyncio.run(Supervisor([[spec]], print).run())
@@ -290,7 +290,7 @@ def test_nothing_outlives_it(start_python: Any) -> None:
     code = """
 import asyncio, os, signal, subprocess, sys
 from rollbook.online import guard
-from rollbook.online.guarded import guarded
+from rollbook.online.earlier import guarded
 
 async def main():
     async with guarded("the-mark", print):

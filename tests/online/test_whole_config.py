@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.rollouts.config import load_rollouts
 from rollbook.ingest.serve.settings import load_settings
 from rollbook.online.config import load_whole
 from rollbook.online.parts import specs_of
+from rollbook.rollouts.config import load_rollouts
 from rollbook.store.errors import ConfigError
 from rollbook.train.config.files import load_config
 

@@ -16,20 +16,19 @@ import torch
 from parity.cases import Case
 
 from rollbook.train.algorithms import reward_models
+from rollbook.train.algorithms.advantages import BASELINES, deviations
 from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
-from rollbook.train.algorithms.baselines import BASELINES, deviations
 from rollbook.train.algorithms.corrections import CORRECTIONS
-from rollbook.train.algorithms.logprobs import entropies
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS, KlBound, estimate
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
-from rollbook.train.algorithms.surrogates import SURROGATES
+from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES, KlBound, estimate
+from rollbook.train.batches.experience import age_weights
 from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.experience import age_weights
+from rollbook.train.step.predictions import entropies
 
 
 def algorithm(name: str = "policy_gradient", **keys: Any) -> GroupPolicyGradient:

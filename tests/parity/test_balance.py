@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from rollbook.train.data.balance import balanced
+from rollbook.train.batches.batch import balanced
 
 
 def _unequal(parts: list[list[int]], work: list[int]) -> float:

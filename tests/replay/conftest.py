@@ -18,16 +18,22 @@ from lineage_story import lineage_story
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
 from rollbook.store.events import RunOpened, StepPlanned
 from rollbook.store.events.batches import encode, to_batch
 from rollbook.store.events.codec import decode
-from rollbook.store.events.row import row_of
-from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.events.schema import LOG_SCHEMA, row_of
 from rollbook.store.wal.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
-from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, scan
-from rollbook.store.wal.rows import decode_rows, encode_rows
+from rollbook.store.wal.frame import (
+    EMPTY_CHAIN,
+    HEADER_FRAME,
+    ROW_FRAME,
+    decode_rows,
+    encode_frame,
+    encode_rows,
+    scan,
+)
 
 FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"
 

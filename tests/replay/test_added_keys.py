@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Event, Store
+from rollbook.store.config import Table
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Record, RunOpened, SampleDropped, StepPlanned
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.config.config import CriticConfig, OptimizerConfig
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.table import Table
 
 LATER: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("value_clip", "kl_estimator", "count_rejected"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.sealed.unit import current_units

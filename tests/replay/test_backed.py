@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.backed import BACKING, unbacked, unbacked_in
-from rollbook.replay.step import replay_step
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.claims.backed import BACKING, unbacked, unbacked_in
+from rollbook.replay.step.step import replay_step
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Event, Store
 from rollbook.store.events import CheckpointWritten, PolicyActivated, PolicyPublished, StepCommitted
 

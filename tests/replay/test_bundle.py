@@ -18,9 +18,8 @@ import orjson
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.bundle import export_step, opened_bundle
-from rollbook.replay.bundle_replay import replay_bundle
-from rollbook.replay.step import replay_step
+from rollbook.replay.bundles.bundle import export_step, opened_bundle, replay_bundle
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import StepReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError, ReplayError, TrainError
@@ -65,8 +64,8 @@ def of_critic(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def test_what_would_take_too_much_memory(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sealed files are refused by the headers of their pages, before any of them is decoded."""
-    monkeypatch.setattr("rollbook.replay.bundle.PAGE_BYTES", 10)
-    monkeypatch.setattr("rollbook.replay.bundle.end_with_units", None)
+    monkeypatch.setattr("rollbook.replay.bundles.bundle.PAGE_BYTES", 10)
+    monkeypatch.setattr("rollbook.replay.bundles.bundle.end_with_units", None)
     refusal = r"sealed/.*\.parquet cannot be read: .*has a page of \d+ bytes, of 10"
     with pytest.raises(InterchangeError, match=refusal), opened_bundle(plain):
         pass

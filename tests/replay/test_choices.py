@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.claims import judged
-from rollbook.replay.run_log import RunLog
+from rollbook.replay.claim import judged
+from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Event, Store
 from rollbook.store.cut import format_cut

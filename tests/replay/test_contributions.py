@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.contributions import contributions
-from rollbook.replay.replayer import Replayer
-from rollbook.replay.run_log import RunLog
-from rollbook.replay.starts import find_start
-from rollbook.replay.stretch import history_of
+from rollbook.replay.step.replayer import Replayer
+from rollbook.replay.step.run_log import RunLog
+from rollbook.replay.step.starts import find_start
+from rollbook.replay.stretch.contributions import contributions
+from rollbook.replay.stretch.stretch import history_of
 from rollbook.store import Store
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.data.batch import build_batch
-from rollbook.train.loop.step import PolicyLoss
+from rollbook.train.batches.batch import build_batch
+from rollbook.train.step.step import PolicyLoss
 
 STEP = 11
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Event, Store
 from rollbook.store.events import Record, RewardAssigned, RunOpened, StepCommitted, StepPlanned, StepVectors
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.more
 PROVE = """
 import sys, orjson
 from rollbook import store
-from rollbook.replay.stretch import prove_stretch
+from rollbook.replay.stretch.stretch import prove_stretch
 from rollbook.store.fold.history import KINDS, fold_histories
 log, found = store.open(sys.argv[1]), {}
 for (run, policy), history in fold_histories(log.events_of(KINDS)).items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
 PACKED = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
 BEST = {"recipe": {"top_fraction": 0.75, "group_statistics": "all"}} | PACKED

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from lineage_story import A, B
 
 from rollbook import store as rb
-from rollbook.replay.lineage.line import Line
-from rollbook.replay.lineage.records import Version
-from rollbook.replay.lineage.steps import policy_lineage, step_lineage
-from rollbook.replay.lineage.tokens import CUT_OFF, OTHER_SAMPLE, UNDELIVERED, token_lineage
-from rollbook.replay.lineage.trajectories import trajectory_lineage
+from rollbook.lineage.line import Line
+from rollbook.lineage.records import Version
+from rollbook.lineage.steps import policy_lineage, step_lineage
+from rollbook.lineage.trajectories import (
+    CUT_OFF,
+    OTHER_SAMPLE,
+    UNDELIVERED,
+    token_lineage,
+    trajectory_lineage,
+)
 from rollbook.store import Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import ReplayError

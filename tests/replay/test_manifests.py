@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.replay.manifest import checked
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.manifest import checked
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Event, Store
 from rollbook.store.errors import ReplayError, RollbookError

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_tensors
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import Place
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
 from rollbook.store.events import RewardAssigned, StepPlanned
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.ranks.backend import TrainablePolicy
 
 Stores = Callable[..., Store]
 STEP = 11

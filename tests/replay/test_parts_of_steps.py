@@ -11,8 +11,8 @@ import numpy as np
 import orjson
 import pytest
 
-from rollbook.replay.partial import Part, chosen
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.partial import Part, chosen
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import Verdict
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.events import RewardAssigned
-from rollbook.train.algorithms import grpo, surrogates
+from rollbook.train.algorithms import policy_gradient, surrogates
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.data import recipe
-from rollbook.train.data.materialize import Materializer
-from rollbook.train.loop import metrics, scoring
-from rollbook.train.loop.experiences import Experiences
-from rollbook.train.loop.step import PolicyLoss
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.batches.materialize import Materializer
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.select import recipe
+from rollbook.train.step import metrics, scoring
+from rollbook.train.step.experiences import Experiences
+from rollbook.train.step.step import PolicyLoss
 
 Stores = Callable[..., Store]
 STEP = 12
@@ -44,22 +44,22 @@ def _taken(
 
 def _wrong_set(patch: pytest.MonkeyPatch) -> None:
     """Rewards normalized over the whole batch, not over the group."""
-    right = grpo.trajectory_advantages
+    right = policy_gradient.trajectory_advantages
 
     def wrong(rewards: Any, groups: Any, *rest: Any) -> Any:
         return right(rewards, np.zeros_like(groups), *rest)
 
-    patch.setattr(grpo, "trajectory_advantages", wrong)
+    patch.setattr(policy_gradient, "trajectory_advantages", wrong)
 
 
 def _biased(patch: pytest.MonkeyPatch) -> None:
     """A standard deviation over n in the place of one over n - 1."""
-    right = grpo.trajectory_advantages
+    right = policy_gradient.trajectory_advantages
 
     def wrong(*given: Any) -> Any:
         return right(*given) * np.sqrt(4 / 3)
 
-    patch.setattr(grpo, "trajectory_advantages", wrong)
+    patch.setattr(policy_gradient, "trajectory_advantages", wrong)
 
 
 def _own_denominator(patch: pytest.MonkeyPatch) -> None:

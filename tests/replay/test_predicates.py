@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.replay.predicates import NUMBERS, Predicate, first_step_where, threshold
+from rollbook.replay.stretch.first_bad import NUMBERS, Predicate, first_step_where, threshold
 from rollbook.store import Store
 from rollbook.store.errors import QueryError
 from rollbook.store.events import StepAbandoned, StepFailed

@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import Verdict
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError, ReplayError, TrainError
 from rollbook.store.events import RewardAssigned, TurnDelivered
-from rollbook.train.loop.rerun import samples_at_cut
+from rollbook.train.resume.rerun import samples_at_cut
 
 Stores = Callable[..., Store]
 

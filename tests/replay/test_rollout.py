@@ -19,7 +19,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.demo.model import make_model
 from rollbook.demo.task import TOOLS
-from rollbook.ingest.engines.engine import Engine
+from rollbook.engines.engine import Engine
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
@@ -202,7 +202,7 @@ def test_every_api_is_asked_again(log: Store, cli: Cli) -> None:
 
 def test_an_engine_that_does_not_repeat_itself(log: Store, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and the first token that differs, with both logprobs."""
-    monkeypatch.setattr("rollbook.ingest.engines.embedded.sampling.uniform_draw", lambda seed, place: 0.9999)
+    monkeypatch.setattr("rollbook.engines.embedded.batching.uniform_draw", lambda seed, place: 0.9999)
     code, out, _ = cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path, "--json")
     assert code == 1
     source, differing = _named(log, "task-7"), [t for t in orjson.loads(out)["turns"] if not t["same"]]

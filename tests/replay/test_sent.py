@@ -18,11 +18,11 @@ from golden_weights import golden_weights
 from parallel_engine import spread
 
 from rollbook import store as rb
-from rollbook.ingest.engines.embedded.control import control_routes
-from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
-from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors, stream_files
-from rollbook.ingest.engines.weights.expected import Expected
-from rollbook.replay.sent import Sent, activations, sent_differences
+from rollbook.engines.embedded.control import control_routes
+from rollbook.engines.embedded.engine import EmbeddedEngine
+from rollbook.engines.weights.digests import digest_stream, digest_tensors, stream_files
+from rollbook.engines.weights.expected import Expected
+from rollbook.replay.claims.sent import Sent, activations, sent_differences
 from rollbook.store import Event, Store
 from rollbook.store.errors import FormatError
 from rollbook.store.events import CheckpointWritten, PolicyActivated

@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.replay.first_bad import find_first_bad
-from rollbook.replay.rebuild import rebuild
-from rollbook.replay.step import replay_step
-from rollbook.replay.stretch import Break, chain, history_of, prove_stretch, segments
+from rollbook.replay.step.step import replay_step
+from rollbook.replay.stretch.first_bad import find_first_bad
+from rollbook.replay.stretch.rebuild import rebuild
+from rollbook.replay.stretch.stretch import Break, chain, history_of, prove_stretch, segments
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError, ReplayError
 from rollbook.store.upkeep.erase import erase_trajectory

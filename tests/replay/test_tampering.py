@@ -11,12 +11,12 @@ import numpy as np
 import orjson
 import pytest
 
-from rollbook.replay.compare import ORDER
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.compare import ORDER
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError
 from rollbook.store.wal.frame import ALIGN, HEADER_FRAME, scan
-from rollbook.train.loop.step import STAGES
+from rollbook.train.step.step import STAGES
 
 Stores = Callable[..., Store]
 SFT_STEP, GRPO_STEP = 5, 10

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollbook.bench import bits_side, train_sides
 from rollbook.bench.bits_side import LR, Way, first_step
-from rollbook.replay.tolerances import (
+from rollbook.replay.step.tolerances import (
     NARROW,
     TOLERANCES,
     Tolerance,
@@ -22,7 +22,7 @@ from rollbook.replay.tolerances import (
     compare_stage,
     tolerance_of,
 )
-from rollbook.train.loop.step import STAGES
+from rollbook.train.step.step import STAGES
 
 ROUGH = Tolerance("for tests", rtol=0.1, atol=1.0)
 

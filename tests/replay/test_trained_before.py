@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollbook import store as rb
-from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollbook.replay.ulps import NEVER, ulps
+from rollbook.replay.step.tolerances import NEVER, ulps
 
 TYPES = ("float64", "float32", "float16", "bfloat16")
 WIDTHS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.changes import Changes
-from rollbook.replay.rescoring import Rescoring, write_rewards
-from rollbook.replay.side_by_side import Differences
-from rollbook.replay.step import replay_step
-from rollbook.replay.what_if import Asked, WhatIf, what_if
+from rollbook.replay.step.step import replay_step
+from rollbook.replay.what_if.counterfactual import Changes
+from rollbook.replay.what_if.rescoring import Rescoring, write_rewards
+from rollbook.replay.what_if.side_by_side import Differences
+from rollbook.replay.what_if.what_if import Asked, WhatIf, what_if
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ReplayError, TrainError
 from rollbook.store.events import PreferenceAdded, RewardAssigned
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.loop.rerun import samples_at_cut
+from rollbook.train.resume.rerun import samples_at_cut
 
 Cli = Callable[..., tuple[int, str, str]]
 LINEAR = {"name": "grpo", "groups": 2, "group_size": 4, "surrogate": "reinforce"}

@@ -21,10 +21,10 @@ from tests.sglang import model
 from tests.sglang.server import ENVIRONMENT, SglangServer
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
-from rollbook.ingest.engines.sglang import client as sglang
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.protocol import Routing
+from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
+from rollbook.engines.sglang import client as sglang
+from rollbook.engines.sglang.client import SglangEngine
+from rollbook.engines.sglang.protocol import Routing
 from rollbook.store.events import Logprobs, token_ids
 
 PROMPT = list(range(20, 50))

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-sglang"

@@ -13,13 +13,13 @@ from tests.sglang.conftest import PROMPT, TOLERANCE, Reference
 from tests.sglang.server import SglangServer
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.store import Event
 from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
 from rollbook.train.checkpoints.export import export_adapter
 from rollbook.train.config.lora import TARGETS, LoraConfig, LoraTraining
-from rollbook.train.megatron.lora import fresh_factors, merged
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.lora import fresh_factors, merged
+from rollbook.train.model.shape import read_shape
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 OPTIONS = ("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "4")

@@ -12,8 +12,8 @@ import httpx
 from tests.ingest.conftest import Served
 from tests.sglang.server import ENVIRONMENT, Process, environment
 
-from rollbook.ingest.engines.sglang.protocol import OLDEST_SERVER
-from rollbook.testing.ports import free_port
+from rollbook.engines.sglang.protocol import OLDEST_SERVER
+from rollbook.testing.asgi import free_port
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.sync.control import SESSIONS_SINCE
 

@@ -13,9 +13,9 @@ import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, Client, amid
 from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
 
-from rollbook.ingest.engines.engine import Sampling
-from rollbook.ingest.engines.sglang import client as sglang
-from rollbook.ingest.engines.sglang.parts import routing_of
+from rollbook.engines.engine import Sampling
+from rollbook.engines.sglang import client as sglang
+from rollbook.engines.sglang.client import routing_of
 from rollbook.store.errors import EngineError
 from rollbook.store.events.routed_experts import unpack
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
 
-from rollbook.ingest.engines.engine import Sampling
+from rollbook.engines.engine import Sampling
 
 PLAIN = Sampling(40, 1.0, 7)
 CASES = {

@@ -20,15 +20,15 @@ from tests.sglang.server import SglangServer
 
 from rollbook import store
 from rollbook.demo.processes import rollbook_command
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.testing.ports import free_port
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.testing.asgi import free_port
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.samples import all_samples
-from rollbook.train.data.sorting import select
+from rollbook.train.select.samples import all_samples
+from rollbook.train.select.sorting import select
 
 KEYS = ("--api-key", "some-key", "--admin-api-key", "admin-key")
 ENVIRONMENT = {"ROLLBOOK_ENGINE_KEY": "some-key", "ROLLBOOK_ENGINE_ADMIN_KEY": "admin-key"}
@@ -194,8 +194,8 @@ def test_a_sync_to_a_server_of_another_shape(
     transport: str,
 ) -> None:
     """Nothing is sent that would end its scheduler: it answers as before, and the error says what differs."""
-    from rollbook.train.megatron.shape import read_shape
-    from rollbook.train.megatron.weight_names import weight_shapes
+    from rollbook.train.model.shape import read_shape
+    from rollbook.train.model.weight_names import weight_shapes
     from rollbook.train.sync.control import EngineControl
     from rollbook.train.sync.session import Release, Syncer, SyncOptions
     from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport

@@ -14,9 +14,9 @@ import pytest
 from tests.sglang.conftest import PROMPT, TOLERANCE, amid, greatest_difference
 from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment
 
-from rollbook.ingest.engines.engine import Generation, Sampling
+from rollbook.engines.engine import Generation, Sampling
 from rollbook.store.errors import EngineError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 LONG = Sampling(900, 1.0, 3)
 

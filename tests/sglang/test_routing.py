@@ -14,8 +14,8 @@ from tests.sglang import model
 from tests.sglang.server import SglangServer
 
 from rollbook import store
-from rollbook.cli.training import run_train
-from rollbook.replay.step import replay_step
+from rollbook.cli.train.training import run_train
+from rollbook.replay.step.step import replay_step
 from rollbook.store.events import StepCommitted
 from rollbook.train.config.config import parse_config
 

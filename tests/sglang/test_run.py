@@ -15,8 +15,8 @@ from tests.sglang.server import ENVIRONMENT, OPTIONS, environment, group_of, sha
 from rollbook import store
 from rollbook.demo.processes import rollbook_command
 from rollbook.store.events import EvalFinished, PolicyActivated, StepCommitted
+from rollbook.testing.asgi import free_port
 from rollbook.testing.ledger import fold_ledger
-from rollbook.testing.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.sglang.server import SHARED_MEMORY, SglangServer, group_of, shared_files
 
-from rollbook.ingest.engines.sglang.protocol import check_version
+from rollbook.engines.sglang.protocol import check_version
 
 
 def test_the_version_that_is_served(server: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.engine import Generation, Prompt, Sampling
 from rollbook.store.events import VersionSpan, token_ids
 
 GREEDY = Sampling(80, 0.0, 1)

@@ -19,10 +19,10 @@ from tests.sglang import model
 from tests.sglang.conftest import PROMPT, TOLERANCE, amid
 from tests.sglang.server import SglangServer
 
-from rollbook.ingest.engines.engine import Sampling
-from rollbook.ingest.engines.weights.digests import read_weights
-from rollbook.ingest.engines.weights.expected import expected_ranks_digest
-from rollbook.ingest.engines.weights.name import version_in
+from rollbook.engines.engine import Sampling
+from rollbook.engines.weights.digests import read_weights
+from rollbook.engines.weights.expected import expected_ranks_digest
+from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record
 from rollbook.train.sync.control import UNVERIFIED

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, amid, greatest_difference
 
-from rollbook.ingest.engines.engine import Generation, Sampling
+from rollbook.engines.engine import Generation, Sampling
 from rollbook.store.events.routed_experts import unpack
 
 LENGTH = 1000

@@ -17,8 +17,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import ConfigError, RollbookError, StoreError
 from rollbook.store.events import LabelAdded, TurnFailed
-from rollbook.store.events.row import row_of
-from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.events.schema import LOG_SCHEMA, row_of
 from rollbook.store.log import reader
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
@@ -27,8 +26,7 @@ from rollbook.store.settings import SealSettings, StoreSettings, read_settings
 from rollbook.store.upkeep.verify import verify_lane
 from rollbook.store.wal import files
 from rollbook.store.wal.files import Watermark
-from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame
-from rollbook.store.wal.rows import encode_rows
+from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, encode_rows
 
 HEADER = LOG_SCHEMA.with_metadata({"lane": "a", "segment": "1", "store": "x"}).serialize().to_pybytes()
 

@@ -16,11 +16,11 @@ from sqlalchemy import make_url
 
 from rollbook import store as rb
 from rollbook.store.catalog import Catalog
-from rollbook.store.catalog.address import refuse_outside
 from rollbook.store.catalog.catalog import catalog_url
+from rollbook.store.catalog.database import refuse_outside
 from rollbook.store.errors import CatalogError, CorruptionError, LaneLockedError, OutsideError, RemoteError
-from rollbook.store.inside import look_inside, open_plain, place_inside, read_small
 from rollbook.store.permissions import open_file, replace_small
+from rollbook.store.safe_paths import look_inside, open_plain, place_inside, read_small
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.leases import removing, take_lease
 from rollbook.store.sealed.remote import remote_addresses, remote_place

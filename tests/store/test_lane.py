@@ -16,11 +16,11 @@ from rollbook.store import Store
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import Event, TurnFailed
 from rollbook.store.events.codec import decode
-from rollbook.store.log import search
+from rollbook.store.log import writer as search
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.writer import append_future
 from rollbook.store.settings import AppendSettings
-from rollbook.store.wal import window
+from rollbook.store.wal import framer
 from rollbook.store.wal.files import lane_folder, segment_numbers
 from rollbook.store.wal.frame import MAGIC
 
@@ -334,9 +334,9 @@ def test_a_lane_opened_anew_stores_nothing_twice(
     store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, remembered: int
 ) -> None:
     """However many ids its writer remembers: older ones are searched for."""
-    monkeypatch.setattr(window, "REMEMBERED", remembered)
+    monkeypatch.setattr(framer, "REMEMBERED", remembered)
     monkeypatch.setattr(search, "REMEMBERED", remembered)
-    monkeypatch.setattr(window.EventWindow.__init__, "__defaults__", (remembered,))
+    monkeypatch.setattr(framer.EventWindow.__init__, "__defaults__", (remembered,))
     events = notes(60)
     with store.writer("a") as writer:
         for i in range(0, 60, 10):

@@ -30,7 +30,7 @@ from rollbook.store.settings import SealSettings
 from rollbook.store.sql.relations import INTERNAL, LIVE, NO_PATHS, Snapshot, definitions
 from rollbook.store.sql.views import VIEWS
 from rollbook.testing.ledger import TRAINED, Ledger, fold_ledger
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 LEDGER = "SELECT * FROM ledger"

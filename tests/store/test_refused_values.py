@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rollbook.store.refused_values import first_refused, refused, told
+from rollbook.store.config import first_refused, refused, told
 
 
 def _small(value: float) -> float:

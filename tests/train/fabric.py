@@ -283,7 +283,7 @@ def train(
     ranks: int = 1,
 ) -> None:
     """`rollbook train` in this process."""
-    from rollbook.cli.training import run_train
+    from rollbook.cli.train.training import run_train
 
     run_train(settings, log.path, source, as_of, lane, abandon_after, ranks)
 
@@ -369,8 +369,8 @@ def start_cli(*arguments: object) -> subprocess.Popen[str]:
 def batch_of(plan: StepPlanned, samples: dict[str, Any]) -> Any:
     """The batch of a manifest whose algorithm needs no other policy's logprobs."""
     from rollbook.train.algorithms.registry import recorded_algorithm
-    from rollbook.train.data.batch import build_batch
-    from rollbook.train.data.experience import experience_of
+    from rollbook.train.batches.batch import build_batch
+    from rollbook.train.batches.experience import experience_of
 
     ordered = [samples[ref["turn_id"]] for ref in plan.samples]
     return build_batch(experience_of(ordered, recorded_algorithm(plan.algorithm)), plan.partition)

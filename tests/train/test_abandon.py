@@ -14,7 +14,7 @@ import pytest
 from folded_versions import fold_versions
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError, TrainError
 from rollbook.store.events import (
@@ -235,14 +235,14 @@ def test_a_machine_that_computes_otherwise(
     """The resume that fails says how to go on, and that goes on, there and without the error."""
     log, settings = recorded(), fabric.config(fabric.SFT)
     _stop(fabric, log, settings, 6)
-    run_step = fabric.sys.modules["rollbook.train.loop.rerun"].run_step
+    run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
 
     def noisy(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
         for micro in batch.micro_batches:
             micro.temperatures[:] *= 1.001
         return run_step(policy, plan, batch, **options)
 
-    monkeypatch.setattr("rollbook.train.loop.rerun.run_step", noisy)
+    monkeypatch.setattr("rollbook.train.resume.rerun.run_step", noisy)
     with pytest.raises(TrainError, match="without the steps since: --abandon-after 4"):
         fabric.train(log, settings)
     _go_back(cli, fabric, tmp_path, log, settings, 4)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepPlanned
-from rollbook.train.algorithms.adapting import adapted
+from rollbook.train.algorithms.policy_gradient import adapted
 
 Stores = Callable[..., Store]
 ADAPTING = {

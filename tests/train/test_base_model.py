@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rollbook.ingest.engines.model_files import origin_of
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
+from rollbook.engines.model_files import origin_of
+from rollbook.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store
 from rollbook.store.errors import ModelError, VersionError
 from rollbook.store.events import CheckpointWritten, PolicyActivated, RunOpened, StepCommitted

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_tensors, read_weights
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, PolicyActivated, StepCommitted, StepPlanned
@@ -20,9 +20,9 @@ from rollbook.testing.asgi import serving
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.megatron.backend import MAIN, TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import MAIN, TrainablePolicy
 
 Stores = Callable[..., Store]
 NARROW = {"dtype": "bfloat16"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.cli.training import line_of
+from rollbook.cli.train.training import line_of
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted
 from rollbook.train.clock import clock, timed

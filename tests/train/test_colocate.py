@@ -9,20 +9,20 @@ import psutil
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
-from rollbook.ingest.engines.weights.name import version_in
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.name import version_in
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import StepCommitted, SyncFailed, SyncFinished, SyncStarted
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.testing.scripted_weights import Fault
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.sync.control import ASLEEP, WAKING
 
 Stores = Callable[..., Store]

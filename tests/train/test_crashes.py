@@ -24,8 +24,8 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
-from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.trainer import Trainer
+from rollbook.train.publish.publish import Publisher
 
 Stores = Callable[..., Store]
 
@@ -180,14 +180,14 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
         with pytest.raises(Killed):
             fabric.train(log, settings)
     with pytest.MonkeyPatch.context() as patch:
-        run_step = fabric.sys.modules["rollbook.train.loop.rerun"].run_step
+        run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
 
         def noisy(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
             for micro in batch.micro_batches:
                 micro.temperatures[:] *= 1.001
             return run_step(policy, plan, batch, **options)
 
-        patch.setattr("rollbook.train.loop.rerun.run_step", noisy)
+        patch.setattr("rollbook.train.resume.rerun.run_step", noisy)
         with pytest.raises(TrainError, match="running step 0 again differs in logprobs"):
             fabric.train(log, settings)
     fabric.train(log, settings)

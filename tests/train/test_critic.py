@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.digests import read_weights
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import read_weights
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import StepCommitted, StepPlanned
+from rollbook.train.batches.batch import collate_tokens
+from rollbook.train.batches.experience import trained_masks
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import collate_tokens
-from rollbook.train.data.experience import trained_masks
-from rollbook.train.data.samples import all_samples
-from rollbook.train.loop.critic import token_scores
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.score_head import critic_shape, with_head
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.score_head import critic_shape, with_head
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.select.samples import all_samples
+from rollbook.train.step.critic import token_scores
 
 Stores = Callable[..., Store]
 PPO = {"name": "ppo", "groups": 8, "mini_batches": 2, "discount": 0.9, "gae_decay": 0.8}

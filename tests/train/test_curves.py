@@ -18,9 +18,9 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.train.curves import event_file, reporter
-from rollbook.train.curves.event_file import EventFile
+from rollbook.train.curves import reporter, writers
 from rollbook.train.curves.points import HELD_OUT, OF_STEPS, read_points
+from rollbook.train.curves.writers import EventFile
 
 Stores = Callable[..., Store]
 Curves = dict[str, list[tuple[int, float]]]
@@ -153,7 +153,7 @@ def test_a_full_disk_is_a_warning(
     """At the beginning or later: said once, the training goes on, and the next start makes up for it."""
     with monkeypatch.context() as patch:
         opened = os.fdopen
-        patch.setattr(event_file.os, "fdopen", lambda *a: _FullFile(opened(*a), room))
+        patch.setattr(writers.os, "fdopen", lambda *a: _FullFile(opened(*a), room))
         code, _, said = command(log)
     assert code == 0, said
     assert (

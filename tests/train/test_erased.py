@@ -10,10 +10,10 @@ import pytest
 from rollbook.store import Store
 from rollbook.store.fold.history import History
 from rollbook.store.upkeep.erase import erase_trajectory
-from rollbook.train.data.recipe import is_candidate
-from rollbook.train.data.samples import samples_of
-from rollbook.train.data.sorting import select
-from rollbook.train.data.source import make_source
+from rollbook.train.select.recipe import is_candidate
+from rollbook.train.select.samples import samples_of
+from rollbook.train.select.sorting import select
+from rollbook.train.sources.source import make_source
 
 
 def test_samples_of_an_erased_trajectory(fabric: Any, recorded: Callable[..., Store]) -> None:

@@ -15,22 +15,21 @@ from safetensors.torch import save_file
 from weight_maps import to_huggingface, to_megatron
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_tensors, read_weights, widened
+from rollbook.replay.step.step import replay_step
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
-from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import MicroBatch
-from rollbook.train.loop.predictions import Predictions
-from rollbook.train.loop.publish import Publisher
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.score_head import with_head
-from rollbook.train.megatron.shape import read_shape, shape_to_train
-from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
+from rollbook.train.model.model import Build
+from rollbook.train.model.score_head import with_head
+from rollbook.train.model.shape import read_shape, shape_to_train
+from rollbook.train.model.weight_names import checked, plan, weight_shapes
+from rollbook.train.publish.publish import Publisher
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.step.predictions import Predictions, token_logprobs
 
 VOCAB = 125
 FAMILIES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepPlanned
 

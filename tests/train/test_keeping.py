@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.name import version_in
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.name import version_in
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import (
@@ -25,7 +25,7 @@ from rollbook.store.events import (
 from rollbook.testing.asgi import serving
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.train.config.checkpoint import CheckpointConfig
+from rollbook.train.config.config import CheckpointConfig
 from rollbook.train.config.phase import family_names
 
 Stores = Callable[..., Store]

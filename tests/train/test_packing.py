@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import EvalFinished, StepCommitted, StepPlanned
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 Stores = Callable[..., Store]
 MOST = 24

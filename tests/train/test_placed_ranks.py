@@ -22,14 +22,14 @@ import psutil
 import pytest
 import torch
 
-from rollbook.cli.training import run_train
-from rollbook.ingest.engines.weights.digests import read_weights
-from rollbook.replay.step import replay_step
+from rollbook.cli.train.training import run_train
+from rollbook.engines.weights.digests import read_weights
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, RankError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
-from rollbook.train.megatron.launch import FOLLOW
-from rollbook.train.megatron.placed import Room, launch_by_ray
+from rollbook.train.ranks.launch import FOLLOW
+from rollbook.train.ranks.ray_ranks import Room, launch_by_ray
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
@@ -205,7 +205,7 @@ def test_each_rank_has_a_gpu(mark: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 COMMAND = """
 import signal, sys, time
-from rollbook.train.megatron.placed import Room, launch_by_ray
+from rollbook.train.ranks.ray_ranks import Room, launch_by_ray
 
 def own(*_): ...
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, IdleError, TrainError
 from rollbook.store.events import PreferenceAdded, SampleDropped, StepCommitted, StepPlanned
 from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.train.batches.recipe_result import apply_recipe
 from rollbook.train.config.config import parse_config
-from rollbook.train.data.applied import apply_recipe
 
 Stores = Callable[..., Store]
 FROM_REWARDS = {"name": "dpo", "pairs": "rewards", "group_size": 4, "batch_size": 2, "beta": 0.5}

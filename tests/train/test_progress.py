@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.cli.training import TrainingProgress, line_of
+from rollbook.cli.train.training import TrainingProgress, line_of
 from rollbook.store import Store
 from rollbook.store import events as kinds
 from rollbook.train.loop.watcher import TrainingStart

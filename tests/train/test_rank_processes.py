@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, RankError, RankLostError
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
-from rollbook.train.megatron.launch import Launched
-from rollbook.train.megatron.launcher import Place, place_in
-from rollbook.train.megatron.meeting import MeetingPoint
+from rollbook.train.ranks.launch import Launched
+from rollbook.train.ranks.launcher import Place, place_in
+from rollbook.train.ranks.meeting import MeetingPoint
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
@@ -32,7 +32,7 @@ def _of(log: Store, kind: type[Any]) -> list[Any]:
 def _children() -> list[int]:
     """The processes that follow this one."""
     found = subprocess.run(
-        ["pgrep", "-f", f"rollbook.train.megatron.follow .* {os.getpid()}$"],
+        ["pgrep", "-f", f"rollbook.train.ranks.follow .* {os.getpid()}$"],
         capture_output=True,
         text=True,
         check=False,
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_or_hangs(
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch, fabric: Any, recorded: Stores) -> None:
     """Its last words are told; nothing was planned."""
     monkeypatch.setenv("PYTHONSTARTUP", "")
-    monkeypatch.setattr("rollbook.train.megatron.launch.FOLLOW", ("-c", "raise SystemExit('no such GPU')"))
+    monkeypatch.setattr("rollbook.train.ranks.launch.FOLLOW", ("-c", "raise SystemExit('no such GPU')"))
     log = recorded()
     with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; its last words:\n  no such GPU"):
         fabric.train(log, fabric.config(fabric.SFT, steps=1), ranks=2)
@@ -86,7 +86,7 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
         "from rollbook.train.config.parallel import ParallelConfig\n"
-        "from rollbook.train.megatron.ranks import Ranks\n"
+        "from rollbook.train.ranks.ranks import Ranks\n"
         "ranks = Ranks(ParallelConfig(), 2)\n"
         "ranks._await_others()\n"
         "print(ranks._launched._followers[1].pid, flush=True)\n"

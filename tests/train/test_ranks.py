@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.weights.digests import read_weights
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import read_weights
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned

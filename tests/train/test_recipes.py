@@ -11,19 +11,14 @@ import numpy as np
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import (
-    PreferenceAdded,
-    SampleDropped,
-    StepCommitted,
-    StepPlanned,
-)
+from rollbook.store.events import PreferenceAdded, SampleDropped, StepCommitted, StepPlanned
 from rollbook.testing.ledger import fold_ledger
-from rollbook.train.data.experience import age_weights, trained_masks
-from rollbook.train.data.samples import all_samples
+from rollbook.train.batches.experience import age_weights, trained_masks
+from rollbook.train.select.samples import all_samples
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepPlanned
 from rollbook.store.sql.query import connect
-from rollbook.train.loop.checkpointer import Checkpointer
-from rollbook.train.loop.publish import Publisher
+from rollbook.train.publish.checkpointer import Checkpointer
+from rollbook.train.publish.publish import Publisher
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "ref_update_interval": 2}

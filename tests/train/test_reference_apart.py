@@ -11,17 +11,18 @@ from typing import Any
 import psutil
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ModelError, RankLostError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.loop import reference_process, trainer
-from rollbook.train.loop.reference_process import left_over
-from rollbook.train.megatron import launch
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.launcher import Place
-from rollbook.train.megatron.ranks import Ranks
+from rollbook.train.loop import trainer
+from rollbook.train.ranks import launch
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.ranks.launcher import Place
+from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.step import reference
+from rollbook.train.step.reference import left_over
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "old": "trainer", "ref_update_interval": 2}
@@ -44,7 +45,7 @@ def started(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
     def starts(command: Any, **options: Any) -> Any:
         process = start(command, **options)
-        begun.extend([process] * (tuple(command[1:3]) == reference_process.PROGRAM))
+        begun.extend([process] * (tuple(command[1:3]) == reference.PROGRAM))
         return process
 
     monkeypatch.setattr(launch.subprocess, "Popen", starts)
@@ -149,9 +150,9 @@ def test_it_ends_with_its_training(fabric: Any) -> None:
         "import sys, time, torch\n"
         "from pathlib import Path\n"
         "from rollbook.train.config.parallel import ParallelConfig\n"
-        "from rollbook.train.loop.reference_process import ReferenceProcess\n"
-        "from rollbook.train.megatron.model import Build\n"
-        "from rollbook.train.megatron.shape import read_shape\n"
+        "from rollbook.train.step.reference import ReferenceProcess\n"
+        "from rollbook.train.model.model import Build\n"
+        "from rollbook.train.model.shape import read_shape\n"
         "how = Build(1, torch.device('cpu'), 0, 1, trains=False)\n"
         "process = ReferenceProcess(read_shape(Path(sys.argv[1])), how, ParallelConfig(), 1)\n"
         "print(process.pid, flush=True)\n"
@@ -182,7 +183,9 @@ def test_where_it_cannot_be(fabric: Any, changes: dict[str, Any], said: str) -> 
 
 def test_under_a_launcher(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose devices are not this command's to give."""
-    monkeypatch.setattr("rollbook.cli.training.place_in", lambda _: Place(0, 1, 0, "", 0), raising=False)
+    monkeypatch.setattr(
+        "rollbook.cli.train.training.place_in", lambda _: Place(0, 1, 0, "", 0), raising=False
+    )
     log, settings = recorded(), fabric.config(fabric.GRPO, algorithm=HELD, steps=1, reference_apart=True)
     monkeypatch.setattr(Ranks, "on_this_host", False, raising=False)
     monkeypatch.setattr(Ranks, "__setattr__", _all_but("on_this_host"))
@@ -219,8 +222,8 @@ def test_it_has_no_gradients(fabric: Any) -> None:
     import torch
 
     from rollbook.train.config.config import OptimizerConfig
-    from rollbook.train.megatron.model import Build
-    from rollbook.train.megatron.shape import read_shape
+    from rollbook.train.model.model import Build
+    from rollbook.train.model.shape import read_shape
 
     shape = read_shape(fabric.model_folder())
     policy = TrainablePolicy(shape, OptimizerConfig(), Build(1, torch.device("cpu"), 0, 1, trains=False))

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ModelError, TrainError
 from rollbook.store.events import EvalFinished, PreferenceAdded, StepCommitted, StepPlanned
 from rollbook.train.config.config import parse_config
-from rollbook.train.data.samples import all_samples
 from rollbook.train.doctor.preflight import preflight
+from rollbook.train.select.samples import all_samples
 
 Stores = Callable[..., Store]
 RM = {"name": "reward_model", "batch_size": 4}

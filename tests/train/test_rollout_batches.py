@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, SampleDropped, StepCommitted, StepPlanned
 from rollbook.train.algorithms.algorithm import Demand
-from rollbook.train.data.mini_batches import mini_batches
+from rollbook.train.batches.batch import mini_batches
 
 Stores = Callable[..., Store]
 PPO = {"name": "decoupled_ppo", "groups": 2, "group_size": 4, "epochs": 2, "mini_batches": 2, "kl": 0.1}

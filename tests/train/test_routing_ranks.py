@@ -9,7 +9,7 @@ import mixtures
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted
 from rollbook.store.events.routed_experts import pack

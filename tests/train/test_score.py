@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import PreferenceAdded, RewardAssigned, RunOpened, StepPlanned
 from rollbook.store.upkeep.erase import erase_trajectory
-from rollbook.train.rewards.classifier import RewardClassifier
+from rollbook.train.reward_scores import RewardClassifier
 
 Cli = Callable[..., tuple[int, str, str]]
 GOOD, BAD = 60, 20
@@ -126,7 +126,7 @@ def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) 
     paths = [np.arange(1, 1 + length, dtype=np.int32) for length in (30, 2, 17, 2, 9, 1)]
     alone = [score for path in paths for score in model.scores([path])]
     for most in (16384, 40, 1):
-        monkeypatch.setattr("rollbook.train.rewards.classifier.BATCH_TOKENS", most)
+        monkeypatch.setattr("rollbook.train.reward_scores.BATCH_TOKENS", most)
         found = model.scores(paths)
         assert [s.mean for s in found] == pytest.approx([s.mean for s in alone], abs=1e-5)
         assert [s.deviation for s in found] == pytest.approx([s.deviation for s in alone], abs=1e-5)

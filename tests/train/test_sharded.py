@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights.digests import digest_tensors
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_tensors
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, RankError, ShortageError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
@@ -261,14 +261,14 @@ def elsewhere(path, *given, **options):
     return read(path, *given, **options)
 tensor_file.os.write, Path.read_text = spoiled, elsewhere
 sys.argv = ["follow", *sys.argv[1:]]
-runpy.run_module("rollbook.train.megatron.follow", run_name="__main__")
+runpy.run_module("rollbook.train.ranks.follow", run_name="__main__")
 """
 """A rank whose disk is full, breaks, or is another one, or which is killed while it writes version 2."""
 
 
 def _spoiled(monkeypatch: pytest.MonkeyPatch, spoil: str = "pass", *, elsewhere: bool = False) -> None:
     program = FOLLOW.replace("SPOIL", spoil).replace("ELSEWHERE", str(elsewhere))
-    monkeypatch.setattr("rollbook.train.megatron.launch.FOLLOW", ("-c", program))
+    monkeypatch.setattr("rollbook.train.ranks.launch.FOLLOW", ("-c", program))
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ from typing import Any
 import mixtures
 import pytest
 
-from rollbook.ingest.engines.weights.name import version_in
+from rollbook.engines.weights.name import version_in
 from rollbook.store import Store
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import (
@@ -25,10 +25,10 @@ from rollbook.store.events import (
     SyncStarted,
 )
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.train.config.checkpoint import CheckpointConfig
+from rollbook.testing.scripted_weights import Fault
+from rollbook.train.config.config import CheckpointConfig
 from rollbook.train.sync import presence
 from rollbook.train.sync.session import Syncer
 

@@ -16,17 +16,11 @@ import torch
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.errors import ConfigError, TrainError
-from rollbook.store.events import (
-    CheckpointWritten,
-    PolicyPublished,
-    RunOpened,
-    StepCommitted,
-    StepPlanned,
-)
+from rollbook.store.events import CheckpointWritten, PolicyPublished, RunOpened, StepCommitted, StepPlanned
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.phase import family_names
-from rollbook.train.data.recipe import is_candidate
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.recipe import is_candidate
+from rollbook.train.select.samples import all_samples
 
 INPUT_STAGES = ("input_weights", "input_optimizer", "rng")
 Stores = Callable[..., Store]

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
-from rollbook.testing.ports import free_port
-from rollbook.train.megatron.interface import INTERFACE
-from rollbook.train.megatron.meeting import SECRET, new_secret
+from rollbook.testing.asgi import free_port
+from rollbook.train.interface import INTERFACE
+from rollbook.train.ranks.meeting import SECRET, new_secret
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]

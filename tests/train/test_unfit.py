@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import IdleError
 from rollbook.store.events import SampleDropped, StepCommitted, StepFailed, StepPlanned
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 Stores = Callable[..., Store]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from rollbook.store.config import Table
 from rollbook.store.events import Json
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
-from rollbook.train.table import Table
 
 if TYPE_CHECKING:
     import torch

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rollbook.store.config import Positive
+from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.baselines import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.parts import OwnPart
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS, KlBound
 from rollbook.train.algorithms.surrogates import (
+    KL_ESTIMATORS,
     LARGEST_LOG_RATIO,
     LARGEST_SEQUENCE_LOG_RATIO,
     SURROGATES,
+    KlBound,
 )
-from rollbook.train.table import Positive
 
 
 def _key(description: str) -> object:
@@ -62,7 +63,7 @@ else:
         "reject tokens or samples beyond the bounds; `sequence_mask_tis` samples by the geometric mean.",
     )
     KlEstimator = part_key(
-        KL_ESTIMATORS, "How that divergence is estimated: `train/algorithms/regularizers.py`."
+        KL_ESTIMATORS, "How that divergence is estimated: `train/algorithms/surrogates.py`."
     )
 
 Deviation = Annotated[

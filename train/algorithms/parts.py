@@ -2,6 +2,10 @@
 
 They are imported when a CONFIG is read, or when a replay is told to trust what a manifest names: a log by
 itself runs no code. What they were is recorded by the digest of their source.
+
+What a part gives is held against what was asked of it.
+
+A part of one's own that gives another shape would otherwise be spread over the batch without a word.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import Field
 
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import RollbookError, TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS
+from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 
 NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PART_KEYS = ("baseline", "surrogate", "correction", "kl_estimator", "normalizer")
@@ -130,4 +136,50 @@ def sources(algorithm: Json) -> dict[str, str]:
     for name in named_parts(algorithm):
         file = inspect.getsourcefile(loaded(name))
         found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no source"
+    return found
+
+
+def called(key: str, name: str, function: Callable[..., _T], asked: tuple[int, ...], *given: Any) -> _T:
+    """What the part that a key names gives, of the shape that was asked.
+
+    Raises:
+        TrainError: it gave something else; or, of one's own, it raised an error.
+    """
+    what = f"{key} {name!r}"
+    try:
+        found = function(*given)
+    except RollbookError:
+        raise
+    except Exception as error:
+        if not NAMED.fullmatch(name):
+            raise
+        raise TrainError(f"{what} failed: {error!r}") from error
+    return shaped(what, found, asked)
+
+
+def shaped(what: str, found: _T, asked: tuple[int, ...]) -> _T:
+    """The numbers that were found, if they are of the shape that was asked.
+
+    Raises:
+        TrainError: they are not; it names what gave them.
+    """
+    shape = getattr(found, "shape", None)
+    if shape is None or tuple(shape) != asked:
+        gave = f"a {type(found).__name__}" if shape is None else f"shape {list(shape)}"
+        raise TrainError(f"{what} gave {gave} where shape {list(asked)} was asked")
+    return found
+
+
+def held_advantages(what: str, found: Any, of: Rollouts) -> Advantages:
+    """The advantages of a rollout batch, if there is one for each sample, or for each trained token.
+
+    Raises:
+        TrainError: there is not.
+    """
+    if not isinstance(found, Advantages):
+        raise TrainError(f"{what} gave a {type(found).__name__} where `Advantages` were asked")
+    tokens = int(np.sum(of.lengths))
+    shaped(f"{what}: advantages", found.values, (tokens if found.per_token else len(of.lengths),))
+    if found.returns is not None:
+        shaped(f"{what}: returns", found.returns, (tokens,))
     return found

@@ -1,44 +1,60 @@
-"""Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss."""
+"""Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss.
+
+Group-relative policy optimization.
+
+What an algorithm carries from step to step: a KL coefficient that follows a target, and the moments of all
+rewards so far.
+
+Both are keys of the algorithm, so the manifest of each step holds the values that it used, and the next ones
+follow from it and from the step's metrics.
+"""
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
 from rollbook.store.events import Json
-from rollbook.train.algorithms.adapting import Moments, adapted, moments_of
+from rollbook.train.algorithms.advantages import (
+    BASELINES,
+    Grouped,
+    deviations,
+    grouped,
+    overlong_penalty,
+    stopped_properly,
+    trajectory_advantages,
+    with_others,
+)
 from rollbook.train.algorithms.algorithm import Demand, LossInputs, Need
-from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped, with_others
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
 from rollbook.train.algorithms.keys import PolicyGradientKeys
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
-from rollbook.train.algorithms.parts import PART_KEYS, check_declared, declared_needs, part
-from rollbook.train.algorithms.regularizers import LARGEST_ESTIMATE, estimate
+from rollbook.train.algorithms.parts import PART_KEYS, called, check_declared, declared_needs, part
 from rollbook.train.algorithms.returns import (
     at_last_tokens,
     discounted_returns,
     from_last_tokens,
+    of_trajectories,
+    turn_returns,
     whitened,
     whole_returns,
 )
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
-from rollbook.train.algorithms.shapes import called
-from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
 from rollbook.train.algorithms.surrogates import (
+    LARGEST_ESTIMATE,
     SURROGATES,
     Clips,
     clipped,
     dual_clipped,
+    estimate,
 )
-from rollbook.train.algorithms.turns import of_trajectories, turn_returns
 
 if TYPE_CHECKING:
     import torch
-
 
 Bools = npt.NDArray[np.bool_]
 
@@ -289,3 +305,81 @@ class GroupPolicyGradient(PolicyGradientKeys):
     def divisor(self, totals: Totals) -> int:
         """The number that the normalizer divides by."""
         return part(NORMALIZERS, self.normalizer).divisor(totals, self.constant_length)
+
+
+class Grpo(GroupPolicyGradient):
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300), averaged as in DAPO.
+
+    The loss is the mean over the batch's trained tokens (Yu et al. 2025, arXiv:2503.14476), not the mean of
+    each sample's mean. Advantages are divided by the group's unbiased standard deviation.
+    """
+
+    name: Literal["grpo"]
+    """The algorithm that the other keys of the table belong to."""
+
+    def scores(self, rewards: Floats, of: Rollouts) -> Floats:
+        """As any combination's; of its own baseline and deviation with the bits that the first release
+        had."""
+        own = (self.baseline, self.deviation, self.group_of_one)
+        if own != ("group_mean", "unbiased", "zero") or of.others is not None:
+            return super().scores(rewards, of)
+        return trajectory_advantages(rewards, of.groups, of.trajectories, self.std_epsilon)
+
+
+LARGEST_ERROR = 0.2
+"""The relative error of the KL divergence counts up to this much in a step."""
+EPSILON = 1e-8
+"""Added to the standard deviation of rewards."""
+
+
+def adapted(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The coefficient after a step of so many samples: raised where the divergence is above its target.
+
+    Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2. verl and OpenRLHF have it.
+    """
+    error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+    return coefficient * (1 + error * samples / horizon)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of `count` numbers the mean and the variance, over n."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @staticmethod
+    def of(values: Floats) -> Moments:
+        """Of an array."""
+        return Moments(len(values), float(values.mean()), float(values.var())) if len(values) else Moments()
+
+    def with_more(self, other: Moments) -> Moments:
+        """Of both together. Source: Chan, Golub and LeVeque 1979, equation 2.1."""
+        count = self.count + other.count
+        if not count:
+            return self
+        delta, share = other.mean - self.mean, other.count / count
+        spread = self.variance * self.count + other.variance * other.count
+        spread += delta**2 * self.count * share
+        return Moments(count, self.mean + delta * share, spread / count)
+
+    def normalized(self, values: Floats) -> Floats:
+        """The values less the mean, divided by the standard deviation."""
+        return np.asarray((values - self.mean) / (np.sqrt(self.variance) + EPSILON))
+
+
+def moments_of(metrics: Json, what: str) -> Moments | None:
+    """Of a step's rewards, by its metrics; None where it had none.
+
+    Args:
+        what: `trajectories`, each counted once, or `samples`.
+    """
+    names = {
+        "trajectories": ("trajectories", "trajectory_reward", "trajectory_reward_std"),
+        "samples": ("samples", "reward", "reward_std"),
+    }
+    count, mean, deviation = (metrics.get(name) for name in names[what])
+    if count is None or mean is None or deviation is None:
+        return None
+    return Moments(int(count), mean, deviation**2)

@@ -9,9 +9,8 @@ from pydantic import Field
 from rollbook.train.algorithms.algorithm import Need
 from rollbook.train.algorithms.keys import Baseline, Deviation, GroupSize, Old, Whitening
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
-from rollbook.train.algorithms.returns import generalized_advantages
+from rollbook.train.algorithms.returns import generalized_advantages, turn_advantages
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Rollouts
-from rollbook.train.algorithms.turns import turn_advantages
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from rollbook.store.config import Positive
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
-from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch

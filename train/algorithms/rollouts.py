@@ -1,5 +1,6 @@
 """What estimators see of a batch: rewards of samples, and what is known of each of their trained tokens.
-Pure."""
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from rollbook.store.config import Positive
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
-from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,6 @@
 """A trial of an algorithm on a batch that is made up: whatever is wrong with its parts shows before a step is
-planned."""
+planned.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import numpy as np
 from rollbook.store.errors import RollbookError, TrainError
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs, ScoreInputs
 from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.parts import held_advantages, shaped
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
-from rollbook.train.algorithms.shapes import held_advantages, shaped
 
 if TYPE_CHECKING:
     import torch

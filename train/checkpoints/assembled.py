@@ -16,20 +16,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rollbook.ingest.engines.model_files import MANIFEST
-from rollbook.ingest.engines.weights.digests import Tensors, line_of
+from rollbook.engines.model_files import MANIFEST
+from rollbook.engines.weights.digests import Tensors, line_of
 from rollbook.store.errors import ModelError, OutsideError
-from rollbook.store.inside import refuse_no_plain
+from rollbook.store.safe_paths import refuse_no_plain
 from rollbook.train.checkpoints.directory import hashes
 from rollbook.train.checkpoints.shards import CRITIC, FILE, POLICY, address_of, file_name, refused
 from rollbook.train.config.lora import LoraTraining
-from rollbook.train.megatron.fused_experts import put_together
-from rollbook.train.megatron.given import Address, Given
-from rollbook.train.megatron.lora import factors, merged
-from rollbook.train.megatron.reshard import joined
-from rollbook.train.megatron.score_head import critic_shape
-from rollbook.train.megatron.shape import ModelShape, read_shape
-from rollbook.train.megatron.weight_names import Weight, parts, plan, shard
+from rollbook.train.model.lora import factors, merged
+from rollbook.train.model.reshard import Address, Given, joined
+from rollbook.train.model.score_head import critic_shape
+from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.model.weight_names import Weight, parts, plan, put_together, shard
 
 _Key = tuple[str, Given, str]
 """Whose tensor it is, what of it, and its name."""

@@ -17,25 +17,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.model_files import MANIFEST, is_sharded
-from rollbook.ingest.engines.weights.digests import (
-    Tensors,
-    digest_tensors,
-    line_of,
-    read_weights,
-    stream_files,
-)
+from rollbook.engines.model_files import MANIFEST, is_sharded
+from rollbook.engines.weights.digests import Tensors, digest_tensors, line_of, read_weights, stream_files
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, Json
-from rollbook.store.folder_lock import reading
-from rollbook.store.inside import place_inside
+from rollbook.store.safe_paths import place_inside, reading
 from rollbook.train.checkpoints.assembled import assembled
-from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.directory import (
     LORA,
     SHARDS,
     TENSORS,
+    building_beside,
     checkpoint_name,
     copy_along,
     free_name,
@@ -50,8 +43,8 @@ from rollbook.train.checkpoints.directory import (
 )
 from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
 from rollbook.train.config.lora import LoraTraining, recorded_lora
-from rollbook.train.megatron.shape import read_shape
-from rollbook.train.megatron.weight_names import weight_shapes
+from rollbook.train.model.shape import read_shape
+from rollbook.train.model.weight_names import weight_shapes
 
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"

@@ -1,28 +1,33 @@
-"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone."""
+"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone.
+
+A checkpoint's files as if only weights had been written: for whoever needs no more, as of a reference.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 import torch
 
-from rollbook.ingest.engines.model_files import MANIFEST, is_sharded, weight_files
-from rollbook.ingest.engines.weights.digests import line_of, stream_files
+from rollbook.engines.model_files import MANIFEST, is_sharded, weight_files
+from rollbook.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, Json
 from rollbook.store.fold.checkpoints import held_and_removed, removed_said
-from rollbook.store.folder_lock import reading
-from rollbook.store.inside import place_inside
 from rollbook.store.interchange.destination import destination
+from rollbook.store.permissions import make_folder
+from rollbook.store.safe_paths import place_inside, reading
 from rollbook.train.checkpoints.checkpoint import (
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
     WEIGHTS,
     Adapter,
     read_checkpoint,
@@ -30,7 +35,16 @@ from rollbook.train.checkpoints.checkpoint import (
     save_weights,
     stream_checkpoint,
 )
-from rollbook.train.checkpoints.directory import copy_along, holds_weights, manifest_of, size_of
+from rollbook.train.checkpoints.directory import (
+    SHARDS,
+    TENSORS,
+    copy_along,
+    holds_weights,
+    manifest_in,
+    manifest_of,
+    size_of,
+    write_manifest,
+)
 from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -258,3 +272,28 @@ def _copy(source: Path, building: Path) -> None:
             shutil.copyfile(file, building / file.name)
     if sharded:
         save_stream(building / WEIGHTS, stream_checkpoint(source), source)
+
+
+def without_optimizer(checkpoint: Path, files: Mapping[str, Path], made: Path) -> dict[str, Path]:
+    """The files, by name, without the optimizer's state: the policy's, and the critic's where there is one.
+
+    Args:
+        files: of the checkpoint, by name.
+        made: a new folder, for the manifest that names what is left.
+
+    Raises:
+        ModelError: it is of shards, each of which holds some of the optimizer's state.
+    """
+    manifest = manifest_in(checkpoint)
+    if SHARDS in manifest:
+        raise ModelError(
+            f"{checkpoint} is of shards, which hold weights and the optimizer's state together: it goes as a "
+            "whole"
+        )
+    for what in ("critic_optimizer", "optimizer"):
+        manifest.pop(f"{what}_digest", None)
+        manifest.pop(TENSORS[what], None)
+    make_folder(made)
+    write_manifest(made, manifest | {"optimizer_digest": None, TENSORS["optimizer"]: {}})
+    left = {name: path for name, path in files.items() if name not in (OPTIMIZER, CRITIC_OPTIMIZER)}
+    return left | {MANIFEST: made / MANIFEST}

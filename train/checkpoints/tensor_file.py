@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import torch
 
-from rollbook.ingest.engines.weights.digests import line_of, tensor_bytes
+from rollbook.engines.weights.digests import line_of, tensor_bytes
 from rollbook.store.errors import ModelError
 from rollbook.store.permissions import open_file
 

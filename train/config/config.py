@@ -1,4 +1,9 @@
-"""CONFIG of `rollbook train`: a TOML file, typed; an unknown or ill-typed key is an error."""
+"""CONFIG of `rollbook train`: a TOML file, typed; an unknown or ill-typed key is an error.
+
+How checkpoints are written, and which are kept: the keys of `[checkpoint]`.
+
+`[record]` of a CONFIG: what steps record beside the digests of their stages.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +13,58 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import (
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
+from rollbook.store.config import Count, Positive, Table, refused
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.refused_values import refused
-from rollbook.store.sql.metrics_view import RECORDED
+from rollbook.store.sql.training_views import RECORDED
+from rollbook.store.upkeep.checkpoints import Keep, keep_of
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
-from rollbook.train.config.checkpoint import CheckpointConfig
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
 from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
-from rollbook.train.config.record import RecordConfig
 from rollbook.train.config.sync import SyncConfig
-from rollbook.train.table import Count, Positive, Table
+
+
+class CheckpointConfig(Table):
+    """How checkpoints are written, and which are kept. `checkpoint_every` says how often; none of these keys
+    changes a bit of what is trained, or of what is read back."""
+
+    overlap: bool = False
+    """Go on while a checkpoint is written: what it holds is copied to the host's memory first, and one is
+    written at a time. The last one of a training is waited for, and so is one that engines load."""
+    sharded: bool = False
+    """Each rank writes its own part, and nothing is gathered. All hosts need the store's folder at the same
+    path. Engines that load weights from disk get a directory of whole ones beside it."""
+    keep_last: Positive | None = None
+    """Keep the newest so many checkpoints that training can resume from, and remove the others, but for those
+    that something needs; absent: keep all, or with `keep_every` the newest 2. Steps of removed versions are
+    replayed from the nearest one that is kept."""
+    keep_every: Positive | None = None
+    """Of so many versions in a row keep the first checkpoint, too, as a replay starts from it; absent: with
+    `keep_last` no others."""
+
+    @property
+    def keep(self) -> Keep | None:
+        """What is kept; None: all."""
+        return keep_of(self.keep_last, self.keep_every)
+
+
+Vector = Literal["logprobs", "losses", "proximal_logprobs", "reference_logprobs", "values", "value_losses"]
+
+
+class RecordConfig(Table):
+    """What steps record beside the digests of their stages; no key changes a bit of what is trained."""
+
+    vectors: tuple[Vector, ...] = ()
+    """Stages whose numbers are kept, a float32 for each trained token: a replay that differs then says which
+    token, by how much, and where bits cannot be promised whether it is within a tolerance. With `logprobs`,
+    and what else the loss needs, losses can be computed again without a model."""
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
@@ -89,7 +125,7 @@ class CriticConfig(OptimizerConfig):
 
 
 class AdmissionConfig(Table):
-    """How staleness of samples is limited; see `ingest.staleness.policy`."""
+    """How staleness of samples is limited; see `store.fold.staleness`."""
 
     hold: bool = True
     """Whether proxies hold new trajectories that would exceed the recipe's `max_staleness`."""

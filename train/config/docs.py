@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollbook.store.events import Json
-from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.config.config import TABLES, TrainConfig
 
 INTRODUCTION = """# Configuration of a training

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rollbook.store.config import Positive, Table
 from rollbook.store.events import Json
-from rollbook.train.table import Positive, Table
 
 HELD_OUT = "evaluation."
 """What the name of a metric of evaluations begins with, where a step has one of the same name."""

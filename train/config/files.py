@@ -1,5 +1,6 @@
 """CONFIG and recipe files: TOML, with overrides; a CONFIG may name a recipe file in the place of
-`[recipe]`."""
+`[recipe]`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rollbook.store.config import is_whole, override, part_of, read_toml, written_key
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import is_whole, part_of, written_key
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import TrainConfig, parse_config, said_wrong

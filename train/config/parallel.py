@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from rollbook.store.config import Positive, Table
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.train.table import Positive, Table
 
 
 class ParallelConfig(Table):

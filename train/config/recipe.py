@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 import orjson
 from pydantic import Field
 
+from rollbook.store.config import Count, Positive, Table
 from rollbook.store.events import SPLITS, Json
-from rollbook.train.table import Count, Positive, Table
 
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
 """Part of a checkpoint's path, so it must not lead out of the store."""

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
-from rollbook.ingest.engines.address import EngineAddress
+from rollbook.engines.address import EngineAddress
+from rollbook.store.config import Positive, Table
 from rollbook.store.errors import ConfigError
-from rollbook.train.table import Positive, Table
 
 Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
 

@@ -15,9 +15,9 @@ from rollbook.store.cut import Cut, format_cut
 from rollbook.store.events import EvalFinished, Record, StepAbandoned, StepCommitted, StepPlanned
 from rollbook.store.fold.history import gone_versions
 from rollbook.store.sql.columns import EVALUATIONS, ViewColumn
-from rollbook.store.sql.metrics_view import METRICS, RECORDED
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
+from rollbook.store.sql.training_views import METRICS, RECORDED
 from rollbook.train.config.evaluation import OF_AGENTS
 
 STEPS, HELD_OUT = "metrics", "evaluations"

@@ -16,14 +16,13 @@ from typing import Protocol, Self
 
 from rollbook import store
 from rollbook.store.events import Json, Record
-from rollbook.store.inside import place_inside
 from rollbook.store.marker import read_marker
 from rollbook.store.redaction import Scrubber
+from rollbook.store.safe_paths import place_inside
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.curves.event_file import FOLDER, EventFile
 from rollbook.train.curves.points import Following, Point, read_points
-from rollbook.train.curves.wandb_run import WandbRun, is_asked_for
+from rollbook.train.curves.writers import FOLDER, EventFile, WandbRun, is_asked_for
 from rollbook.train.loop.watcher import TrainingStart, Watcher
 
 PATIENCE_S = 30.0

@@ -1,10 +1,19 @@
-"""A check of preflight, and its verdict. Pure."""
+"""A check of preflight, and its verdict.
+
+What a CONFIG's model can be given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from rollbook.engines.hub import model_folder
+from rollbook.store.errors import ModelError
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.model.shape import shape_to_train
+from rollbook.train.select.recipe import ModelLimits
 
 Verdict = Literal["green", "yellow", "red"]
 
@@ -39,3 +48,13 @@ def check_of(name: str, said: str, faults: Sequence[Fault]) -> Check:
     verdict: Verdict = "red" if any(fault.verdict == "red" for fault in faults) else "yellow"
     levers = dict.fromkeys(fault.lever for fault in faults)
     return Check(name, verdict, "; ".join([said, *(fault.said for fault in faults)]), "; ".join(levers))
+
+
+def limits_of(config: TrainConfig) -> ModelLimits | None:
+    """The model's vocabulary, context, and mixture of experts if routing is replayed; None where it cannot be
+    read."""
+    try:
+        shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
+    except ModelError:
+        return None
+    return ModelLimits(shape.vocab, shape.context, shape.mixture if config.routing_replay else None)

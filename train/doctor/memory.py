@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rollbook.ingest.engines.hub import model_folder
+from rollbook.engines.hub import model_folder
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check, Verdict
-from rollbook.train.megatron.memory import Asked, Memory, Pass, memory_of, parameters
-from rollbook.train.megatron.reshard import check_layout, stages_of
-from rollbook.train.megatron.shape import ModelShape, shape_to_train
+from rollbook.train.model.memory import Asked, Memory, Pass, memory_of, parameters
+from rollbook.train.model.reshard import check_layout, stages_of
+from rollbook.train.model.shape import ModelShape, shape_to_train
 
 
 def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Check]:

@@ -1,5 +1,6 @@
 """Preflight: what is worth checking before a training is started, each with a verdict. Pure but for the
-log."""
+log.
+"""
 
 from __future__ import annotations
 

@@ -10,17 +10,16 @@ from typing import Any, get_args
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.fold.history import KINDS, fold_history
-from rollbook.store.inside import place_inside
+from rollbook.store.safe_paths import place_inside
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.batches.recipe_result import Applied, apply_recipe
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.recipe import Split
-from rollbook.train.data.applied import Applied, apply_recipe
-from rollbook.train.data.held_out import learns_from_samples
-from rollbook.train.data.unused import remedy_for
-from rollbook.train.doctor.check import Check, Fault, Verdict, check_of
-from rollbook.train.doctor.limits import limits_of
-from rollbook.train.doctor.reward_statistics import RewardStatistics, equality, flatness, statistics_of
+from rollbook.train.doctor.check import Check, Fault, Verdict, check_of, limits_of
+from rollbook.train.doctor.reward_function import RewardStatistics, equality, flatness, statistics_of
+from rollbook.train.select.why_unused import remedy_for
+from rollbook.train.sources.held_out import learns_from_samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)

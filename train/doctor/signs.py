@@ -3,22 +3,183 @@
 A rule compares the last tenth of the steps with the first, so that one odd step is no sign; a training of
 fewer than `FEWEST` steps is not judged by its course. Thresholds are conventions, said in each rule; what
 they are compared with is in the evidence, so that a reader may judge for himself.
+
+Signs that a policy went far from where it began, or got worse at what is held out of its training. Pure.
+
+See `train.doctor.signs`.
+
+Signs that something failed beside the learning: steps, syncs, turns, launches of agents. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import sqrt
 from statistics import median
 
-from rollbook.train.doctor.drift import (
-    chosen_less_likely,
-    falling_evaluations,
-    kl_explosion,
-    partial_evaluations,
-)
 from rollbook.train.doctor.evidence import FEWEST, Course, Finding
-from rollbook.train.doctor.failures import failed_launches, failed_steps, failed_syncs, failed_turns
+
+FAR: Mapping[str, float] = {"kl": 10.0, "old_kl": 1.0}
+"""KL -> nats a token above which it has exploded, if it also grew tenfold. A healthy one from a reference is
+below 1, also where rejected samples become unlikely by dpo; from the policy that ratios are taken to, far
+below 0.1."""
+LESS_LIKELY = 0.5
+"""Nats that a token of chosen samples may lose, on average: then it has three fifths of its probability."""
+
+
+def kl_explosion(course: Course) -> Finding | None:
+    """At the end the KL from the reference is above 10 nats a token, or that from the policy which ratios are
+    taken to above 1, and ten times what it was at first."""
+    for metric, bound in FAR.items():
+        ends = course.ends(metric)
+        if ends is None or ends[1] <= max(bound, 10 * ends[0]):
+            continue
+        whose = "the reference" if metric == "kl" else "the policy that ratios are taken to"
+        return Finding(
+            "kl_explosion",
+            f"the KL from {whose} ({metric}) grew from {ends[0]:.3g} to {ends[1]:.3g} nats a token: little "
+            "is left of what the policy was",
+            course.whole(),
+            {"metric": metric, "first": ends[0], "last": ends[1]},
+            course.training.metrics("kl", "old_kl", "loss", "gradient_norm"),
+            ("optimizer.lr", "algorithm.kl", "algorithm.beta", "optimizer.clip_grad", "fewer steps"),
+        )
+    return None
+
+
+def chosen_less_likely(course: Course) -> Finding | None:
+    """At the end a token of chosen samples is less likely than under the reference by half a nat, on
+    average: the margin grows because rejected samples fall faster, and the policy says neither."""
+    ends = course.ends("chosen_logratio")
+    if ends is None or ends[1] >= -LESS_LIKELY:
+        return None
+    return Finding(
+        "chosen_less_likely",
+        f"a token of chosen samples lost {-ends[1]:.3g} nats against the reference, {-ends[0]:.3g} at first: "
+        "what is preferred becomes unlikely too",
+        course.whole(),
+        {"first": ends[0], "last": ends[1]},
+        course.training.metrics("chosen_logratio", "preference_accuracy", "preference_margin", "loss"),
+        ("algorithm.sft_weight", "algorithm.beta (greater)", "optimizer.lr", "fewer steps"),
+    )
+
+
+def falling_evaluations(course: Course) -> Finding | None:
+    """The reward of evaluations fell from its best by a tenth of that and by twice the standard error of the
+    difference, in a training whose own reward did not rise, or that has none."""
+    rewards = course.ends("reward")
+    if len(course.held_out) < 2 or (rewards is not None and rewards[1] > rewards[0]):
+        return None
+    best = max(course.held_out, key=lambda version: course.held_out[version].mean)
+    then, now = course.held_out[best], course.held_out[max(course.held_out)]
+    if then.mean - now.mean <= max(0.1 * abs(then.mean), 2 * sqrt(then.variance + now.variance)):
+        return None
+    return Finding(
+        "falling_evaluations",
+        f"the reward of evaluations fell from {then.mean:.3g} at version {best} to {now.mean:.3g}",
+        course.whole(),
+        {
+            "evaluation": [course.held_out[version].mean for version in sorted(course.held_out)],
+            "best_version": best,
+        },
+        course.training.held_out(),
+        ("optimizer.lr", "algorithm.kl", "algorithm.beta", "fewer steps"),
+    )
+
+
+def partial_evaluations(course: Course) -> Finding | None:
+    """An evaluation is not whole: its reward is that of the trajectories that came to an end."""
+    if not course.partial:
+        return None
+    said = [
+        f"{trajectories}{'' if expected is None else f' of {expected}'} trajectories at version {version}"
+        for version, (trajectories, expected) in sorted(course.partial.items())
+    ]
+    return Finding(
+        "partial_evaluations",
+        f"NOT WHOLE, and compared with no other: {'; '.join(said[:5])}",
+        None,
+        {"versions": sorted(course.partial)},
+        course.training.partial_evaluations(),
+        ("evaluation.wait_s", "the launches that failed", "rollouts' retries.attempts"),
+    )
+
+
+def failed_steps(course: Course) -> Finding | None:
+    """Attempts at steps failed."""
+    if not course.failed:
+        return None
+    numbers = sorted(course.failed)
+    return Finding(
+        "failed_steps",
+        f"{len(numbers)} steps had attempts that failed; the last: {course.failed[numbers[-1]][:200]}",
+        (numbers[0], numbers[-1]),
+        {"steps": numbers},
+        course.training.failed_steps(),
+        ("optimizer.lr", "on_not_finite"),
+    )
+
+
+def failed_syncs(course: Course) -> Finding | None:
+    """Engines did not get weights that were sent."""
+    if not course.syncs:
+        return None
+    return Finding(
+        "failed_syncs",
+        f"{len(course.syncs)} syncs failed; the last, of version {course.syncs[-1][0]}: "
+        f"{course.syncs[-1][1][:200]}",
+        None,
+        {"syncs": len(course.syncs), "versions": sorted({version for version, _ in course.syncs})},
+        course.training.failed_syncs(),
+        ("sync.timeout_s", "sync.transport", "the engine's log"),
+    )
+
+
+def failed_turns(course: Course) -> Finding | None:
+    """Of the turns that ended since the training began, more than one in twenty failed, and three or more."""
+    failed = [turns for turns in course.turns if turns.status == "failed"]
+    count, ended = sum(turns.count for turns in failed), sum(turns.count for turns in course.turns)
+    if count < 3 or count <= 0.05 * ended:
+        return None
+    most = "; ".join(f"{turns.count} in lane {turns.lane}: {turns.error[:120]}" for turns in failed[:3])
+    others = sum(turns.count for turns in failed[3:])
+    return Finding(
+        "failed_turns",
+        f"{count} of {ended} turns failed since the training began ({count / ended:.0%}). {most}"
+        + (f"; {others} others" if others else ""),
+        course.whole(),
+        {
+            "failed": count,
+            "ended": ended,
+            "errors": [{"lane": t.lane, "error": t.error, "turns": t.count} for t in failed[:10]],
+        },
+        course.training.ended_turns(),
+        ("the engine's log", "the agents' concurrency", "the engine's memory and timeouts"),
+    )
+
+
+def failed_launches(course: Course) -> Finding | None:
+    """Of the launches that ended since the training began, more than one in ten failed by their
+    infrastructure, and three or more: groups are late, or lack trajectories."""
+    failed = [launches for launches in course.launches if launches.by_infrastructure]
+    count, ended = (sum(launches.count for launches in of) for of in (failed, course.launches))
+    if count < 3 or count <= 0.1 * ended:
+        return None
+    most = "; ".join(f"{of.count} of rollouts {of.rollout}: {of.why[:120]}" for of in failed[:3])
+    return Finding(
+        "failed_launches",
+        f"{count} of {ended} launches failed by their infrastructure since the training began "
+        f"({count / ended:.0%}). {most}",
+        course.whole(),
+        {
+            "failed": count,
+            "ended": ended,
+            "infra_failed_rate": count / ended,
+            "errors": [{"rollout": of.rollout, "why": of.why, "launches": of.count} for of in failed[:10]],
+        },
+        course.training.ended_launches(),
+        ("the reasons", "the engine's log", "the rollouts' concurrency and agent.limits"),
+    )
 
 
 def entropy_collapse(course: Course) -> Finding | None:

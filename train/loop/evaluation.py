@@ -1,8 +1,12 @@
-"""Evaluates the versions of a training on what is held out of it. It changes nothing of the training."""
+"""Evaluates the versions of a training on what is held out of it. It changes nothing of the training.
+
+Waits for agents to be evaluated at the trainer's version. Who runs them hears of it from the log.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,23 +14,25 @@ import torch
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import parse_cut
-from rollbook.store.events import EvalFinished, Json
-from rollbook.store.fold.history import History
+from rollbook.store.events import EvalFinished, EvalSampled, EvalStarted, Json
+from rollbook.store.fold.history import CAME_TO_AN_END, EvaluatedAgents, History
+from rollbook.store.fold.history import EVALUATION_KINDS as KINDS
+from rollbook.store.log.tail import Filter
+from rollbook.store.patience import Patience, waits
+from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.batch import MicroBatch, build_batch
+from rollbook.train.batches.experience import Scores, experience_of, trained_masks
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.batch import MicroBatch, build_batch
-from rollbook.train.data.experience import Scores, experience_of, trained_masks
-from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
-from rollbook.train.data.samples import Sample
-from rollbook.train.loop.evaluated_agents import await_agents
-from rollbook.train.loop.predictions import Predictions
-from rollbook.train.loop.reward_scores import score_loss
-from rollbook.train.loop.scoring import score
-from rollbook.train.loop.step import loss_inputs
-from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
+from rollbook.train.select.samples import Sample
+from rollbook.train.sources.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
+from rollbook.train.step.predictions import Predictions, score_loss
+from rollbook.train.step.scoring import score
+from rollbook.train.step.step import loss_inputs
+from rollbook.train.stopping import Stopping
 
 
 class Evaluation:
@@ -200,3 +206,81 @@ def _means(rewards: list[HeldOutReward]) -> Json:
 def _finite(values: dict[str, float]) -> Json:
     """The values, with null for those that are not finite: JSON has no other word for them."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What came of waiting.
+
+    Attributes:
+        expected: trajectories that there were to be; None: nobody said.
+        whole: whether all of them came to an end, or who ran them says so and launched none by itself.
+    """
+
+    expected: int | None
+    whole: bool
+
+
+def await_agents(
+    config: TrainConfig, log: Store, trainer: Trainer, stopping: Stopping, say: Callable[[str], None]
+) -> Awaited:
+    """Return once the log says that agents were evaluated, or `evaluation.wait_s` passed, which is said.
+
+    What is waited for is said after 10 s, and each minute.
+
+    Raises:
+        Stopped: a signal came.
+        EngineError: no engine can be given the version.
+    """
+    assert config.evaluation is not None
+    version, wait_s, agents = trainer.version, config.evaluation.wait_s, EvaluatedAgents()
+    with log.tail(log.head(), Filter(KINDS | {EvalSampled.KIND}, run=config.run)) as tail:
+        trainer.have_served()
+        trainer.write(EvalStarted(config.policy, version, trainer.phase))
+        began = time.monotonic()
+        deadline, keep_served = began + wait_s, stopping.in_hand(trainer.keep_served)
+        patience = Patience(began)
+        with stopping.waiting():
+            while (left := deadline - time.monotonic()) > 0:
+                for event in tail.poll():
+                    record = event.record
+                    agents.take(record)
+                    if isinstance(record, EvalSampled) and (record.policy, record.policy_version) == (
+                        config.policy,
+                        version,
+                    ):
+                        return _sampled(log, config.run, record)
+                keep_served()
+                if patience.due(time.monotonic()):
+                    what = f"agents to be evaluated at version {version}: {agents.said}"
+                    say(waits(what, time.monotonic() - began, left, time.time()))
+                tail.wait(min(left, POLL_S))
+    ended, expected = _ended(log, config.run, agents.rollout)
+    say(
+        f"version {version}: agents were not evaluated within {wait_s:g} s (evaluation.wait_s), "
+        f"{agents.said}: those that finish later count to the next evaluation. Does "
+        "`rollbook rollout --follow` run, with [evaluation]?"
+    )
+    return Awaited(expected, expected is not None and ended >= expected)
+
+
+def _sampled(log: Store, run: str, told: EvalSampled) -> Awaited:
+    """What the log has of agents of which somebody says that they were evaluated."""
+    ended, known = _ended(log, run, told.rollout)
+    return Awaited(told.trajectories, known is None or ended >= told.trajectories)
+
+
+def _ended(log: Store, run: str, rollout: str | None) -> tuple[int, int | None]:
+    """(places of rollouts whose agent came to an end, places in all; None: no launch says it)."""
+    given = {"run": run, "rollout": rollout, "ends": list(CAME_TO_AN_END)}
+    with connect_at(log, format_cut(log.head())) as connection:
+        [(ended, places)] = connection.execute(_PLACES, given).fetchall()
+    return ended, places
+
+
+_PLACES = """
+    SELECT count(DISTINCT (epoch, task, sample)) FILTER (list_contains($ends, status)), max(places)
+    FROM launches WHERE run = $run AND rollout = $rollout"""

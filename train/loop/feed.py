@@ -13,17 +13,17 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError, IdleError, TrainError
 from rollbook.store.fold.history import KINDS, History, fold_history
-from rollbook.store.inside import place_inside
+from rollbook.store.safe_paths import place_inside
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, ModelLimits
-from rollbook.train.data.samples import Sample
-from rollbook.train.data.selection import Selection, Source
-from rollbook.train.data.source import make_source
-from rollbook.train.data.unused import explain
-from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.shape import read_shape
+from rollbook.train.select.recipe import Drop, ModelLimits
+from rollbook.train.select.samples import Sample
+from rollbook.train.select.why_unused import explain
+from rollbook.train.sources.queue_source import QueueSource
+from rollbook.train.sources.selection import Selection, Source
+from rollbook.train.sources.source import make_source
+from rollbook.train.stopping import Stopping
 
 
 @dataclass(slots=True)

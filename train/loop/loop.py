@@ -1,42 +1,43 @@
-"""`rollbook train`: take steps from a source until the configuration's number is reached."""
+"""`rollbook train`: take steps from a source until the configuration's number is reached.
+
+Reports how the learning rate changes if `steps`, at which its schedule ends, was changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from rollbook import store
-from rollbook.ingest.engines.hub import model_said
+from rollbook.engines.hub import model_said
 from rollbook.store import Event, Store
+from rollbook.store.config import meant
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, LaneLockedError, TrainError
 from rollbook.store.events import RunOpened
 from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
-from rollbook.store.inside import place_inside
 from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.log.writer import LaneWriter
-from rollbook.store.refused_values import meant
+from rollbook.store.safe_paths import place_inside
 from rollbook.store.upkeep.checkpoints import finish_removals
 from rollbook.train.algorithms.trial import try_out
-from rollbook.train.checkpoints.building import remove_left_over
-from rollbook.train.checkpoints.directory import checkpoint_name
+from rollbook.train.checkpoints.directory import checkpoint_name, remove_left_over
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.config.phase import family_in
-from rollbook.train.data.held_out import HeldOutSamples, learns_from_samples
-from rollbook.train.loop.abandon import go_back
+from rollbook.train.config.phase import FREE, family_in
+from rollbook.train.environment import file_digests
 from rollbook.train.loop.evaluation import Evaluation
 from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.judge import Judge
-from rollbook.train.loop.publish import check_head, check_model
-from rollbook.train.loop.rate import rate_change
-from rollbook.train.loop.source_digests import file_digests
-from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
-from rollbook.train.megatron.ranks import Ranks
+from rollbook.train.publish.publish import check_head, check_model
+from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.resume.abandon import go_back
+from rollbook.train.sources.held_out import HeldOutSamples, learns_from_samples
+from rollbook.train.stopping import Stopped, Stopping
 
 
 def train(
@@ -354,3 +355,43 @@ def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
         f"that the step starts from, differ by {gap:.3g} from the trainer's (engine_gap_alarm is "
         f"{config.engine_gap_alarm:g}): it computes otherwise, or served other weights. See docs/engines.md"
     )
+
+
+def rate_change(
+    config: TrainConfig, before: RunOpened | None, done: int, rate: Callable[[int, int], float]
+) -> str | None:
+    """A message about the next step's learning rate, or None if the rate continues as planned.
+
+    Args:
+        before: the `run.opened` of the run's previous training.
+        done: steps of the configuration that are committed.
+        rate: gives the learning rate of a step under a schedule of so many steps.
+    """
+    decay, planned = config.optimizer.decay, _steps_before(config, before)
+    if decay == "constant" or config.optimizer.decay_steps is not None or not done or planned is None:
+        return None
+    old, new = rate(done, planned), rate(done, config.steps)
+    if planned == config.steps or old == new:
+        return None
+    return (
+        f"steps is {config.steps} and was {planned}, which moves the end of the {decay} schedule: the "
+        f"learning rate of the next step is {new:.3g}, where it was to be {old:.3g} (optimizer.decay_steps, "
+        "set when a training begins, keeps the end where it is)"
+    )
+
+
+def _steps_before(config: TrainConfig, before: RunOpened | None) -> int | None:
+    """`steps` of the last start of this same training; None where that was another."""
+    if before is None:
+        return None
+    decides = {key: value for key, value in config.as_json().items() if key not in FREE}
+    same = all(_is_same(before.config.get(key, value), value) for key, value in decides.items())
+    steps = before.config.get("steps")
+    return steps if same and isinstance(steps, int) else None
+
+
+def _is_same(before: object, now: object) -> bool:
+    """Whether a value, or each key of a table that there was then, is the same."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(before.get(key, value) == value for key, value in now.items())
+    return before == now

@@ -1,46 +1,45 @@
-"""Trains one policy on one log: restores its state, takes steps, and records them as events."""
+"""Trains one policy on one log: restores its state, takes steps, and records them as events.
+
+The rollout batch on which a training takes its steps, and how an interrupted one is found again in the
+log.
+
+The drops of the steps to come: what their plans record, and what becomes of it where a step is skipped.
+
+Who has the devices that a training shares with the engines that it gives weights to.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut, parse_cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import NotFiniteError
-from rollbook.store.events import (
-    Json,
-    Record,
-    SampleDropped,
-    StepCommitted,
-    StepFailed,
-    StepPlanned,
-)
-from rollbook.store.fold.history import History
+from rollbook.store.errors import AllRejectedError, NotFiniteError
+from rollbook.store.events import Json, Record, SampleDropped, StepCommitted, StepFailed, StepPlanned
+from rollbook.store.fold.history import History, all_samples
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.clock import Clock, clock, timed
+from rollbook.train.batches.batch import Partition, mini_batches
+from rollbook.train.clock import Clock, Spent, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.data.batch import Partition
-from rollbook.train.data.mini_batches import mini_batches
-from rollbook.train.data.others import dropped_members
-from rollbook.train.data.recipe import Drop
-from rollbook.train.data.samples import Sample
-from rollbook.train.data.selection import Selection
-from rollbook.train.loop.base import folder_to_copy
-from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished, without
-from rollbook.train.loop.device_turns import DeviceTurns
-from rollbook.train.loop.experiences import oldest_of
-from rollbook.train.loop.publish import Publisher
-from rollbook.train.loop.reference import steps_since
-from rollbook.train.loop.restore import adapted, fingerprint_of, restored
-from rollbook.train.loop.schedule import divided, schedule_of
-from rollbook.train.loop.spent import Spent
-from rollbook.train.loop.step import run_step, step_seed
-from rollbook.train.loop.step_drops import Skipped, StepDrops, drop_records
-from rollbook.train.megatron.ranks import Ranks
+from rollbook.train.publish.publish import Publisher
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.resume.base import folder_to_copy
+from rollbook.train.resume.rerun import samples_at_cut
+from rollbook.train.resume.restore import adapted, fingerprint_of, restored
+from rollbook.train.resume.schedule import divided, schedule_of
+from rollbook.train.select.drops import dropped_members
+from rollbook.train.select.recipe import Drop, decided
+from rollbook.train.select.samples import Sample
+from rollbook.train.sources.selection import Selection
+from rollbook.train.step.experiences import oldest_of
+from rollbook.train.step.reference import steps_since
+from rollbook.train.step.step import run_step, step_seed
 
 LOOK_S = 2.0
 """Seconds between checks of engines while the trainer waits for samples."""
@@ -398,3 +397,190 @@ class Trainer:
         """Close connections, and end the process of the reference."""
         self.references.close()
         self._publisher.close()
+
+
+@dataclass(slots=True)
+class BatchInHand:
+    """A rollout batch on which steps are being taken.
+
+    Attributes:
+        first_step: number of the first of them.
+        parts: positions of the samples of each.
+        drops: to be recorded with the next plan.
+        others: members of the samples' groups that were dropped, and with which they are compared.
+        next: which of the parts comes next.
+        committed: how many steps on it are.
+        scored: the micro-batches in which it was scored while it came; None: it was not.
+        iterations: samples of each part that was scored.
+        slice: as of the selection.
+    """
+
+    samples: list[Sample]
+    cut: Cut
+    first_step: int
+    parts: list[list[int]]
+    drops: list[Drop] = field(default_factory=list)
+    others: list[Json] = field(default_factory=list)
+    next: int = 0
+    committed: int = 0
+    scored: Partition | None = None
+    iterations: Sequence[int] = ()
+    slice: int | None = None
+
+    def described(self, divide: Callable[[Sequence[Sample]], Partition]) -> Json | None:
+        """What the manifest of its next step says of it.
+
+        Args:
+            divide: samples into micro-batches.
+        """
+        if len(self.parts) == 1 and self.scored is None:
+            return None
+        said: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
+        if self.committed:
+            return said
+        said |= {
+            "samples": [sample.reference for sample in self.samples],
+            "partition": divide(self.samples) if self.scored is None else self.scored,
+        }
+        return said if self.scored is None else said | {"iterations": list(self.iterations)}
+
+
+def unfinished(log: Store, history: History, phase: str, config: TrainConfig) -> BatchInHand | None:
+    """The rollout batch on which a training was taking steps when it was interrupted, if it was.
+
+    Raises:
+        ReplayError: the log does not hold one of its samples, or its tokens were erased.
+    """
+    taken = history.in_hand()
+    if not taken or taken[-1].planned.phase != phase:
+        return None
+    first, last = taken[0].planned, taken[-1].planned
+    assert last.rollout_batch is not None
+    named, found = all_samples(first), samples_at_cut(log, first, config.run)
+    begun = int(last.rollout_batch["first_step"])
+    return BatchInHand(
+        [found[ref["turn_id"]] for ref in named],
+        parse_cut(first.cut),
+        begun,
+        mini_batches(len(named), config.algorithm.demand, step_seed(config.seed, begun)),
+        next=last.rollout_batch["number"] + 1,
+        committed=len(taken),
+        slice=None if first.schedule is None else first.schedule["slice"],
+    )
+
+
+def without(in_hand: BatchInHand, leaf: str | None, config: TrainConfig) -> BatchInHand | None:
+    """A rollout batch of which no step is taken, without the sample of a leaf turn, and without its pair;
+    None where the leaf is not known, or nothing is left."""
+    unit, whole = 2 if "pairs" in config.algorithm.needs else 1, in_hand.samples
+    units = [whole[start : start + unit] for start in range(0, len(whole), unit)]
+    left = [one for own in units if leaf not in [s.leaf_turn_id for s in own] for one in own]
+    if leaf is None or not left:
+        return None
+    parts = mini_batches(len(left), config.algorithm.demand, step_seed(config.seed, in_hand.first_step))
+    return BatchInHand(
+        left, in_hand.cut, in_hand.first_step, parts, others=in_hand.others, slice=in_hand.slice
+    )
+
+
+SKIPS_IN_A_ROW = 8
+"""Most batches in a row that may be skipped, not finite or all rejected: more are not caused by samples."""
+Skipped = NotFiniteError | AllRejectedError
+"""Why a step is skipped."""
+
+
+@dataclass(slots=True)
+class StepDrops:
+    """What is dropped before the next plan.
+
+    Attributes:
+        skipped: how many steps in a row were skipped.
+    """
+
+    skipped: int = 0
+    _held_back: list[Drop] = field(default_factory=list)
+    """Drops of steps that were skipped, until a plan follows."""
+    _recorded: list[Drop] = field(default_factory=list)
+    """Drops that were written with the attempt that is the next one to plan."""
+
+    def to_record(self, drops: Sequence[Drop]) -> list[Drop]:
+        """With these the drops that are to be written now."""
+        fresh, self._held_back = [*self._held_back, *drops], []
+        self._recorded += fresh
+        return fresh
+
+    def may_skip(self, error: Skipped, on_not_finite: str) -> bool:
+        """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
+        may = isinstance(error, AllRejectedError) or (on_not_finite != "stop" and error.stage != "weights")
+        return may and self.skipped < SKIPS_IN_A_ROW
+
+    def hold_back(self, samples: Sequence[Sample], error: Skipped, plan: StepPlanned) -> None:
+        """Keep the drops of a planned step, and its samples as drops, for the next plan; they count once a
+        step commits."""
+        self.skipped += 1
+        rule, detail = "all_rejected", {"error": str(error).partition(": the step is")[0]}
+        if isinstance(error, NotFiniteError):
+            rule = "not_finite"
+            detail = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
+        one_each = {sample.leaf_turn_id: sample for sample in samples}
+        self._held_back += decided(self._recorded, plan.policy_version, parse_cut(plan.cut))
+        self._held_back += [Drop(sample, rule, detail) for sample in one_each.values()]
+        self._recorded = []
+
+    def committed(self) -> None:
+        """The step that they were dropped before is committed."""
+        self._recorded, self._held_back, self.skipped = [], [], 0
+
+
+def drop_records(drops: Sequence[Drop], recipe: Json, step: int, attempt: int) -> list[SampleDropped]:
+    """The events of drops before an attempt at a step."""
+    digest = digest_json(recipe)
+    return [
+        SampleDropped(
+            d.sample.trajectory_id,
+            d.sample.leaf_turn_id,
+            d.rule,
+            digest,
+            step,
+            d.detail,
+            attempt,
+            *(d.decided or (None, None)),
+        )
+        for d in drops
+    ]
+
+
+class DeviceTurns:
+    """Takes the devices for the training, and gives them to engines. Where none are shared, it does nothing.
+
+    Attributes:
+        policies: of the training, once they are made.
+        away: whether engines have the devices, and the memory of the policies is given away.
+    """
+
+    def __init__(self, publisher: Publisher, *, shares: bool) -> None:
+        self._publisher, self.shares = publisher, shares
+        self.policies: Sequence[Policy] = ()
+        self.away = False
+
+    def take(self, version: int) -> None:
+        """Have engines give the devices up, until the sync of a version.
+
+        Raises:
+            EngineError: one does not.
+        """
+        if self.shares:
+            self._publisher.rest(version)
+            self.onload()
+
+    def offload(self) -> None:
+        """Give the policies' memory away: engines take theirs next."""
+        for policy in self.policies if self.shares else ():
+            policy.offload()
+        self.away = self.shares
+
+    def onload(self) -> None:
+        """Take it again."""
+        for policy in self.policies if self.away else ():
+            policy.onload()
+        self.away = False

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from rollbook.store.errors import EngineError
 from rollbook.store.ids import new_id
-from rollbook.train.megatron.interface import INTERFACE, interface_towards
-from rollbook.train.megatron.meeting import listening_at
+from rollbook.train.interface import INTERFACE, interface_towards
+from rollbook.train.ranks.meeting import listening_at
 from rollbook.train.sync.buckets import Bucket
 
 POLL_S = 0.002

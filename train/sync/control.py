@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
-from rollbook.ingest.engines.whose import FOR, Whose
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
+from rollbook.store.whose import FOR, Whose
 
 SESSIONS_SINCE = "0.5.21"
 """The first SGLang version with update sessions (begin, update from tensors or broadcast, end)."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollbook.ingest.engines.sglang.protocol import release_of
-from rollbook.ingest.engines.weights.expected import Holding
-from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
-from rollbook.ingest.engines.weights.tensor_checksums import checksum_kind
-from rollbook.ingest.engines.weights.tensor_layout import check_layout
+from rollbook.engines.sglang.protocol import release_of
+from rollbook.engines.weights.expected import Holding
+from rollbook.engines.weights.rank_checksums import RankChecksums
+from rollbook.engines.weights.tensor_checksums import checksum_kind
+from rollbook.engines.weights.tensor_layout import check_layout
 from rollbook.store.errors import EngineError, ModelError
-from rollbook.train.megatron.shape import ModelShape, read_shape
+from rollbook.train.model.shape import ModelShape, read_shape
 from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, EngineInfo
 from rollbook.train.sync.transports import FromDisk
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollbook.ingest.engines.weights.name import read_name
+from rollbook.engines.weights.name import read_name
 from rollbook.train.sync.control import ASLEEP, CACHE, EMBEDDED, WAKING, WEIGHTS, EngineControl, EngineInfo
 
 

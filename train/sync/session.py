@@ -22,21 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.engines.weights.expected import Expected, Holding, described
-from rollbook.ingest.engines.weights.name import weight_name
-from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
+from rollbook.engines.weights.expected import Expected, Holding, described
+from rollbook.engines.weights.name import weight_name
+from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json, PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
-from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.sync.control import (
-    ASLEEP,
-    EMBEDDED,
-    UNVERIFIED,
-    WAKING,
-    EngineControl,
-    EngineInfo,
-)
+from rollbook.train.model.shape import ModelShape
+from rollbook.train.sync.control import ASLEEP, EMBEDDED, UNVERIFIED, WAKING, EngineControl, EngineInfo
 from rollbook.train.sync.fits import check_fits, check_transport, holding
 from rollbook.train.sync.given_memory import GivenMemory
 from rollbook.train.sync.presence import looking_at

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rollbook.ingest.engines.weights.expected import Expected
+from rollbook.engines.weights.expected import Expected
 from rollbook.store.errors import EngineError
 from rollbook.train.config.sync import SyncConfig
 from rollbook.train.sync.broadcast import BroadcastGroup

@@ -13,14 +13,16 @@ from rollbook import __version__
 from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
-from rollbook.cli.help_texts import LiteralGroup
 from rollbook.cli.keys import keys_app
 from rollbook.cli.lineage.commands import lineage_app
+from rollbook.cli.online.rollout import rollout
+from rollbook.cli.online.run import run_online
 from rollbook.cli.options import (
     STORE_VARIABLE,
     AsJson,
     AsOf,
     LeaveOut,
+    LiteralGroup,
     RowFormat,
     RowKeys,
     Run,
@@ -30,21 +32,19 @@ from rollbook.cli.options import (
     StoreOption,
     TemplateKwargs,
 )
-from rollbook.cli.plot import plot
-from rollbook.cli.replay_bisect import replay_bisect
-from rollbook.cli.replay_bundle import export_app as replay_export_app
-from rollbook.cli.replay_bundle import open_bundle
-from rollbook.cli.replay_rollout import rollout as replay_rollout
-from rollbook.cli.replay_serve import replay_serve
-from rollbook.cli.replay_step import replay_step
-from rollbook.cli.replay_stretch import replay_run, replay_weights
-from rollbook.cli.replay_what_if import what_if
-from rollbook.cli.rollout import rollout
-from rollbook.cli.run import run_online
-from rollbook.cli.score import score
+from rollbook.cli.replay.bisect import replay_bisect
+from rollbook.cli.replay.bundle import export_app as replay_export_app
+from rollbook.cli.replay.bundle import open_bundle
+from rollbook.cli.replay.rollout import rollout as replay_rollout
+from rollbook.cli.replay.serve import replay_serve
+from rollbook.cli.replay.step import replay_step
+from rollbook.cli.replay.stretch import replay_run, replay_weights
+from rollbook.cli.replay.what_if import what_if
 from rollbook.cli.serve import ServeCommand, serve
-from rollbook.cli.store import store_app
-from rollbook.cli.train import train
+from rollbook.cli.store.store import store_app
+from rollbook.cli.train.plot import plot
+from rollbook.cli.train.score import score
+from rollbook.cli.train.train import train
 
 app = typer.Typer(
     cls=LiteralGroup,
@@ -217,7 +217,7 @@ def samples(
     rollbook samples --store runs --recipe grpo.toml --as-of step:12
     """
     if recipe is not None:
-        from rollbook.cli.recipes import print_recipe
+        from rollbook.cli.samples import print_recipe
 
         if trajectory is not None:
             raise typer.BadParameter(
@@ -243,7 +243,7 @@ def recipe_diff(
 
     rollbook recipe diff grpo.toml fresh.toml --store runs --as-of step:12
     """
-    from rollbook.cli.recipes import print_difference
+    from rollbook.cli.samples import print_difference
 
     print_difference(store, a, b, as_of, run, json)
 
@@ -262,7 +262,7 @@ def ledger(
     + in flight (still open) + kept out (for a reason), at every cut. The last
     line says that it balances; exit code 1: it does not. See docs/ledger.md.
     """
-    from rollbook.cli.ledger import run_ledger
+    from rollbook.cli.show.ledger import run_ledger
 
     raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
 
@@ -295,7 +295,7 @@ def preflight(
     rollbook preflight grpo.toml --store runs --source tail
     rollbook preflight grpo.toml --store runs --reward my_rewards:score
     """
-    from rollbook.cli.preflight import run_preflight
+    from rollbook.cli.train.doctor import run_preflight
     from rollbook.train.config.files import load_config
 
     raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, reward, json))
@@ -315,7 +315,7 @@ def doctor(
 
     rollbook doctor --store runs --run math-1
     """
-    from rollbook.cli.doctor import run_doctor
+    from rollbook.cli.train.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, run, policy, as_of, json))
 

@@ -2,6 +2,8 @@
 
 No traceback is printed. Of what was not foreseen it is kept in a file, which the line names; with
 ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
+
+Which extra of the package a command needs, of which a base install has none.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import Any
@@ -221,8 +223,6 @@ def foreseen(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return _of_system(error)
     if isinstance(error, ModuleNotFoundError):
-        from rollbook.cli.extras import missing_extra
-
         return missing_extra(error.name, sys.argv[1:])
     if isinstance(error, RecursionError):
         return "a value is nested deeper than anything that this release has ever written"
@@ -304,7 +304,7 @@ def _told_of_callback(args: Any) -> None:
 
 
 def _say(text: str) -> None:
-    from rollbook.cli.show.terminal_text import visible
+    from rollbook.cli.terminal import visible
     from rollbook.store.redaction import shown
 
     with contextlib.suppress(OSError, ValueError):
@@ -342,3 +342,38 @@ def _flushed(code: int | str | None) -> int | str | None:
         os.dup2(nowhere, 1)
         os.close(nowhere)
     return code
+
+
+OF_COMMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("train", "replay", "score", "preflight", "run", "bench"), "train"),
+    "demo": "demo",
+}
+"""Command -> the extra that has all it needs; others need one for what they are asked to do."""
+OF_MODULES: Mapping[str, str] = {
+    **dict.fromkeys(("torch", "transformers", "safetensors"), "engine"),
+    **dict.fromkeys(("megatron", "psutil", "tensorboard"), "train"),
+    **{"matplotlib": "plot", "openai": "demo", "ray": "ray", "fsspec": "s3", "psycopg": "postgres"},
+}
+"""Module -> the smallest extra that brings it."""
+INCLUDED: Mapping[str, frozenset[str]] = {
+    "train": frozenset({"engine"}),
+    "ray": frozenset({"engine", "train"}),
+    "demo": frozenset({"engine", "train", "plot"}),
+}
+"""Extra -> those that it brings along."""
+
+
+def missing_extra(module: str | None, words: Sequence[str]) -> str | None:
+    """What is said of a module that is missing, None of one that no extra brings.
+
+    Args:
+        words: of the command line, without the program's name.
+    """
+    of_module = OF_MODULES.get((module or "").partition(".")[0])
+    if of_module is None:
+        return None
+    command = next((word for word in words if not word.startswith("-")), "")
+    of_command = OF_COMMANDS.get(command, of_module)
+    extra = of_command if of_module in INCLUDED.get(of_command, ()) else of_module
+    what = f"`rollbook {command}`" if command else "this command"
+    return f"{what} needs {module}, which is not installed: pip install 'rollbook[{extra}]'"

@@ -12,14 +12,13 @@ import orjson
 
 from rollbook.cli.progress import progress
 from rollbook.cli.terminal import Console, print_json, say
-from rollbook.ingest.engines.hub import model_folder
+from rollbook.engines.hub import model_folder
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
 from rollbook.store.interchange.importing import import_chats
 
 if TYPE_CHECKING:
-    from rollbook.ingest.datasets.first_look import FirstLook, Pieces
-    from rollbook.ingest.datasets.importing import Reading
+    from rollbook.ingest.datasets.importing import FirstLook, Pieces, Reading
     from rollbook.train.config.config import TrainConfig
 
 TRAINED, CONTEXT = "bold green", "dim"

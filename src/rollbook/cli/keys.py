@@ -33,8 +33,7 @@ def add(
     rewards. judge: rewards and labels of any trajectory, not as its agent.
     reader: the log, cursors, metrics.
     """
-    from rollbook.ingest.http.key_file import add_key
-    from rollbook.ingest.http.keys import expiry_of
+    from rollbook.edge.keys import add_key, expiry_of
 
     key = add_key(file, name, role, expiry_of(expires) if expires else None)
     print(f"added {name}, a {role}'s, to {file}; its key is shown this once:", file=sys.stderr)
@@ -57,7 +56,7 @@ def print_keys(file: Path, as_json: bool) -> None:
     from rich.table import Table
 
     from rollbook.cli.terminal import Console, json_for_terminal
-    from rollbook.ingest.http.keys import read_keys
+    from rollbook.edge.keys import read_keys
 
     keys, _ = read_keys(file)
     now = datetime.now(UTC)

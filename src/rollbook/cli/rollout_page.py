@@ -9,20 +9,19 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from rollbook.ingest.rollouts.agent_config import (
+from rollbook.rollouts.config import (
     AgentConfig,
+    ClocksConfig,
     ContainerConfig,
+    EvaluationConfig,
+    JudgeConfig,
     LimitsConfig,
     NodesConfig,
-    ServiceConfig,
-)
-from rollbook.ingest.rollouts.config import (
-    ClocksConfig,
-    EvaluationConfig,
     RetriesConfig,
     RolloutConfig,
+    ScoreConfig,
+    ServiceConfig,
 )
-from rollbook.ingest.rollouts.score_config import JudgeConfig, ScoreConfig
 from rollbook.train.config.docs import page
 
 INTRODUCTION = """# Configuration of rollouts

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
-from rollbook.cli.show.terminal_text import visible
+from rollbook.cli.terminal import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError, RollbookError
 from rollbook.store.log.store import Store

@@ -1,17 +1,28 @@
-"""What `rollbook samples` prints."""
+"""What `rollbook samples` prints.
+
+What `rollbook samples --recipe` and `rollbook recipe diff` print.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from rollbook import store
-from rollbook.cli.runs import check_run, of_run
+from rollbook.cli.runs import check_run, of_run, only_run
 from rollbook.cli.show.finding import openings_of
-from rollbook.cli.terminal import Console, print_json
+from rollbook.cli.terminal import Console, print_json, say, visible
+from rollbook.store import format_cut
 from rollbook.store.errors import CutError
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.store.log.store import Store
+from rollbook.train.batches.recipe_result import Applied, apply_recipe
+from rollbook.train.config.files import NamedRecipe, load_recipe
+from rollbook.train.doctor.check import limits_of
+from rollbook.train.select.sample_ref import SampleRef
+from rollbook.train.select.samples import Sample, all_samples
 
 
 def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | None, as_json: bool) -> None:
@@ -58,3 +69,151 @@ def _print_table(samples: list[Sample]) -> None:
             "" if s.reward is None else f"{s.reward:g}",
         )
     Console().print(table)
+
+
+SHOWN = 20
+"""Samples listed on a terminal; `--json` has all."""
+
+
+def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json: bool) -> None:
+    """Print which samples of a run a recipe keeps at a cut, and what each rule drops.
+
+    Raises:
+        ConfigError: the recipe cannot be used.
+        CutError: no such run or cut.
+    """
+    named, log = load_recipe(recipe), store.open(path)
+    applied, where = _applied(log, named, as_of, run)
+    if as_json:
+        print_json(where | _as_json(applied))
+        return
+    said = f"{visible(named.name)}, run {visible(where['run'])} at {where['cut'] or 'its beginning'}"
+    say(f"{said}, version {applied.version}: {_counted(applied)}")
+    if named.config is not None and where["model_limits"] is None:
+        model = visible(str(named.config.model))
+        say(f"no model can be read at {model}: nothing is held against its vocabulary and context")
+    _print_rules(applied)
+    _print_samples(applied.kept)
+
+
+def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, as_json: bool) -> None:
+    """Print how the samples that two recipes keep at a cut differ, and by which rules of the other.
+
+    Raises:
+        ConfigError: a recipe cannot be used.
+        CutError: no such run or cut.
+    """
+    log, named = store.open(path), (load_recipe(a), load_recipe(b))
+    (first, where), (second, _) = (_applied(log, one, as_of, run) for one in named)
+    kept = [{ref.leaf_turn_id: ref for ref in one.kept} for one in (first, second)]
+    only = [[ref for leaf, ref in mine.items() if leaf not in other] for mine, other in (kept, kept[::-1])]
+    both = [ref for leaf, ref in kept[0].items() if leaf in kept[1]]
+    reasons = [_reasons(refs, other) for refs, other in zip(only, (second, first), strict=True)]
+    if as_json:
+        print_json(
+            where
+            | {
+                "both": [ref.reference for ref in both],
+                "only_a": _with_reasons(only[0], reasons[0]),
+                "only_b": _with_reasons(only[1], reasons[1]),
+            }
+        )
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("kept by")
+    for name in ("samples", "trained tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("the other drops them by")
+    table.add_row("both", str(len(both)), str(sum(ref.trained for ref in both)), "")
+    for one, refs, why in zip(named, only, reasons, strict=True):
+        rules = sorted(set(why.values()))
+        told = ", ".join(f"{rule} ({list(why.values()).count(rule)})" for rule in rules)
+        table.add_row(
+            f"{visible(one.name)} alone", str(len(refs)), str(sum(ref.trained for ref in refs)), told
+        )
+    Console().print(table)
+
+
+def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tuple[Applied, dict[str, Any]]:
+    """What a recipe makes of a run's samples, and where: run, cut, version."""
+    config = named.config
+    run = run or (config.run if config else only_run(log))
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
+    check_run(log, run, cut)
+    policy, limits = (config.policy, limits_of(config)) if config else ("actor", None)
+    applied = apply_recipe(log, cut, run, policy, named.recipe, named.algorithm, limits=limits)
+    held = None if limits is None else {"vocabulary": limits.vocabulary, "context": limits.context}
+    where = {"run": run, "cut": format_cut(cut), "policy_version": applied.version, "model_limits": held}
+    return applied, where
+
+
+def _counted(applied: Applied) -> str:
+    refs = applied.kept
+    groups = {ref.group for ref in refs if ref.group is not None}
+    of = len({ref.trajectory_id for ref in refs})
+    trained = sum(ref.trained for ref in refs)
+    within = f"{len(groups)} groups" if applied.pairs is None else f"{len(applied.pairs)} pairs"
+    return f"keeps {len(refs)} samples of {of} trajectories in {within}, {trained} trained tokens"
+
+
+def _print_rules(applied: Applied) -> None:
+    if not applied.drops:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("dropped by")
+    table.add_column("samples", justify="right")
+    table.add_column("the first of them")
+    for rule, count in applied.rules.most_common():
+        first = next(drop for drop in applied.drops if drop.rule == rule)
+        assert isinstance(first.sample, SampleRef)
+        detail = ", ".join(f"{key} {value}" for key, value in first.detail.items())
+        table.add_row(rule, str(count), visible(f"{first.sample.name}{f': {detail}' if detail else ''}"))
+    Console().print(table)
+
+
+def _print_samples(refs: list[SampleRef]) -> None:
+    if not refs:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("kept", "group"):
+        table.add_column(name)
+    for name in ("tokens", "trained", "versions", "reward"):
+        table.add_column(name, justify="right")
+    for ref in refs[:SHOWN]:
+        versions = "" if ref.oldest_version is None else f"{ref.oldest_version}..{ref.newest_version}"
+        reward = "" if ref.reward is None else f"{ref.reward:g}"
+        numbers = (str(ref.length), str(ref.trained), versions, reward)
+        table.add_row(visible(ref.name), visible(ref.group or ""), *numbers)
+    Console().print(table)
+    if len(refs) > SHOWN:
+        say(f"and {len(refs) - SHOWN} more: --json lists all")
+
+
+def _as_json(applied: Applied) -> dict[str, Any]:
+    drops = [
+        {"turn_id": drop.sample.leaf_turn_id, "rule": drop.rule, "detail": drop.detail}
+        for drop in applied.drops
+    ]
+    kept = [
+        ref.reference
+        | {"trajectory": ref.name, "group": ref.group, "reward": ref.reward, "trained": ref.trained}
+        for ref in applied.kept
+    ]
+    found: dict[str, Any] = {"kept": kept, "dropped": drops}
+    if applied.pairs is not None:
+        found["pairs"] = [
+            {"chosen": chosen.reference, "rejected": rejected.reference} for chosen, rejected in applied.pairs
+        ]
+    return found
+
+
+def _reasons(refs: Iterable[SampleRef], other: Applied) -> dict[str, str]:
+    """Leaf turn -> the rule by which the other recipe drops it; of another split it is none of its
+    candidates."""
+    rules = {drop.sample.leaf_turn_id: drop.rule for drop in other.drops}
+    return {ref.leaf_turn_id: rules.get(ref.leaf_turn_id, "splits") for ref in refs}
+
+
+def _with_reasons(refs: list[SampleRef], reasons: dict[str, str]) -> list[dict[str, Any]]:
+    return [ref.reference | {"rule": reasons[ref.leaf_turn_id]} for ref in refs]

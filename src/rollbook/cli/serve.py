@@ -16,8 +16,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from rollbook.cli.help_texts import make_literal
-from rollbook.cli.options import STORE_VARIABLE
+from rollbook.cli.options import STORE_VARIABLE, make_literal
 
 if TYPE_CHECKING:
     from rollbook.ingest.serve.settings import ServeSettings
@@ -98,7 +97,7 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 def _as_setting(name: str, value: Any) -> Any:
     """An option's value in the form of the settings file."""
     if name == "engine_ask":
-        from rollbook.ingest.requests.fields import json_object
+        from rollbook.ingest.fields import json_object
 
         return json_object(value.encode())
     return value

@@ -12,10 +12,8 @@ import orjson
 
 from rollbook.cli.errors import interrupted_with
 from rollbook.cli.runs import of_run
-from rollbook.cli.show.terminal_text import visible
-from rollbook.cli.table import print_table
-from rollbook.cli.terminal import print_json
-from rollbook.ingest.engines.hub import model_folder
+from rollbook.cli.terminal import print_json, print_table, visible
+from rollbook.engines.hub import model_folder
 from rollbook.store.errors import QueryError
 from rollbook.store.open import open_store
 from rollbook.store.sql.object_storage import outage

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import orjson
 
-from rollbook.ingest.server_sent_events import Message, read_messages
+from rollbook.edge.server_sent_events import Message, read_messages
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, RollbookError, StoreError
 from rollbook.store.events import Event

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import httpx
 
 from rollbook import store
-from rollbook.ingest.engines.whose import ASKS, PROVES, PROVING, Whose, proof
 from rollbook.online.config import WholeConfig, at_port
 from rollbook.store.errors import ConfigError, RollbookError
 from rollbook.store.ids import new_id
 from rollbook.store.secret import store_secret
+from rollbook.store.whose import ASKS, PROVES, PROVING, Whose, proof
 
 ANSWER_S = 5.0
 TRIED = 100

@@ -15,22 +15,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.ingest.rollouts.tables import Seconds, Table, typed
 from rollbook.ingest.serve.settings import ServeSettings, parse_settings
-from rollbook.store.errors import ConfigError
-from rollbook.store.events import Json
-from rollbook.store.toml_file import override, read_toml
-from rollbook.store.whole_config import (
+from rollbook.rollouts.config import RolloutConfig, Seconds, Table, parse_rollouts, typed
+from rollbook.store.config import (
     ENGINE,
     TABLES,
     WAIT_S,
     check_whole,
     is_whole,
+    override,
     part_of,
     proxy_url,
+    read_toml,
     written_key,
 )
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import Json
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.files import read_training
 

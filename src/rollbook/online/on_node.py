@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from rollbook.ingest.rollouts.ray_cluster import connected, quietly, words
 from rollbook.online.placed import actor_in
+from rollbook.rollouts.ray_cluster import connected, quietly, words
 
 START_S, LOOK_S, STOP_S = 60.0, 1.0, 30.0
 LOST = 1

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollbook.ingest.rollouts.ray_cluster import connected, quietly
+from rollbook.rollouts.ray_cluster import connected, quietly
 from rollbook.store.errors import RolloutError
 from rollbook.store.ids import new_id
 from rollbook.store.patience import Patience, waits

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rollbook.replay.cassettes.cassette import Cassette
+    from rollbook.cassettes.cassette import Cassette
 
 MARKER = "rollbook_cassette"
 ALL = "select trajectory_id from trajectories order by opened, trajectory_id"
@@ -125,8 +125,8 @@ def _playing(
     timing: bool = False,
 ) -> Iterator[PlayedCassette]:
     """A cassette, served by a thread while the context lasts."""
-    from rollbook.cli.cassette import read_cassette
-    from rollbook.replay.cassettes.app import CassetteOptions, build_cassette_app
+    from rollbook.cassettes.app import CassetteOptions, build_cassette_app
+    from rollbook.cli.replay.cassette import read_cassette
     from rollbook.testing.asgi import serving
 
     names = [trajectory] if isinstance(trajectory, str) else list(trajectory)

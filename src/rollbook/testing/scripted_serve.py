@@ -10,13 +10,12 @@ from typing import Any
 
 import orjson
 
-from rollbook.ingest.engines.scripted import load_script
-from rollbook.ingest.tokens.normal_form import conversation_digest
+from rollbook.engines.scripted import load_script
+from rollbook.ingest.tokens.message_form import conversation_digest
 from rollbook.testing.asgi import listen, server_of
-from rollbook.testing.scripted_answers import Script, hashed, in_turn
-from rollbook.testing.scripted_faults import Fault
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Options, Script, hashed, in_turn
 from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.testing.scripted_weights import Fault
 from rollbook.testing.tied import end_with_parent
 
 

@@ -1,12 +1,14 @@
 """A scripted server of SGLang's native protocol (0.5.23), for tests and benchmarks: no model, little CPU.
 
 It answers `POST /generate` and the routes that control a server, in the shapes of the real one; what it
-"samples" comes from a script (`testing.scripted_answers`). As a process of its own, on a port that it prints:
+"samples" comes from a script (`testing.scripted_job`). As a process of its own, on a port that it prints:
 
     python -m rollbook.testing.scripted_serve --port 0 --length 64 --stop-id 2
 
 or in this one: `with serving(ScriptedSGLang(script)) as url`. Differences: one request a body, no prompt
 logprobs, and the radix cache, grammar and sampling are not there: `cached_tokens` is the script's.
+
+Sends the replies of a scripted SGLang: chunks, failures, and the abort when the client disconnects.
 """
 
 from __future__ import annotations
@@ -20,12 +22,9 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
-from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply
-from rollbook.testing.scripted_answers import Script, draft, hashed
-from rollbook.testing.scripted_faults import Fault, Faults
-from rollbook.testing.scripted_job import Failed, Job, Options
-from rollbook.testing.scripted_replies import DONE, end_with_client, fail, show
-from rollbook.testing.scripted_weights import ScriptedWeights
+from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, until_gone
+from rollbook.testing.scripted_job import Failed, Job, Options, Script, draft, hashed
+from rollbook.testing.scripted_weights import Fault, Faults, ScriptedWeights
 
 VERSION = "0.5.23"
 
@@ -311,3 +310,32 @@ class ScriptedSGLang:
     def _fault(self, body: Message) -> tuple[int, Any]:
         self.faults.add(Fault(**body))
         return 200, {"success": True}
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def end_with_client(receive: Receive, job: Job) -> None:
+    """Abort the request if its client disconnects."""
+    await until_gone(receive)
+    job.abort()
+
+
+async def show(job: Job, send: Send, content: Message) -> None:
+    """Send the next chunk of a stream."""
+    await send_part(send, b"data: " + orjson.dumps(content) + b"\n\n", first=not job.streaming)
+    job.streaming = True
+
+
+async def fail(failed: Failed, job: Job, scope: Message, send: Send) -> None:
+    """Let a request fail as its script says."""
+    failure = failed.failure
+    if failure.kind == "drop":
+        await drop(scope)
+    elif job.streaming:
+        error = {"message": failure.message, "type": "invalid_request_error", "code": 500, "retryable": False}
+        await show(job, send, {"error": error})
+        await send({"type": "http.response.body", "body": DONE})
+    else:
+        status = 400 if failure.kind == "refuse" else 500
+        await reply(send, status, {"error": {"message": failure.message}})

@@ -4,19 +4,23 @@ With `Options.weights` it starts from the tensors of its model directory and kee
 checksum: q, k and v merged in `qkv_proj`, gate and up in `gate_up_proj`, experts in `w13_weight` and
 `w2_weight`, vocabularies padded to a multiple of 64 rows. Tensors that it has no place for are passed over
 without a word, as in the real one.
+
+Faults of a scripted server: a route that hangs, fails, takes a tensor wrong, or ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rollbook.testing.asgi import Message
-from rollbook.testing.scripted_faults import Faults
 from rollbook.testing.scripted_job import Job, Options
 
 VOCABULARY_MULTIPLE = 64
@@ -98,7 +102,7 @@ PADDED = ("embed_tokens", "lm_head")
 
 
 def _read(model: Path) -> Iterator[tuple[str, Any]]:
-    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.engines.weights.digests import read_weights
 
     yield from read_weights(model).items()
 
@@ -167,7 +171,7 @@ class ScriptedWeights:
         if not self._session:
             return _reply(f"update_weights_from_tensor {NO_SESSION}", False)
         if self.held is not None:
-            from rollbook.ingest.engines.embedded.sent_tensors import read_sent
+            from rollbook.engines.embedded.sent_tensors import read_sent
 
             named = read_sent(body["serialized_named_tensors"])
             self.held.take(named, spoilt=self._spoilt("/update_weights_from_tensor"))
@@ -221,3 +225,58 @@ class ScriptedWeights:
 
 def _reply(message: str, success: bool = True, rest: Message | None = None) -> Reply:
     return 200 if success else 400, {"success": success, "message": message} | (rest or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of one route.
+
+    `hang` waits `seconds` before it answers as ever; `error` is an HTTP 500, and nothing is done; `drop` ends
+    the connection, and nothing is done; `wrong` takes one value of the first tensor wrong, and answers
+    success; `die` ends the whole process, so the server must be one of its own.
+
+    Attributes:
+        after: calls of the route that go well before.
+        times: calls that go wrong; -1: all that follow.
+    """
+
+    route: str
+    kind: Literal["hang", "error", "drop", "wrong", "die"]
+    after: int = 0
+    times: int = 1
+    seconds: float = 0.0
+
+
+class Faults:
+    """The faults of a server, and how often each route has been called."""
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.faults = list(faults)
+        self._calls: Counter[str] = Counter()
+        self._wrong: set[str] = set()
+
+    def add(self, fault: Fault) -> None:
+        """Add a fault; calls are counted from now on."""
+        self.faults.append(fault)
+        self._calls[fault.route] = 0
+
+    async def befall(self, route: str) -> str | None:
+        """Count a call; returns `error` or `drop` if the call is to fail so."""
+        self._calls[route] += 1
+        self._wrong.discard(route)
+        for fault in self.faults:
+            number = self._calls[route] - fault.after
+            if fault.route != route or number < 1 or 0 <= fault.times < number:
+                continue
+            if fault.kind == "die":
+                os._exit(9)
+            if fault.kind in ("error", "drop"):
+                return fault.kind
+            if fault.kind == "wrong":
+                self._wrong.add(route)
+            await asyncio.sleep(fault.seconds)
+        return None
+
+    def spoils(self, route: str) -> bool:
+        """Whether the call under way takes a tensor wrong."""
+        return route in self._wrong

@@ -12,11 +12,9 @@ import pytest
 from rich.console import Console, RenderableType
 from tokenizers import Tokenizer
 
-from rollbook.cli.show.draw import View, draw
-from rollbook.cli.show.draw_tokens import context_text, legend, sampled_text, style_of
+from rollbook.cli.show.draw import TokenText, View, context_text, draw, legend, sampled_text, style_of
 from rollbook.cli.show.facts import Answer
 from rollbook.cli.show.reading import facts_of
-from rollbook.cli.show.token_text import TokenText
 from rollbook.store import Event
 from rollbook.store.events import VersionSpan
 

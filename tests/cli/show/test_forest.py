@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.cli.show.draw import MAX_DEPTH, Node, arrange
 from rollbook.cli.show.facts import TurnFacts
-from rollbook.cli.show.forest import MAX_DEPTH, Node, arrange
 
 Shape = list[Any]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rollbook.cli.show.token_text import TokenText
+from rollbook.cli.show.draw import TokenText
 from rollbook.store.errors import ModelError
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     model, scratch = Path(sys.argv[1]), Path(sys.argv[2])
     first, count, weights = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] == ["weights"]
     if weights:
-        import rollbook.ingest.engines.embedded.engine  # noqa: F401  (imported before the limit)
+        import rollbook.engines.embedded.engine  # noqa: F401  (imported before the limit)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     sandbox.RENDER_S = 0.5
@@ -109,8 +109,8 @@ def opened(folder: Path, weights: bool) -> None:
     tokenizer.decode(ids)
     tokenizer.reply_text(ids, ())
     if weights:
-        from rollbook.ingest.engines.embedded.engine import _loaded
-        from rollbook.ingest.engines.weights.digests import read_unchanged
+        from rollbook.engines.embedded.engine import _loaded
+        from rollbook.engines.weights.digests import read_unchanged
 
         read_unchanged(folder)
         _loaded(folder, "cpu")

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from training_story import Story
 from training_told import RUN, answered, begins, committed, dropped, opened, planned
 
-from rollbook.ingest.admission.outstanding import KINDS, Outstanding
-from rollbook.ingest.staleness.online_training import training_of
-from rollbook.ingest.staleness.policy import StalenessPolicy
+from rollbook.ingest.admission.outstanding import KINDS, Outstanding, training_of
 from rollbook.store.events import (
     VOID,
     Event,
@@ -22,6 +20,7 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
+from rollbook.store.fold.staleness import StalenessPolicy
 
 
 def folded(*records: Record, run: str = RUN) -> Outstanding:

@@ -16,9 +16,7 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.cli.importing import reading_of
-from rollbook.ingest.datasets.first_look import FirstLook
-from rollbook.ingest.datasets.importing import import_dataset
-from rollbook.ingest.datasets.tokenized import FROM_TEXT
+from rollbook.ingest.datasets.importing import FROM_TEXT, FirstLook, import_dataset
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError
@@ -26,9 +24,9 @@ from rollbook.store.events import PreferenceAdded, TurnCompleted
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.batches.recipe_result import apply_recipe
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.applied import apply_recipe
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.select.samples import Sample, all_samples
 
 ASKED = {"role": "user", "content": "What is two plus two?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("It is four.", "It is five."))

@@ -19,16 +19,16 @@ from rollbook import store as rb
 from rollbook.ingest.datasets import files
 from rollbook.ingest.datasets.importing import Reading, import_dataset
 from rollbook.ingest.datasets.messages import tools_of
-from rollbook.ingest.endpoints.chat.read import read as read_chat
-from rollbook.ingest.endpoints.history import no_history
-from rollbook.ingest.endpoints.messages.read import read as read_messages
-from rollbook.ingest.endpoints.responses.read import read as read_responses
+from rollbook.ingest.endpoints.api import no_history
+from rollbook.ingest.endpoints.chat import read as read_chat
+from rollbook.ingest.endpoints.messages import read as read_messages
+from rollbook.ingest.endpoints.responses_form import read as read_responses
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.interchange.export import export_store
 from rollbook.testing.dialogues import END
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}

@@ -51,7 +51,7 @@ def other_model(tiny_model: Path, perturbed: Callable[[Path, int], Path]) -> Pat
 @pytest.fixture
 def served(tiny_model: Path, in_process: Any) -> Any:
     """An in-process proxy over an embedded engine of its own."""
-    from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
+    from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 
     return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
@@ -60,7 +60,7 @@ def served(tiny_model: Path, in_process: Any) -> Any:
 @pytest.fixture(scope="module")
 def shared(tiny_model: Path, in_process: Any) -> Any:
     """An in-process proxy over an embedded engine that the module's tests share."""
-    from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
+    from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 
     return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))

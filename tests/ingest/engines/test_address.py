@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.sglang.client import SglangEngine
 from rollbook.ingest.serve.options import ServeOptions, make_engine, upstream_of
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.train.config.config import parse_config

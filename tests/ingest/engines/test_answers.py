@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.sglang.answers import read_answer, read_stream
+from rollbook.engines.sglang.http import read_answer, read_stream
 from rollbook.store.errors import EngineError
 
 

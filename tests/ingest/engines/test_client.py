@@ -21,20 +21,18 @@ from streamed import KINDS, PATHS, asked
 from told_weights import STARTED_WITH, ToldWeights
 
 from rollbook import store
-from rollbook.ingest.engines.engine import Prompt, Sampling
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.parts import joined
-from rollbook.ingest.engines.sglang.protocol import part, sampling_params
-from rollbook.ingest.engines.weights.name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
+from rollbook.engines.engine import Prompt, Sampling
+from rollbook.engines.sglang.client import SglangEngine, joined
+from rollbook.engines.sglang.protocol import part, sampling_params
+from rollbook.engines.weights.name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
 from rollbook.ingest.recording.runner import ATTEMPTS
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_answers import Answer, Failure, in_turn, logprobs_of
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Answer, Failure, Options, in_turn, logprobs_of
 from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 CHAT = PATHS["chat"]
 NAMES = itertools.count()

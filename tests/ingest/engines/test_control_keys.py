@@ -8,12 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from rollbook.ingest.engines.whose import FOR, Whose
-from rollbook.ingest.http.access import Role
-from rollbook.ingest.http.keys import Key, Keys, digest_of
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.edge.keys import Key, Keys, Role, digest_of
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import EngineError
 from rollbook.store.events import EngineControlled, PolicyActivated
+from rollbook.store.whose import FOR, Whose
 from rollbook.train.sync.control import EngineControl
 
 pytestmark = pytest.mark.torch
@@ -24,7 +23,7 @@ KEYS = {"ops": Role.operator, "agent": Role.writer, "judge": Role.judge, "board"
 @pytest.fixture(scope="module")
 def keyed(tiny_model: Path, in_process: Any) -> Any:
     """A proxy with keys over an embedded engine."""
-    from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
+    from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 
     keys = Keys([Key(name, role, digest_of(f"key-{name}")) for name, role in KEYS.items()])

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.embedded.engine import EmbeddedEngine
+from rollbook.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import EngineError
 

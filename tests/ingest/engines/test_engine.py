@@ -18,11 +18,11 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
-from rollbook.ingest.engines.embedded.sampling import GREEDY, sample, uniform_draw
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
-from rollbook.ingest.engines.weights.log import WeightLog
+from rollbook.engines.embedded.batching import GREEDY, sample, uniform_draw
+from rollbook.engines.embedded.engine import EmbeddedEngine
+from rollbook.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.log import WeightLog
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store import Event, Store
 from rollbook.store.errors import ModelError

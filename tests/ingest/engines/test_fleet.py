@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.ingest.engines import fleet as fleets
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.weights.log import OWN
+from rollbook.engines import fleet as fleets
+from rollbook.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.fleet import Fleet
+from rollbook.engines.weights.log import OWN
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import SyncFailed, SyncFinished, SyncStarted, token_ids
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.engines.hub import cache_folder, model_folder, name_at_hub
+from rollbook.engines.hub import cache_folder, model_folder, name_at_hub
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import prepared

@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollbook import store
-from rollbook.ingest.engines import identify
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.engine import Prompt, Sampling
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.identify import Identity
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.http import Keys
-from rollbook.ingest.engines.weights.compare import Held, answer, compare
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
-from rollbook.ingest.engines.weights.expected import expected_ranks_digest
-from rollbook.ingest.engines.weights.log import WeightLog
-from rollbook.ingest.engines.weights.name import weight_name
-from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest, read_ranks
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.engine import Prompt, Sampling
+from rollbook.engines.fleet import Fleet
+from rollbook.engines.sglang.client import SglangEngine
+from rollbook.engines.sglang.http import Keys
+from rollbook.engines.weights import identify
+from rollbook.engines.weights.compare import Held, answer, compare
+from rollbook.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.expected import expected_ranks_digest
+from rollbook.engines.weights.identify import Identity
+from rollbook.engines.weights.log import WeightLog
+from rollbook.engines.weights.name import weight_name
+from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest, read_ranks
 from rollbook.store import Event
 from rollbook.store.errors import EngineError, ModelError, VersionError
 from rollbook.store.events import (

@@ -18,17 +18,15 @@ import orjson
 import pytest
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
-from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.parts import joined, may_go_on, routing_of, the_rest
-from rollbook.ingest.engines.sglang.protocol import Part, Routing, part, request_body, sampling_params
-from rollbook.ingest.engines.weights.name import version_in
+from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
+from rollbook.engines.sglang.client import SglangEngine, joined, may_go_on, routing_of, the_rest
+from rollbook.engines.sglang.protocol import Part, Routing, part, request_body, sampling_params
+from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.events.routed_experts import unpack
 from rollbook.testing.asgi import reply, serving
-from rollbook.testing.scripted_answers import Answer, in_turn, logprobs_of
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Answer, Options, in_turn, logprobs_of
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 PROMPT = Prompt(token_ids([1, 2, 3]), (), None, "rid")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
-from rollbook.ingest.replies.hermes import HERMES
+from rollbook.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.scripted import ScriptedEngine, load_script
+from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.options import ServeOptions, make_engine
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
-from rollbook.ingest.tokens.normal_form import conversation_digest
+from rollbook.ingest.tokens.message_form import conversation_digest
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import TurnFailed, token_ids
 from rollbook.store.fold.trajectory import fold

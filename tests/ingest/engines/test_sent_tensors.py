@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from rollbook.ingest.engines.embedded.sent_tensors import read_sent
+from rollbook.engines.embedded.sent_tensors import read_sent
 from rollbook.store.errors import ModelError
 
 pytestmark = pytest.mark.torch

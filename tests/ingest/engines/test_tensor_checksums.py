@@ -10,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.weights.digests import tensor_bytes
-from rollbook.ingest.engines.weights.tensor_checksums import (
-    CHECKSUMS,
-    Sha256Checksum,
-    TiledChecksum,
-    checksum_kind,
-)
+from rollbook.engines.weights.digests import tensor_bytes
+from rollbook.engines.weights.tensor_checksums import CHECKSUMS, Sha256Checksum, TiledChecksum, checksum_kind
 
 TILE = 32768
 TILED = {

@@ -32,9 +32,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.weights.digests import checksums, digest_tensors, read_weights
+from rollbook.engines.embedded.engine import EmbeddedEngine
+from rollbook.engines.engine import Generation, Prompt, Sampling
+from rollbook.engines.weights.digests import checksums, digest_tensors, read_weights
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, token_ids

@@ -8,9 +8,8 @@ import httpx
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.keys import Keys, given_keys
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.trajectory_keys import trajectory_key
+from rollbook.edge.keys import Keys, given_keys, trajectory_key
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.secret import store_secret
 
 CHAT = PATHS["chat"]

@@ -17,8 +17,8 @@ import orjson
 import pytest
 import uvicorn
 
-from rollbook.ingest.http import connections
-from rollbook.ingest.http.connections import Connections, bounded_http, connections_for
+from rollbook.edge import connections
+from rollbook.edge.connections import Connections, bounded_http, connections_for
 
 LARGE = b"x" * (8 << 20)
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.content_encoding import decoded
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.edge.bodies import decoded
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
 MIB = 1 << 20

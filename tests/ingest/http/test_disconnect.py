@@ -17,7 +17,7 @@ from streamed import KINDS, PATHS, asked
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 CHAT = PATHS["chat"]
 

@@ -16,14 +16,16 @@ import pytest
 from pydantic import BaseModel
 
 from rollbook import store as rb
-from rollbook.ingest.requests.fields import (
+from rollbook.ingest.fields import (
     AddLabel,
     AddPreference,
     AssignReward,
+    EndLaunch,
     FinishTrajectory,
     OpenTrajectory,
+    StartLaunch,
+    TellLeaks,
 )
-from rollbook.ingest.requests.launch_fields import EndLaunch, StartLaunch, TellLeaks
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed

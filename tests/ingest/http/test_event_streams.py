@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
+from rollbook.edge import memory
+from rollbook.edge.errors import add_error_replies
+from rollbook.edge.server_sent_events import read_messages
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.http import event_streams, memory
-from rollbook.ingest.http.error_replies import add_error_replies
-from rollbook.ingest.http.event_feed import ArrowFeed, Feed, SseFeed
-from rollbook.ingest.http.event_streams import EventStreams
-from rollbook.ingest.server_sent_events import read_messages
+from rollbook.ingest.routes import event_feed
+from rollbook.ingest.routes.event_feed import ArrowFeed, EventStreams, Feed, SseFeed
 from rollbook.store import Event, Store
 from rollbook.store.events import TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.events.codec import as_json
@@ -106,7 +106,7 @@ def test_a_feed_may_rest_at_any_time(
     log: Store, seed: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it hands out is the same: each event once, in order, requests whole, and the same head."""
-    monkeypatch.setattr("rollbook.ingest.http.event_feed.MESSAGE_BYTES", size)
+    monkeypatch.setattr("rollbook.ingest.routes.event_feed.MESSAGE_BYTES", size)
     rng = random.Random(seed)
     parts = _all(SseFeed(log.tail(), None), lambda: rng.random() < 0.2)
     assert _sse(parts) == _local(log)
@@ -217,8 +217,8 @@ def test_more_consumers_than_allowed(streams: Any) -> None:
 
 def test_many_that_do_not_read_hold_little(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty stuck consumers of a sealed lane: only a few keep what reading holds, and none once they left."""
-    monkeypatch.setattr(event_streams, "WARM_BYTES", 200_000)
-    monkeypatch.setattr("rollbook.ingest.http.event_feed.MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(event_feed, "WARM_BYTES", 200_000)
+    monkeypatch.setattr("rollbook.ingest.routes.event_feed.MESSAGE_BYTES", 1000)
     one = streams()
 
     async def scenario() -> tuple[int, int]:
@@ -244,8 +244,8 @@ def test_many_that_do_not_read_hold_little(streams: Any, monkeypatch: pytest.Mon
 
 def test_who_takes_nothing_is_let_go(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while; sooner where others wait for the room of what it does not take."""
-    monkeypatch.setattr(event_streams, "TAKE_S", 0.6)
-    monkeypatch.setattr(event_streams, "TAKE_PRESSED_S", 0.1)
+    monkeypatch.setattr(event_feed, "TAKE_S", 0.6)
+    monkeypatch.setattr(event_feed, "TAKE_PRESSED_S", 0.1)
     one = streams()
 
     async def scenario() -> tuple[float, float, Any]:
@@ -254,8 +254,8 @@ def test_who_takes_nothing_is_let_go(streams: Any, monkeypatch: pytest.MonkeyPat
         _stuck(alone)
         await alone.end()
         unpressed = time.monotonic() - begun
-        monkeypatch.setattr(event_streams, "HELD_BYTES", 1)
-        monkeypatch.setattr(event_streams, "TAKE_S", 30.0)
+        monkeypatch.setattr(event_feed, "HELD_BYTES", 1)
+        monkeypatch.setattr(event_feed, "TAKE_S", 30.0)
         begun = time.monotonic()
         stuck = one.exchange()
         _stuck(stuck)
@@ -278,7 +278,7 @@ def test_who_takes_nothing_is_let_go(streams: Any, monkeypatch: pytest.MonkeyPat
 def test_memory_goes_back(streams: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some time after streams ended, what reading took is given back to the system, once for all of them."""
     given: list[float] = []
-    monkeypatch.setattr(event_streams, "give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr(event_feed, "give_back", lambda: given.append(time.monotonic()))
     monkeypatch.setattr(memory, "GIVE_BACK_S", 0.1)
     one = streams()
 
@@ -290,4 +290,4 @@ def test_memory_goes_back(streams: Any, tmp_path: Path, monkeypatch: pytest.Monk
         await asyncio.sleep(0.5)
 
     one.runner.run(scenario())
-    assert 0 < len(given) <= 5 * event_streams.THREADS
+    assert 0 < len(given) <= 5 * event_feed.THREADS

@@ -22,21 +22,21 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app as command
 from rollbook.client.tail import HttpTail
-from rollbook.ingest.engines.scripted import ScriptedEngine
-from rollbook.ingest.http import event_streams
+from rollbook.edge.server_sent_events import Message, read_messages
+from rollbook.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.replies.detect import FAMILIES
-from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.choose import FAMILIES
+from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
+from rollbook.ingest.routes import event_feed
 from rollbook.ingest.serve.proxy import build_app
-from rollbook.ingest.server_sent_events import Message, read_messages
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, StoreError
 from rollbook.store.events import CursorMoved, StepPlanned, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.events.codec import as_json, decode, from_json
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ def test_a_reader_is_let_go_when_its_client_leaves(hosted: Any) -> None:
 
 def test_a_silent_stream_shows_that_it_lives(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments come while nothing happens."""
-    monkeypatch.setattr(event_streams, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(event_feed, "KEEP_ALIVE_S", 0.2)
     client = hosted().connect("follow=true")
     client.settimeout(10)
     data = b""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from openapi_schema import openapi
 from schemathesis import GenerationMode
 
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.fold.trajectory import Trajectory
 
 OPERATIONS = {

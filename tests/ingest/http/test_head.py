@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from rollbook.ingest.http.head import moves_cursor, named_by_head
-from rollbook.ingest.http.trajectory_keys import sent_key
+from rollbook.edge.keys import sent_key
+from rollbook.ingest.cluster.siblings import moves_cursor, named_by_head
 from rollbook.ingest.trajectories.identity import identify, split_path
 from rollbook.store.errors import RequestError
 

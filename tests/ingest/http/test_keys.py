@@ -19,12 +19,21 @@ from typer.testing import CliRunner
 
 from rollbook.cli.app import app as command
 from rollbook.cli.keys import print_keys
-from rollbook.ingest.http import keys as module
-from rollbook.ingest.http.access import Role
-from rollbook.ingest.http.guard import Guard
-from rollbook.ingest.http.key_file import add_key
-from rollbook.ingest.http.keys import Key, Keys, digest_of, expiry_of, given_keys, keys_of, parsed, read_keys
-from rollbook.ingest.http.rules import ROUTES
+from rollbook.edge import keys as module
+from rollbook.edge.guard import Guard
+from rollbook.edge.keys import (
+    Key,
+    Keys,
+    Role,
+    add_key,
+    digest_of,
+    expiry_of,
+    given_keys,
+    keys_of,
+    parsed,
+    read_keys,
+)
+from rollbook.ingest.access import ROUTES
 from rollbook.ingest.serve.options import ServeOptions, engine_key_of
 from rollbook.store.errors import ConfigError, RequestError, RollbookError
 

@@ -9,10 +9,8 @@ import pytest
 from played_engine import PlayedEngine
 
 from rollbook import store as rb
-from rollbook.ingest.http.access import Role
-from rollbook.ingest.http.keys import Key, Keys, digest_of
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.trajectory_keys import trajectory_key
+from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store import Event
 from rollbook.store.cut import parse_cut
 from rollbook.store.events import (

@@ -14,9 +14,10 @@ import orjson
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http import body_room, memory
-from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.edge import bodies as body_room
+from rollbook.edge import memory
+from rollbook.edge.bodies import BodyRoom
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
 MOST = 4096

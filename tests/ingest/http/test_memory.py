@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.scripted import ScriptedEngine
+from rollbook.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
-from rollbook.ingest.recording.going_on import GoingOn
+from rollbook.ingest.recording.recovery import GoingOn
 from rollbook.ingest.recording.restore import restored
-from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.tokens.tree import TreeTurn
-from rollbook.ingest.trajectories import ended_names
+from rollbook.ingest.trajectories import registry
 from rollbook.ingest.trajectories import registry as trajectories
-from rollbook.ingest.trajectories.ended_names import EndedNames, NameFilter
 from rollbook.ingest.trajectories.live import Contents, LiveTrajectory
-from rollbook.ingest.workers.place import Place
+from rollbook.ingest.trajectories.place import Place
+from rollbook.ingest.trajectories.registry import EndedNames, NameFilter
 from rollbook.store.errors import UnstorableError
 from rollbook.store.events import TrajectoryOpened
 from rollbook.store.fold.trajectory import Trajectory
@@ -438,7 +438,7 @@ def test_finished_trajectories_leave_little_behind(count: int, bytes_each: int) 
         )
     now, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(ended._latest) == ended_names.RECENT
+    assert len(ended._latest) == registry.RECENT
     assert (now - before) / count < bytes_each
     assert sum(f"other-{i}" in ended._filter for i in range(10_000)) < 50
     assert all(ended.may_hold(f"agent-{i:06d}") for i in range(0, count - 20_000, 997))

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import EngineError
 
 CHAT = PATHS["chat"]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 
 NUMBERS = itertools.count()
 MARK = re.compile(r"q\d+q")

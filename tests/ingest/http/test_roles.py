@@ -9,11 +9,9 @@ import pytest
 from starlette.routing import Route
 from streamed import PATHS, asked
 
-from rollbook.ingest.http.access import Role
-from rollbook.ingest.http.keys import Key, Keys, digest_of
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.rules import OTHERWISE, ROUTES, RULES
-from rollbook.ingest.http.trajectory_keys import trajectory_key
+from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
+from rollbook.ingest.access import OTHERWISE, ROUTES, RULES
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.events import (
     CursorMoved,
     LabelAdded,

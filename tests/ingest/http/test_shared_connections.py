@@ -19,17 +19,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rollbook.ingest.http import connections
-from rollbook.ingest.http.connections import Connections
-from rollbook.ingest.http.shared_connections import (
+from rollbook.edge import connections
+from rollbook.edge.connections import Connections
+from rollbook.ingest.cluster.bus import Bus, Inboxes
+from rollbook.ingest.cluster.shared_connections import (
     ElsewhereError,
     give_away,
     shared_http,
     take_connections,
 )
-from rollbook.ingest.http.siblings import Siblings
-from rollbook.ingest.workers.bus import Bus, Inboxes
-from rollbook.ingest.workers.place import Place, owner_of
+from rollbook.ingest.cluster.siblings import Siblings
+from rollbook.ingest.trajectories.place import Place, owner_of
 
 OF = {number: next(f"n{i}" for i in range(99) if owner_of(f"n{i}", 2) == number) for number in range(2)}
 """A name of each worker's."""

@@ -18,7 +18,7 @@ from played_engine import Play
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.http.options import KeepAlive, ProxyOptions
+from rollbook.ingest.options import KeepAlive, ProxyOptions
 from rollbook.store.errors import EngineError
 from rollbook.store.fold.trajectory import fold
 

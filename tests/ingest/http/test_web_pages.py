@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streamed import PATHS, asked
 
+from rollbook.edge.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.serve.serve import forwarding
 from rollbook.store.errors import ConfigError, RequestError
 

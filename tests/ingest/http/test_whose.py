@@ -10,11 +10,11 @@ import orjson
 import pytest
 from fastapi import Depends, FastAPI, Request
 
+from rollbook.edge.errors import add_error_replies
+from rollbook.ingest.cluster.aggregate import only_for
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.engines.whose import ASKS, FOR, PROVES, PROVING, Whose, proof
-from rollbook.ingest.http.error_replies import add_error_replies
-from rollbook.ingest.http.whose import only_for
 from rollbook.store.secret import store_secret
+from rollbook.store.whose import ASKS, FOR, PROVES, PROVING, Whose, proof
 
 OWN = Whose("store-1", "sums", "start-1")
 

@@ -19,7 +19,7 @@ import pytest
 from proxies import Cluster, say
 
 from rollbook import store
-from rollbook.ingest.workers.place import owner_of
+from rollbook.ingest.trajectories.place import owner_of
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.ledger import fold_ledger

@@ -11,10 +11,9 @@ import httpx
 import orjson
 import pytest
 
-from rollbook.ingest.peers.asking import PeerBus
-from rollbook.ingest.peers.doors import OfPeers
-from rollbook.ingest.peers.messages import check_answer, check_question
-from rollbook.ingest.peers.wire import PREFIX, TOKEN_HEADER
+from rollbook.ingest.cluster.doors import OfPeers
+from rollbook.ingest.cluster.messages import PREFIX, TOKEN_HEADER, check_answer, check_question
+from rollbook.ingest.cluster.peers import PeerBus
 from rollbook.store.errors import RequestError
 
 BEGUN = {"from": 1, "process": "p"}

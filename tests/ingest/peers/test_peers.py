@@ -21,9 +21,9 @@ import pytest
 from proxies import Cluster, say
 
 from rollbook import store
-from rollbook.ingest.workers.place import owner_of
+from rollbook.ingest.trajectories.place import owner_of
 from rollbook.store.events import QUARANTINE, TrajectoryAdopted, TrajectoryOpened
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 NAMES = [f"task-{number}" for number in range(9)]
 

@@ -16,8 +16,8 @@ from training_told import begins
 from upstream_replies import ENDPOINTS
 
 from rollbook import store
-from rollbook.ingest.http.key_file import add_key
-from rollbook.ingest.workers.place import owner_of
+from rollbook.edge.keys import add_key
+from rollbook.ingest.trajectories.place import owner_of
 from rollbook.store import Event
 from rollbook.store.events import TrajectoryOpened
 

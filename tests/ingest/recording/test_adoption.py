@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from rollbook import store
+from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.store.errors import RequestError
 from rollbook.store.events import TrajectoryAdopted, TurnRequested
 from rollbook.store.fold.trajectory import Trajectory, fold

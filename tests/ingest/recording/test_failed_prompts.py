@@ -58,7 +58,7 @@ def test_a_request_that_no_engine_took(played: Any) -> None:
 @pytest.mark.parametrize("keep_tokens", [True, False])
 def test_it_is_erased_like_any_prompt(played: Any, keep_tokens: bool) -> None:
     """The ids are -1, and their digest is gone, unless tokens are kept."""
-    from rollbook.store.events.row import ROW_NAMES, row_of
+    from rollbook.store.events.schema import ROW_NAMES, row_of
 
     failed = TurnFailed("t", "u", "no", played().engine.tokenizer.encode("secret"), 6, "sha")
     row = dict(zip(ROW_NAMES, row_of(Event(failed, "run", "e1")), strict=True))

@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from rollbook import store
-from rollbook.store.sql.incomplete import incomplete_turns
-from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.upkeep.verify import incomplete_turns, verify_store
 
 pytestmark = pytest.mark.crashes
 

@@ -12,17 +12,16 @@ from streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, togethe
 from told_weights import ToldWeights
 from training_told import RUN
 
-from rollbook.ingest.engines import fleet as fleets
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.engines import fleet as fleets
+from rollbook.engines.fleet import Fleet
+from rollbook.engines.sglang.client import SglangEngine
 from rollbook.ingest.recording.restore import restored
 from rollbook.ingest.turns.in_flight import InFlightTurn
 from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_answers import Answer, Failure
-from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_job import Answer, Failure, Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 URLS = ("http://127.0.0.1:3000", "http://127.0.0.1:3001")

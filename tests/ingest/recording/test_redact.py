@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.store.errors import ConfigError
 from rollbook.store.events.event_json import json_bytes

@@ -16,9 +16,9 @@ from streamed import PATHS, asked
 
 from rollbook import store
 from rollbook.cli.terminal import LogFormatter
-from rollbook.ingest.http.key_watch import KeyWatch
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.redact import Redactor, changes_conversation
+from rollbook.ingest.routes.key_watch import KeyWatch
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
 from rollbook.store.events import TurnCompleted, TurnRequested, token_ids
@@ -291,7 +291,7 @@ def test_patterns_keep_their_flags_and_groups(pattern: str) -> None:
 
 def test_basic_logins_are_found_in_every_spelling() -> None:
     """Of what a request came with, the parts too."""
-    from rollbook.ingest.upstream.credentials import given_cookies, sent_credentials
+    from rollbook.ingest.upstream.forwarded_response import given_cookies, sent_credentials
 
     login = base64.b64encode(b"user:correct horse").decode()
     headers = [

@@ -17,7 +17,7 @@ from rollbook.ingest.trajectories import identity
 from rollbook.store.errors import UnstorableError
 from rollbook.store.events import LabelAdded, TurnFailed
 from rollbook.store.fold.trajectory import fold
-from rollbook.store.sql.incomplete import incomplete_turns
+from rollbook.store.upkeep.verify import incomplete_turns
 
 USER = {"role": "user", "content": "go"}
 DEEP = "[" * 300 + "]" * 300
@@ -93,7 +93,7 @@ def test_a_request_that_is_not_stored_is_not_answered(proxy: Any, monkeypatch: p
     """Of a trajectory that is open: the turn is in no tree, the next one goes on from what is in the log."""
     assert _post_status(proxy, "t") == 200
     monkeypatch.setattr(turn_records, "check_recordable", lambda *_: None)
-    monkeypatch.setattr("rollbook.ingest.requests.fields.check_depth", lambda *_, **__: None)
+    monkeypatch.setattr("rollbook.ingest.fields.check_depth", lambda *_, **__: None)
     body = f'{{"messages": [{{"role": "user", "content": "go"}}], "metadata": {{"deep": {DEEP}}}}}'
     refused = proxy.post("/t/t/v1/chat/completions", content=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_recordable")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from streamed import PATHS, asked
 
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 from rollbook.store.events import LabelAdded
 
 CHAT = PATHS["chat"]

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rollbook.ingest.replies.detect import FAMILIES, detect_family, family_named, opens_reasoning
+from rollbook.ingest.replies.choose import FAMILIES, detect_family, family_named, opens_reasoning
 from rollbook.ingest.tokens.chat_template import compile_template
 from rollbook.store.errors import ConfigError
 

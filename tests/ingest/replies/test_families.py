@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.choose import FAMILIES
 from rollbook.ingest.replies.family import Call, Parsed
 
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.replies.detect import PLAIN
+from rollbook.ingest.replies.choose import PLAIN
 from rollbook.ingest.replies.family import Call, Parsed
 from rollbook.ingest.replies.response_schema import ResponseTemplate, schema_family
 from rollbook.ingest.replies.written import ReplyWriter

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.replies.detect import FAMILIES, detect_family
+from rollbook.ingest.replies.choose import FAMILIES, detect_family
 from rollbook.ingest.tokens.chat_template import compile_template
 
 CHATML = ("<|im_start|>assistant\n", "<|im_end|>")

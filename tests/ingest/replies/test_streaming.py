@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.choose import FAMILIES
 from rollbook.ingest.replies.family import Parsed
 
 MARKS = sorted({mark for family in FAMILIES.values() for mark in family.markers})

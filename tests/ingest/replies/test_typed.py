@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.replies.json_text import members, object_end
-from rollbook.ingest.replies.typed import argument, bare_json, object_text, parameters_of
+from rollbook.ingest.replies.arguments import (
+    argument,
+    bare_json,
+    members,
+    object_end,
+    object_text,
+    parameters_of,
+)
 
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
 OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}

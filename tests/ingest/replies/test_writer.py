@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.replies.detect import FAMILIES, detect_family, opens_reasoning
+from rollbook.ingest.replies.choose import FAMILIES, detect_family, opens_reasoning
 from rollbook.ingest.replies.family import Asked, Call, Parsed
 from rollbook.ingest.replies.written import ReplyWriter, Written
 from rollbook.ingest.tokens.chat_template import compile_template

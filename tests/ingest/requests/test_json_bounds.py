@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.requests import json_bounds
-from rollbook.ingest.requests.json_bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
-from rollbook.ingest.turns import request_limits
+from rollbook.edge import bounds
+from rollbook.edge.bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.turns import model_call
 from rollbook.store.errors import LimitError
 
 VALUES = st.recursive(
@@ -61,11 +61,11 @@ def test_weight_is_counted_outside_strings(value: Any, chunk: int) -> None:
     """It is counted outside strings alone, whatever they hold, and wherever the text is cut into chunks."""
     raw = orjson.dumps(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_bounds, "_SMALL", -1)
-        patched.setattr(json_bounds, "_CHUNK", chunk)
-        patched.setattr(json_bounds, "MOST_WEIGHT", _weight(value))
+        patched.setattr(bounds, "_SMALL", -1)
+        patched.setattr(bounds, "_CHUNK", chunk)
+        patched.setattr(bounds, "MOST_WEIGHT", _weight(value))
         check_weight(raw)
-        patched.setattr(json_bounds, "MOST_WEIGHT", _weight(value) - 1)
+        patched.setattr(bounds, "MOST_WEIGHT", _weight(value) - 1)
         with pytest.raises(LimitError) as found:
             check_weight(raw)
     assert (found.value.status, found.value.code) == (413, "json_too_large")
@@ -184,7 +184,7 @@ def test_what_is_beside_the_conversation(played: Any) -> None:
 
 def test_too_many_messages(proxy: Any) -> None:
     """Ten thousand pass, as far as the context goes; one more does not."""
-    messages = [{"role": "user", "content": "x"}] * (request_limits.MOST_MESSAGES + 1)
+    messages = [{"role": "user", "content": "x"}] * (model_call.MOST_MESSAGES + 1)
     assert _refused(proxy, "/t/many/v1/chat/completions", {"messages": messages}) == (400, "field_too_large")
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from rollbook.ingest.requests.fields import FinishTrajectory, validated
+from rollbook.ingest.fields import FinishTrajectory, validated
 from rollbook.store.errors import RequestError
 
 MODULES = (

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.rollouts import cgroups, isolation
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import parse_rollouts
-from rollbook.ingest.rollouts.launching import Exit, Isolation, Launch, Limits
-from rollbook.ingest.rollouts.leaks import command_of
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts.config import parse_rollouts
+from rollbook.rollouts.launchers import cgroups, isolation
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.launchers.launching import Exit, Isolation, Launch, Limits
+from rollbook.rollouts.launchers.leaks import command_of
+from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts.proxy import Proxy
 from rollbook.store.errors import LaunchError
 
 WHY = cgroups.missing(("pids", "memory", "cpu"))
@@ -152,9 +152,9 @@ def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from rollbook.ingest.rollouts import cgroups
-from rollbook.ingest.rollouts.launching import Launch, Limits
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts import cgroups
+from rollbook.rollouts.launchers.launching import Launch, Limits
+from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 
 if cgroups.missing(["pids"]):
     cgroups._base = lambda _: cgroups._own()

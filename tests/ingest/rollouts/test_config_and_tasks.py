@@ -12,9 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollbook.ingest.rollouts.config import load_rollouts, parse_rollouts
-from rollbook.ingest.rollouts.tasks import Task, read_tasks
-from rollbook.ingest.rollouts.told import Address, command_of, make_folder, needed_by, placed, variables
+from rollbook.rollouts.config import load_rollouts, parse_rollouts
+from rollbook.rollouts.launchers.agent_environment import (
+    Address,
+    command_of,
+    make_folder,
+    needed_by,
+    placed,
+    variables,
+)
+from rollbook.rollouts.tasks import Task, read_tasks
 from rollbook.store.errors import ConfigError
 
 LEAST: dict[str, Any] = {"tasks": "tasks.jsonl", "agent": {"command": ["true"]}}

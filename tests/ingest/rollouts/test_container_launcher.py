@@ -21,13 +21,11 @@ import pytest
 from container_engine import IMAGE
 from rollout_runs import launches, run, told
 
-from rollbook.ingest.rollouts.agent_config import AgentConfig, ContainerConfig
-from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
-from rollbook.ingest.rollouts.engines import Engine
-from rollbook.ingest.rollouts.launching import Exit, Launch, Limits
-from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import address_in, network_of
+from rollbook.rollouts.config import AgentConfig, ContainerConfig, RolloutConfig, parse_rollouts
+from rollbook.rollouts.launchers.agent_environment import address_in, network_of
+from rollbook.rollouts.launchers.container_launcher import ContainerLauncher, Engine
+from rollbook.rollouts.launchers.launching import Exit, Launch, Limits
+from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import LaunchError
 
 
@@ -295,9 +293,9 @@ def test_a_container_that_is_removed_by_others(containers: Containers) -> None:
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from rollbook.ingest.rollouts.agent_config import ContainerConfig
-from rollbook.ingest.rollouts.container_launcher import ContainerLauncher
-from rollbook.ingest.rollouts.launching import Launch
+from rollbook.rollouts.config import ContainerConfig
+from rollbook.rollouts.launchers.container_launcher import ContainerLauncher
+from rollbook.rollouts.launchers.launching import Launch
 
 image, engine, launch_id, folder = sys.argv[1:]
 

@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 import pytest
 
-from rollbook.ingest.rollouts.agentic import LLM, rollout_class
-from rollbook.ingest.rollouts.environments import Gym, OpenEnv
-from rollbook.ingest.rollouts.outcome import Outcome
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.agents.agentic import LLM, rollout_class
+from rollbook.rollouts.agents.environments import Gym, OpenEnv
+from rollbook.rollouts.outcome import Outcome
+from rollbook.rollouts.tasks import Task
 
 
 class _Told(LLM):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of
-from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.ingest.rollouts.follow import Following, Training
-from rollbook.ingest.rollouts.progress import Progress
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.rollouts.follow import Following, Training
+from rollbook.rollouts.launchers.agents import agents_of
+from rollbook.rollouts.places import Progress
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import Task
 from rollbook.store.events import (
     EvalFinished,
     EvalSampled,
@@ -30,7 +30,7 @@ from rollbook.store.events import (
 )
 
 OWN = """
-from rollbook.ingest.rollouts.agentic import AgenticRollout
+from rollbook.rollouts.agents.agentic import AgenticRollout
 
 
 class Says(AgenticRollout):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts import isolation
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import parse_rollouts
-from rollbook.ingest.rollouts.harbor import places_of, reward_in
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.rollouts.agents.harbor import places_of, reward_in
+from rollbook.rollouts.config import parse_rollouts
+from rollbook.rollouts.launchers import isolation
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import read_tasks
 from rollbook.store.errors import ConfigError, LaunchError, RolloutError
 
 CONFIG = """\
@@ -156,7 +156,7 @@ def test_a_task_is_played_and_its_tests_are_the_reward(
     options = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
     server = serve(*options)
     (tmp_path / "agent.py").write_text(AGENT)
-    score = [{"name": "tests", "function": "rollbook.ingest.rollouts.harbor:tests"}]
+    score = [{"name": "tests", "function": "rollbook.rollouts.agents.harbor:tests"}]
 
     def rolled(word: str) -> list[Any]:
         command = ["python3", str(tmp_path / "agent.py")]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.ingest.rollouts import isolation
-from rollbook.ingest.rollouts.launching import Isolation, Level
+from rollbook.rollouts.launchers import isolation
+from rollbook.rollouts.launchers.launching import Isolation, Level
 from rollbook.store.errors import LaunchError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollbook.ingest.rollouts.breaker import Breaker
-from rollbook.ingest.rollouts.outcome import Ended, Outcome, Seen, Status, unsure, verdict
+from rollbook.rollouts.outcome import Ended, Outcome, Seen, Status, unsure, verdict
+from rollbook.rollouts.rollouts import Breaker
 
 ASKED = Seen(requests=2)
 AWAY = "the proxy was away"

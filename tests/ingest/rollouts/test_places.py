@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.outcome import ended_as
-from rollbook.ingest.rollouts.places import Course, Orphan, Place, more_attempts, places_of, read_course
-from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.trajectories.rollout_course import rollout_course
+from rollbook.ingest.trajectories.launches import rollout_course
+from rollbook.rollouts.outcome import ended_as
+from rollbook.rollouts.places import Course, Orphan, Place, more_attempts, places_of, read_course
+from rollbook.rollouts.tasks import Task
 from rollbook.store import format_cut
 from rollbook.store.events import (
     Event,

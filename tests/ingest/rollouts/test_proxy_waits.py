@@ -9,8 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from rollbook.ingest.rollouts.http import Answer
-from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.rollouts.proxy import Answer, Proxy
 from rollbook.store.errors import RolloutError
 
 OPENED = Answer(201, orjson.dumps({"id": "t", "trajectory_id": "t-1"}))
@@ -36,7 +35,7 @@ class Answers:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was said; a wait is said after a moment."""
     monkeypatch.setattr("rollbook.store.patience.SAY_AFTER_S", 0.05)
-    monkeypatch.setattr("rollbook.ingest.rollouts.proxy.PAUSE_S", 0.02)
+    monkeypatch.setattr("rollbook.rollouts.proxy.PAUSE_S", 0.02)
     return []
 
 
@@ -73,7 +72,7 @@ def test_a_proxy_that_comes_back(said: list[str]) -> None:
 
 def test_a_proxy_that_stays_away(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is given up after a while, and nothing says that it is back."""
-    monkeypatch.setattr("rollbook.ingest.rollouts.proxy.AWAY_S", 0.3)
+    monkeypatch.setattr("rollbook.rollouts.proxy.AWAY_S", 0.3)
     proxy_away = aiohttp.ClientConnectionError("refused")
 
     async def asked() -> None:

@@ -18,14 +18,14 @@ import pytest
 from ray_nodes import add_node, ray_nodes
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts import ray_launcher
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.ingest.rollouts.progress import Progress
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.ray_manager import RayRollouts
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.rollouts.launchers import ray_launcher
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.places import Progress
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.ray_manager import RayRollouts
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError, RolloutError
 from rollbook.testing.ledger import fold_ledger
 

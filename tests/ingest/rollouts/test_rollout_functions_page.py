@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.agents import agents_of, launcher_of
-from rollbook.ingest.rollouts.config import load_rollouts, parse_rollouts
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.config import load_rollouts, parse_rollouts
+from rollbook.rollouts.launchers.agents import agents_of, launcher_of
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import Task
 
 THEIRS = '''
 class Agent:

@@ -19,15 +19,15 @@ import pytest
 from rollout_runs import launches, run, tasks, told
 
 from rollbook import store as rb
-from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
-from rollbook.ingest.rollouts.places import LABEL, Place
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rollouts import SETTLE_S, Rollouts
-from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.watch import Watch
+from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
+from rollbook.rollouts.jobs import Watch
+from rollbook.rollouts.places import LABEL, Place
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rollouts import SETTLE_S, Rollouts
+from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 AGENT = """
 import json, os, signal, subprocess, sys, time, urllib.request
@@ -85,8 +85,8 @@ elif what == "print":
 """
 OWN = '''
 import asyncio, time
-from rollbook.ingest.rollouts.agentic import AgenticRollout, EnvRollout, ToolRollout
-from rollbook.ingest.rollouts.outcome import Outcome
+from rollbook.rollouts.agents.agentic import AgenticRollout, EnvRollout, ToolRollout
+from rollbook.rollouts.outcome import Outcome
 
 
 class Says(AgenticRollout):
@@ -271,7 +271,7 @@ def test_what_the_proxys_absence_ended_is_tried_again(
     """Beside the attempts, and counted; no other infrastructure is suspected."""
     of_watch, asked = Watch.seen, itertools.count()
     # How an agent that failed ended is looked at once.
-    monkeypatch.setattr("rollbook.ingest.rollouts.rollouts.unsure", lambda ended, seen: False)
+    monkeypatch.setattr("rollbook.rollouts.rollouts.unsure", lambda ended, seen: False)
     monkeypatch.setattr(Watch, "seen", lambda watch, of: replace(of_watch(watch, of), away=next(asked) < 4))
     made = config(retries={"pause_s": 0.01, "attempts": 1, "window": 2})
     found, said = run(made, tasks("exit"))

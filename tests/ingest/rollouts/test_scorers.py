@@ -18,21 +18,20 @@ import pytest
 from rollout_runs import launches, run
 
 from rollbook import store as rb
-from rollbook.cli.rolling import run_scoring
-from rollbook.ingest.rollouts.agents import launcher_of
-from rollbook.ingest.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.ingest.rollouts.judges import filled
-from rollbook.ingest.rollouts.proxy import Proxy
-from rollbook.ingest.rollouts.rescoring import Rescored, score_again
-from rollbook.ingest.rollouts.scoring import Scorers
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.cli.online.rolling import run_scoring
+from rollbook.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.rollouts.launchers.agents import launcher_of
+from rollbook.rollouts.proxy import Proxy
+from rollbook.rollouts.rescoring import Rescored, score_again
+from rollbook.rollouts.scoring import Scorers, filled
+from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.testing.ledger import fold_ledger
 
 OWN = """
-from rollbook.ingest.rollouts.agentic import AgenticRollout
+from rollbook.rollouts.agents.agentic import AgenticRollout
 
 
 class Says(AgenticRollout):

@@ -19,11 +19,11 @@ import httpx
 import pytest
 from rollout_runs import launches, run, tasks, told
 
-from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
-from rollbook.ingest.rollouts.rollouts import Rollouts
-from rollbook.ingest.rollouts.tasks import Task
+from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
+from rollbook.rollouts.rollouts import Rollouts
+from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 PROGRAM = agent_service.__file__
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.rollouts import isolation, subprocess_launcher
-from rollbook.ingest.rollouts.cgroups import Cgroup
-from rollbook.ingest.rollouts.launching import Exit, Isolation, Launch, Limits
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher, _keeper, _marshalled
+from rollbook.rollouts.launchers import isolation, subprocess_launcher
+from rollbook.rollouts.launchers.cgroups import Cgroup
+from rollbook.rollouts.launchers.launching import Exit, Isolation, Launch, Limits
+from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher, _keeper, _marshalled
 from rollbook.store.errors import LaunchError
 
 PYTHON = (isolation.interpreter(), "-I", "-S", "-c")
@@ -226,8 +226,8 @@ def test_the_grace_is_for_all_that_were_asked(agents: Agents) -> None:
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from rollbook.ingest.rollouts.launching import Launch
-from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.rollouts.launchers.launching import Launch
+from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 
 async def main(folder, launch_id, tree, levels):
     running = []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.rollouts.outcome import Seen, Status, verdict
-from rollbook.ingest.rollouts.verifiers.agents import ended_of
+from rollbook.rollouts.agents.verifiers import ended_of
+from rollbook.rollouts.outcome import Seen, Status, verdict
 
 REWARDS = {"right": {"score": 1.0, "weight": 1.0}, "brief": {"score": -4.0, "weight": 0.25}}
 GOOD = {"ok": True, "errors": [], "timeout": None, "truncated": False, "rewards": REWARDS, "traces": []}

@@ -13,8 +13,8 @@ from streamed import KINDS, PATHS, asked
 from training_told import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook import store
-from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.engines.fleet import Fleet
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.serve.follow import Follower
 from rollbook.store import Event, Store

@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from rollbook import store
-from rollbook.ingest.engines.scripted import ScriptedEngine
+from rollbook.engines.scripted import ScriptedEngine
+from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.replies.hermes import HERMES
+from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
-from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import TrajectoryOpened, TurnDelivered
 from rollbook.store.fold.trajectory import Trajectory, fold

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.http.options import ProxyOptions
-from rollbook.ingest.http.web_pages import own
+from rollbook.edge.web_pages import own
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.serve.options import Secrets, ServeOptions, options_of
 from rollbook.ingest.serve.settings import ServeSettings, load_settings, parse_settings
 from rollbook.store.errors import ConfigError

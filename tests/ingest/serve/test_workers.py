@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollbook import store
-from rollbook.ingest.workers.place import owner_of
+from rollbook.ingest.trajectories.place import owner_of
 from rollbook.store.events import QUARANTINE, RunOpened, TrajectoryAdopted
 from rollbook.store.fold.trajectory import fold
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.staleness.policy import Order, PromptGroup, StalenessPolicy
+from rollbook.store.fold.staleness import Order, PromptGroup, StalenessPolicy
 
 counts = st.integers(1, 4)
 limits = st.integers(0, 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.replies.detect import FAMILIES, detect_family
+from rollbook.ingest.replies.choose import FAMILIES, detect_family
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 

@@ -12,18 +12,17 @@ import numpy as np
 import orjson
 from tests.ingest.conftest import Desk, NoisyEngine
 
+from rollbook.engines.engine import Generation
 from rollbook.ingest.endpoints import chat, completions
-from rollbook.ingest.engines.engine import Generation
+from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.family import Family
-from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import CompletedTurn
-from rollbook.ingest.turns.in_flight import InFlightCall
+from rollbook.ingest.turns.in_flight import CompletedTurn, InFlightCall
 from rollbook.store.events import Json, VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory
 

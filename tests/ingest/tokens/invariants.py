@@ -8,7 +8,7 @@ import numpy as np
 
 from rollbook.store.events import Event
 from rollbook.store.fold.trajectory import Trajectory, Turn, fold, prompt_sha256
-from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.select.samples import Sample, samples_of
 
 
 def check_invariants(desk: Any, name: str = "t") -> list[Sample]:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from played_engine import Play
 
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}
 RETRY = {"x-stainless-retry-count": "1"}

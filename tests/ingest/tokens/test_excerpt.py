@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ingest.conftest import bridges_of
 
-from rollbook.ingest.tokens.bridge import Bridges, NoBridge, bridge
+from rollbook.ingest.tokens.bridge import TAIL, Bridges, NoBridge, bridge, excerpt
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
-from rollbook.ingest.tokens.excerpt import TAIL, excerpt
 from rollbook.store.errors import RequestError
 
 TOOLS = [

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from rollbook.ingest.tokens import long_text
-from rollbook.ingest.tokens.long_text import encode_text
+from rollbook.ingest.tokens import chat_template
+from rollbook.ingest.tokens.chat_template import encode_text
 
 WORDS = [
     *(
@@ -42,7 +42,7 @@ def small() -> Iterator[None]:
     """Pieces of a few hundred letters, so that short texts are long."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LONG", 400), ("PIECE", 200), ("MARGIN", 64)):
-            patch.setattr(long_text, name, value)
+            patch.setattr(chat_template, name, value)
         yield
 
 
@@ -116,8 +116,8 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
 def test_long_texts_are_encoded_in_pieces(qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is not encoded where it can be taken apart; one endless word cannot be."""
     seen: list[int] = []
-    whole = long_text._whole
-    monkeypatch.setattr(long_text, "_whole", lambda t, text: seen.append(len(text)) or whole(t, text))
+    whole = chat_template._whole
+    monkeypatch.setattr(chat_template, "_whole", lambda t, text: seen.append(len(text)) or whole(t, text))
     text = _text(1, 900)
     encode_text(qwen, text)
     assert max(seen) <= 200 + 64
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_cuts_its_texts(qwen: Tokenizer) -> None:
 MEASURE = """
 import sys
 from tokenizers import Tokenizer
-from rollbook.ingest.tokens.long_text import encode_text
+from rollbook.ingest.tokens.chat_template import encode_text
 def now(key):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key))
 tokenizer, text = Tokenizer.from_file(sys.argv[1]), "word " * 600_000

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.left_out import left_out
-from rollbook.ingest.tokens.message_form import in_form
-from rollbook.ingest.tokens.normal_form import chain_all, normal
+from rollbook.ingest.tokens.message_form import chain_all, in_form, normal
 from rollbook.ingest.tokens.tree import TurnTree, grown
 from rollbook.ingest.turns.model_call import check_messages
 from rollbook.store.errors import RequestError

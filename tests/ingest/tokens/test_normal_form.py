@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.tokens.normal_form import canonical_arguments, chain_all, normal
+from rollbook.ingest.tokens.message_form import canonical_arguments, chain_all, normal
 
 NUMBERS = st.integers(-(2**53) + 1, 2**53 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

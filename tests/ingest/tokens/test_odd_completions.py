@@ -13,11 +13,11 @@ import pytest
 from rollbook.ingest.endpoints import chat
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.turn_records import Arrival
-from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.tokens.message_form import chain_all
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import TurnCompleted
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 from .invariants import check_invariants
 

@@ -14,7 +14,7 @@ import pytest
 
 from rollbook.ingest.tokens.bridge import SENTINEL
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 from .invariants import check_invariants
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.trajectory_keys import key_name, trajectory_key
+from rollbook.edge.keys import key_name, trajectory_key
 from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, LabelAdded
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.recipe import is_candidate
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.recipe import is_candidate
+from rollbook.train.select.samples import all_samples
 
 CHAT = PATHS["chat"]
 NAMES = itertools.count()

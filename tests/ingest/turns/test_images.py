@@ -13,7 +13,7 @@ import pytest
 
 from rollbook.ingest.turns.images import ImageLinks
 from rollbook.store.errors import RequestError
-from rollbook.testing.ports import free_port
+from rollbook.testing.asgi import free_port
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d49484452")
 DATA = "data:image/png;base64," + base64.b64encode(PIXEL).decode()

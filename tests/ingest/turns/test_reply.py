@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.choose import FAMILIES
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.reply import Reply, ReplyReader
 from rollbook.store.events import token_ids

@@ -13,7 +13,7 @@ import streamed
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.http import turn_response
+from rollbook.ingest.routes import calls
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.fold.trajectory import fold
 
@@ -194,7 +194,7 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
             engine.pace.release()
         await proxy.turn_runner.drained()
 
-    class Gone(turn_response._Client):
+    class Gone(calls._Client):
         """One that went in the very moment in which the reply was there."""
 
         def __init__(self, *ends: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(engine, "abort", nothing)
         proxy.run(scenario())
-        patch.setattr(turn_response, "_Client", Gone)
+        patch.setattr(calls, "_Client", Gone)
         proxy.ask(f"/t/taken{CHAT}", asked("chat"), headers=AGAIN)
     (turn,) = _turns(proxy, "taken")
     assert (turn.completed.finish_reason, turn.delivered) == ("stop", None)

@@ -15,8 +15,8 @@ import uvicorn
 from http_upstream import HttpUpstream
 
 from rollbook import store
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.engines.address import EngineAddress
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, Upstream, build_upstream_app
 from rollbook.store.fold.trajectory import Trajectory, fold

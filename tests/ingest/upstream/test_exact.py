@@ -16,7 +16,7 @@ from warm import run_warm
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.samples import all_samples
+from rollbook.train.select.samples import all_samples
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

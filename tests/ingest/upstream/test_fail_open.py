@@ -14,7 +14,7 @@ from upstream_replies import ENDPOINTS
 
 from rollbook.ingest.upstream import recorder
 from rollbook.store.errors import WriteFailedError
-from rollbook.store.sql.incomplete import incomplete_turns
+from rollbook.store.upkeep.verify import incomplete_turns
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

@@ -13,8 +13,8 @@ from bombs import bomb
 from http_upstream import Answer, chat_reply, whole
 
 from rollbook.ingest.endpoints import chat
-from rollbook.ingest.upstream.reply_copy import ReplyCopy, ReplyRoom
-from rollbook.ingest.upstream.stream import EndFinder
+from rollbook.ingest.upstream.forwarded_response import EndFinder
+from rollbook.ingest.upstream.recorder import ReplyCopy, ReplyRoom
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

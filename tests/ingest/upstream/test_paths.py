@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from upstream_replies import ENDPOINTS
 
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.http.access import Role
-from rollbook.ingest.http.keys import Key, Keys, digest_of
-from rollbook.ingest.http.trajectory_keys import trajectory_key
+from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
+from rollbook.engines.address import EngineAddress
 from rollbook.ingest.serve.options import ServeOptions, upstream_of
 from rollbook.ingest.upstream.paths import allowed, meant, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError

@@ -10,7 +10,7 @@ import pytest
 from http_upstream import chat_reply, streamed, whole
 from upstream_replies import ENDPOINTS
 
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.options import ProxyOptions
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

@@ -10,8 +10,7 @@ from urllib.parse import quote
 import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
-from rollbook.ingest.http.keys import Keys, given_keys
-from rollbook.ingest.http.trajectory_keys import trajectory_key
+from rollbook.edge.keys import Keys, given_keys, trajectory_key
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.store.redaction import PLACEHOLDER
 from rollbook.store.secret import store_secret

@@ -8,9 +8,9 @@ import pytest
 from http_upstream import sse, streamed, whole
 
 from rollbook.ingest.endpoints import completions
-from rollbook.ingest.upstream.prompt_ids import prompt_ids
-from rollbook.ingest.upstream.reply import gathered, read_reply
-from rollbook.train.data.samples import all_samples
+from rollbook.ingest.upstream.forwarded_response import gathered, read_reply
+from rollbook.ingest.upstream.recorder import prompt_ids
+from rollbook.train.select.samples import all_samples
 
 PATH = "/v1/completions"
 FORM = completions.API.upstream

@@ -13,10 +13,10 @@ from training_told import RUN, begins, opened
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding
-from rollbook.ingest.workers import admitting
-from rollbook.ingest.workers.admitting import FarGate, Gatekeeper
-from rollbook.ingest.workers.bus import Bus, Inboxes
-from rollbook.ingest.workers.place import Place
+from rollbook.ingest.cluster import admitting
+from rollbook.ingest.cluster.admitting import FarGate, Gatekeeper
+from rollbook.ingest.cluster.bus import Bus, Inboxes
+from rollbook.ingest.trajectories.place import Place
 from rollbook.store.errors import EndingError, RequestError
 from rollbook.store.events import Event, Record
 

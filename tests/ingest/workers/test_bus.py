@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.workers import bus as module
-from rollbook.ingest.workers.bus import AwayError, Bus, Inboxes
-from rollbook.ingest.workers.place import Place
+from rollbook.ingest.cluster import bus as module
+from rollbook.ingest.cluster.bus import AwayError, Bus, Inboxes
+from rollbook.ingest.trajectories.place import Place
 from rollbook.store.errors import RequestError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rollbook.ingest.workers.place import ALONE, FIRST, Place, owner_of
+from rollbook.ingest.trajectories.place import ALONE, FIRST, Place, owner_of
 from rollbook.store.events import QUARANTINE
 
 

@@ -18,20 +18,20 @@ import uvicorn
 from http_upstream import Answer, HttpUpstream, chat_reply, sse, streamed, whole
 
 from rollbook import store as rb
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.scripted import ScriptedEngine
-from rollbook.ingest.http.options import ProxyOptions
+from rollbook.cassettes.app import CassetteOptions, build_cassette_app
+from rollbook.cassettes.cassette import Cassette
+from rollbook.cassettes.tape import read_tapes
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.scripted import ScriptedEngine
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.replies.choose import FAMILIES
 from rollbook.ingest.replies.written import ReplyWriter
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.ingest.upstream.proxy import Upstream, build_upstream_app
-from rollbook.replay.cassettes.app import CassetteOptions, build_cassette_app
-from rollbook.replay.cassettes.cassette import Cassette
-from rollbook.replay.cassettes.reading import read_tapes
 from rollbook.store import Store
 from rollbook.testing.asgi import serving
 

@@ -14,10 +14,10 @@ import openai
 import pytest
 from http_upstream import HttpUpstream, chat_reply, whole
 
-from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.upstream.target import Upstream
-from rollbook.replay.cassettes.engine import EngineBehind
-from rollbook.testing.ports import free_port
+from rollbook.cassettes.app import EngineBehind
+from rollbook.engines.address import EngineAddress
+from rollbook.ingest.upstream.paths import Upstream
+from rollbook.testing.asgi import free_port
 
 Play = Callable[..., str]
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.endpoints.history import no_history
+from rollbook.cassettes.asked import BY_CHANCE, Asked, differs, read_asked
+from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.registry import APIS
-from rollbook.replay.cassettes.asked import BY_CHANCE, Asked, differs, read_asked
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbook.cassettes.asked import Asked, read_asked
+from rollbook.cassettes.cassette import Cassette, Found, Missed
+from rollbook.cassettes.tape import read_tapes
+from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.chat import API
-from rollbook.ingest.endpoints.history import no_history
-from rollbook.replay.cassettes.asked import Asked, read_asked
-from rollbook.replay.cassettes.cassette import Cassette, Found, Missed
-from rollbook.replay.cassettes.reading import read_tapes
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import ReplayError

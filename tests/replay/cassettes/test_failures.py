@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollbook.ingest.http.error_replies import describe
-from rollbook.replay.cassettes.failures import Failure, failure_of
+from rollbook.cassettes.tape import Failure, failure_of
+from rollbook.edge.errors import describe
 from rollbook.store.errors import (
     EngineError,
     EngineHeldError,

@@ -12,7 +12,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event
 from rollbook.store import events as kinds
-from rollbook.store.events import RECORDS, row
+from rollbook.store.events import RECORDS, schema
 from rollbook.store.events.about import About, marked
 from rollbook.store.events.erased import erase_row, text_kinds
 from rollbook.store.events.event import about, kinds_where
@@ -42,7 +42,9 @@ class CritiqueAdded:
 def critique(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The kind, added as its own module would add it."""
     monkeypatch.setitem(RECORDS, CritiqueAdded.KIND, CritiqueAdded)  # type: ignore[arg-type]
-    monkeypatch.setitem(row._FIELDS, CritiqueAdded.KIND, row._fields_of(CritiqueAdded.KIND, CritiqueAdded))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        schema._FIELDS, CritiqueAdded.KIND, schema._fields_of(CritiqueAdded.KIND, CritiqueAdded)
+    )  # type: ignore[arg-type]
     return CritiqueAdded
 
 
@@ -121,13 +123,13 @@ def test_erasure_knows_a_new_kind(sealed: rb.Store) -> None:
 
 def test_erasing_a_row_of_it_leaves_what_is_no_text(critique: type[Any]) -> None:
     """Only the fields that the kind names change."""
-    row = {
+    schema = {
         "extra": '{"critique":"x","score":7}',
         "prompt_ids": None,
         "completion_ids": None,
         "logprobs": None,
     }
-    erased = erase_row("critique.added", row, keep_tokens=True)
+    erased = erase_row("critique.added", schema, keep_tokens=True)
     assert erased["extra"] == '{"critique":{"erased":true},"score":7}'
 
 

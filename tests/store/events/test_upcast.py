@@ -15,8 +15,7 @@ from rollbook.store.events import RECORDS, SampleDropped, TurnCompleted, TurnReq
 from rollbook.store.events import upcast as module
 from rollbook.store.events.batches import to_batch
 from rollbook.store.events.codec import conform, decode
-from rollbook.store.events.row import ROW_NAMES, row_of
-from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.events.schema import LOG_SCHEMA, ROW_NAMES, row_of
 from rollbook.store.events.upcast import UPCASTERS, VERSIONS, upcast, version_of
 
 

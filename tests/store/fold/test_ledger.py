@@ -12,8 +12,8 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.cli import app as cli
-from rollbook.cli import ledger as print_ledger
-from rollbook.cli.ledger import comparison_line
+from rollbook.cli.show import ledger as print_ledger
+from rollbook.cli.show.ledger import comparison_line
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
@@ -22,7 +22,7 @@ from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
 from rollbook.store.sql import balance
-from rollbook.store.two_samples import compare, ks_p_value, ks_statistic
+from rollbook.store.sql.balance import compare, ks_p_value, ks_statistic
 from rollbook.testing.ledger import fold_ledger
 
 ASK: Any = ("r", None, None, 0, [], {}, None, {}, {}, "c")

@@ -17,8 +17,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollbook.store.errors import FormatError, InterchangeError
-from rollbook.store.interchange.bundle_file import member_of, unpack_bundle, write_bundle
-from rollbook.store.interchange.bundle_layout import MOST_MEMBERS, Bundle, Member, may_hold
+from rollbook.store.interchange.bundle import (
+    MOST_MEMBERS,
+    Bundle,
+    Member,
+    may_hold,
+    member_of,
+    unpack_bundle,
+    write_bundle,
+)
 
 CHECKPOINT = "checkpoints/demo/actor/v00000009"
 UNIT = "sealed/serve/00000001-00000001.1"

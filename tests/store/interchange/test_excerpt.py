@@ -18,8 +18,7 @@ from rollbook.store import events as kinds
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events.event import about
-from rollbook.store.interchange.excerpt import rows_about, rows_at, write_excerpt
-from rollbook.store.interchange.redacted import Redaction
+from rollbook.store.interchange.excerpt import Redaction, rows_about, rows_at, write_excerpt
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units, unit_folder, write_manifest
 from rollbook.store.settings import AppendSettings, SealSettings

@@ -12,7 +12,7 @@ import pytest
 
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError
-from rollbook.store.interchange import hub, rows
+from rollbook.store.interchange import hub, tables
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.hub import ROWS, text_of
 
@@ -121,7 +121,7 @@ def test_a_split_is_cut_into_files(
 ) -> None:
     """A file that has grown large is closed; names count from 0 of as many as there are."""
     monkeypatch.setattr(hub, "SHARD_BYTES", 10)
-    monkeypatch.setattr(rows, "GROUP_ROWS", 1)
+    monkeypatch.setattr(tables, "GROUP_ROWS", 1)
     read = load(woods)
     names = sorted(p.name for p in (tmp_path / "dataset-1" / "data").iterdir())
     assert names == [

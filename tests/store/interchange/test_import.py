@@ -19,12 +19,11 @@ from rollbook.store.errors import CutError, InterchangeError, LaneLockedError, W
 from rollbook.store.events import RunOpened, TurnCompleted
 from rollbook.store.interchange import importing
 from rollbook.store.interchange.export import export_store
-from rollbook.store.interchange.importing import import_chats
-from rollbook.store.interchange.records import records_of
+from rollbook.store.interchange.importing import import_chats, records_of
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.recipe import is_candidate
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.recipe import is_candidate
+from rollbook.train.select.samples import samples_of
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE = [{"role": "user", "content": "sure? 文字"}, {"role": "assistant", "content": "yes", "weight": 1}]

@@ -25,7 +25,7 @@ from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.hub import as_row
 from rollbook.store.interchange.paths import paths
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
-from rollbook.train.data.samples import samples_of
+from rollbook.train.select.samples import samples_of
 
 
 def test_a_line_has_exactly_this(told: Store, chats: Any) -> None:

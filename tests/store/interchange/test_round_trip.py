@@ -25,12 +25,10 @@ from rollbook.store.events import (
     token_ids,
 )
 from rollbook.store.fold.trajectory import Trajectory, fold, prompt_sha256
-from rollbook.store.interchange.chat_file import ChatFile, Entry
-from rollbook.store.interchange.export import export_store
-from rollbook.store.interchange.importing import import_chats
-from rollbook.store.interchange.jsonl import as_json
+from rollbook.store.interchange.chats import ChatFile, Entry
+from rollbook.store.interchange.export import as_json, export_store
+from rollbook.store.interchange.importing import import_chats, records_of
 from rollbook.store.interchange.paths import paths
-from rollbook.store.interchange.records import records_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 JSON = st.recursive(

@@ -13,7 +13,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.events import RunOpened, TurnFailed
-from rollbook.store.interchange import rows
+from rollbook.store.interchange import tables as rows
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.tables import TURNS
 

@@ -14,7 +14,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
-from rollbook.store.events.row import row_of
+from rollbook.store.events.schema import row_of
 from rollbook.store.settings import AppendSettings
 from rollbook.store.upkeep.sealer import Sealer
 

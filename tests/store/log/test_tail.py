@@ -17,7 +17,7 @@ from rollbook.store.log.tail import Filter
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.wal import watermarks as marks
+from rollbook.store.wal import files as marks
 from rollbook.store.wal.files import segment_numbers, unpack_watermark
 
 SMALL = AppendSettings(segment_bytes=4000, linger_ms=0)

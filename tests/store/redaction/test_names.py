@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.ingest.requests.fields import SamplingFields
+from rollbook.ingest.fields import SamplingFields
 from rollbook.store.redaction import conversation, is_secret_name, outside
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.store.events import CheckpointWritten
-from rollbook.store.upkeep.checkpoint_rule import Keep, StepTaken, why_kept
+from rollbook.store.upkeep.checkpoints import Keep, StepTaken, why_kept
 
 
 def _nobody(path: str) -> None:

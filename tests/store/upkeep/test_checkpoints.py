@@ -20,11 +20,10 @@ from rollbook.store.catalog.catalog import Catalog, note_checkpoint
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import LaneLockedError, OutsideError, RollbookError, UpkeepError
 from rollbook.store.fold.history import KINDS, History, fold_history
-from rollbook.store.folder_lock import reading
+from rollbook.store.safe_paths import reading
 from rollbook.store.upkeep import checkpoints
-from rollbook.store.upkeep.checkpoint_rule import Keep
-from rollbook.store.upkeep.checkpoints import finish_removals, list_checkpoints, remove_checkpoints
-from rollbook.store.upkeep.training_needs import needed_by
+from rollbook.store.upkeep.checkpoints import Keep, finish_removals, list_checkpoints, remove_checkpoints
+from rollbook.store.upkeep.retention_policy import needed_by
 
 FOLDER = "checkpoints/demo/actor"
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rollbook import store
-from rollbook.cli.secrets import run_secrets
+from rollbook.cli.store.retention import run_secrets
 from rollbook.store import Store
 from rollbook.store.events import (
     Event,

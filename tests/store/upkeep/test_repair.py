@@ -21,8 +21,7 @@ from rollbook.store.events import SegmentRepaired
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units, unit_folder, write_manifest
 from rollbook.store.settings import SealSettings
-from rollbook.store.upkeep.repair import repair_store
-from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.upkeep.verify import repair_store, verify_store
 from rollbook.store.wal.files import quarantined
 
 UNITS = ["00000001-00000001.1", "00000002-00000003.1"]

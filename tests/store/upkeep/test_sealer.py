@@ -15,8 +15,8 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from rollbook.cli import seal as watch
 from rollbook.cli.app import app
+from rollbook.cli.store import seal as watch
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.errors import LaneLockedError
@@ -247,7 +247,7 @@ def test_a_watching_sealer_ends_cleanly(tidy: Store, notes: Any, start_python: A
 
 PARENT = """
 import subprocess, sys
-from rollbook.ingest.serve.sealer_child import sealer_beside
+from rollbook.ingest.serve.leader_duties import sealer_beside
 from pathlib import Path
 with sealer_beside(Path(sys.argv[1])) as child:
     print(child.process.pid, flush=True)

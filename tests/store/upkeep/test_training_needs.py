@@ -12,7 +12,7 @@ from rollbook.store import Event
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, StepAbandoned, StepCommitted, StepFailed, StepPlanned
 from rollbook.store.fold.history import History, fold_history
-from rollbook.store.upkeep.training_needs import ended_by, needed_by
+from rollbook.store.upkeep.retention_policy import ended_by, needed_by
 
 
 # Of each step: does a new phase begin with it, is a checkpoint written after it, with the optimizer's state

@@ -20,8 +20,7 @@ from rollbook.store.events import TrajectoryOpened, TurnCompleted, TurnFailed, T
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units, read_manifest, unit_folder, write_manifest
 from rollbook.store.settings import SealSettings
-from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
-from rollbook.store.upkeep.verify import verify_lane, verify_store
+from rollbook.store.upkeep.verify import Incomplete, incomplete_turns, verify_lane, verify_store
 from rollbook.store.wal.files import quarantine, quarantined, read_watermark
 
 

@@ -15,21 +15,21 @@ from rollbook.store.events import BodyStored, RewardAssigned, TurnFailed, TurnRe
 from rollbook.store.events.batches import encode_batch
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal import framer as framer_module
-from rollbook.store.wal.check import LaneState, Start
 from rollbook.store.wal.files import Watermark
 from rollbook.store.wal.flusher import Job
 from rollbook.store.wal.frame import (
     BATCH_FRAME,
     EMPTY_CHAIN,
+    FEW,
     HEADER_FRAME,
     ROW_FRAME,
     Frame,
+    decode_rows,
     read_frame,
     scan,
 )
-from rollbook.store.wal.framer import Framer
-from rollbook.store.wal.rows import FEW, decode_rows
-from rollbook.store.wal.window import EventWindow
+from rollbook.store.wal.framer import EventWindow, Framer
+from rollbook.store.wal.segment import LaneState, Start
 
 NEW = LaneState((), Start(1, 0, EMPTY_CHAIN), Watermark(0, 0, 0), EMPTY_CHAIN, 0, 0)
 

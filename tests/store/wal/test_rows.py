@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded, RewardAssigned, TurnCompleted, VersionSpan
 from rollbook.store.events.batches import encode_batch, to_batch
-from rollbook.store.events.row import ROW_NAMES, row_of
-from rollbook.store.events.schema import LOG_SCHEMA, REQUIRED
+from rollbook.store.events.schema import LOG_SCHEMA, REQUIRED, ROW_NAMES, row_of
 from rollbook.store.sealed.parquet import same_bits
-from rollbook.store.wal.rows import decode_rows, encode_rows
+from rollbook.store.wal.frame import decode_rows, encode_rows
 
 TEXT = st.none() | st.text(max_size=6) | st.just("\ud800") | st.integers()
 NUMBER = st.none() | st.integers(-(2**65), 2**65) | st.floats() | st.booleans() | st.just("x")

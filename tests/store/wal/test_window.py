@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.store.wal.window import EventWindow
+from rollbook.store.wal.framer import EventWindow
 
 
 def _window(log: dict[str, int], size: int) -> tuple[EventWindow, list[str]]:

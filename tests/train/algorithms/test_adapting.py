@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollbook.train.algorithms.adapting import Moments, adapted
+from rollbook.train.algorithms.policy_gradient import Moments, adapted
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Rollouts
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.algorithms.advantages import trajectory_advantages
-from rollbook.train.algorithms.baselines import grouped
-from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.advantages import grouped, trajectory_advantages
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.rollouts import Rollouts
 
 REWARD = st.floats(-100, 100, width=32)

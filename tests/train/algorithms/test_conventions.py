@@ -13,8 +13,8 @@ from rollbook.store.errors import ConfigError
 from rollbook.train.algorithms.algorithm import LossInputs
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.regularizers import estimate
 from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.surrogates import estimate
 
 
 def _algorithm(**keys: Any) -> GroupPolicyGradient:

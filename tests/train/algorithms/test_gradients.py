@@ -15,13 +15,12 @@ from torch.autograd.gradcheck import GradcheckError
 
 from rollbook.train.algorithms import reward_models
 from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
-from rollbook.train.algorithms.logprobs import entropies
 from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS, estimate
-from rollbook.train.algorithms.surrogates import SURROGATES, Clips
+from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES, Clips, estimate
+from rollbook.train.step.predictions import entropies
 
 Of = Callable[[torch.Tensor], torch.Tensor]
 SHAPE = (4, 5)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.algorithm import LossInputs
-from rollbook.train.algorithms.grpo import Grpo
-from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.step.predictions import token_logprobs
 
 ALGORITHM = Grpo(name="grpo", clip_low=0.2, clip_high=0.3)
 

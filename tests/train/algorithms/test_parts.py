@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import StepCommitted, StepPlanned
 from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.loop.rerun import samples_at_cut
+from rollbook.train.resume.rerun import samples_at_cut
 
 Stores = Callable[..., Store]
 SURROGATE = '''

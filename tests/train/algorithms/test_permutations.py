@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.train.algorithms.baselines import BASELINES
+from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
 from rollbook.train.algorithms.rollouts import Rollouts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollbook import store as rb
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepPlanned
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient

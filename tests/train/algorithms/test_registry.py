@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 from pydantic import create_model
 
-from rollbook.ingest.staleness.online_training import training_of
-from rollbook.replay.step import replay_step
+from rollbook.ingest.admission.outstanding import training_of
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened, StepCommitted, StepPlanned
 from rollbook.train.algorithms import keys
+from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
-from rollbook.train.algorithms.baselines import BASELINES
-from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.corrections import CORRECTIONS
-from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.normalizers import NORMALIZERS
-from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.policy_gradient import Grpo
+from rollbook.train.algorithms.registry import ALGORITHMS, PolicyGradient, recorded_algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.algorithms.surrogates import SURROGATES
+from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.config.config import parse_config
 from rollbook.train.config.docs import rows
 

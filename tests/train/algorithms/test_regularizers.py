@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rollbook.train.algorithms.logprobs import entropies, log_distributions
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.surrogates import KL_ESTIMATORS
+from rollbook.train.step.predictions import entropies, log_distributions
 
 
 def _distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,9 +14,9 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import StepPlanned
 from rollbook.train.algorithms import parts
+from rollbook.train.algorithms.parts import held_advantages
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
-from rollbook.train.algorithms.shapes import held_advantages
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.doctor.preflight import preflight
 
@@ -184,7 +184,9 @@ def test_in_a_step_too(fabric: Any, recorded: Callable[..., Store], monkeypatch:
         held_advantages("mine", Advantages(np.zeros(1)), of)
     log = recorded()
     monkeypatch.setattr("rollbook.train.loop.loop.try_out", lambda algorithm: None)
-    monkeypatch.setattr("rollbook.train.algorithms.grpo.trajectory_advantages", lambda *given: np.zeros(1))
+    monkeypatch.setattr(
+        "rollbook.train.algorithms.policy_gradient.trajectory_advantages", lambda *given: np.zeros(1)
+    )
     with pytest.raises(TrainError, match="algorithm 'grpo': advantages gave shape"):
         fabric.train(log, fabric.config(fabric.GRPO, steps=1))
     assert sum(isinstance(event.record, StepPlanned) for event in log.events()) == 1

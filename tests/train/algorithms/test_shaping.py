@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.advantages import overlong_penalty, stopped_properly
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.rollouts import Rollouts
-from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
 
 
 def test_the_overlong_penalty_by_hand() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.algorithm import LossInputs
-from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.surrogates import SURROGATES, Clips
 
 CLIPS = Clips(0.2, 0.3, beta=0.7)

@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import RewardAssigned, StepCommitted, StepPlanned
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.returns import discounted_returns, generalized_advantages
+from rollbook.train.algorithms.returns import (
+    discounted_returns,
+    generalized_advantages,
+    of_trajectories,
+    turn_advantages,
+    turn_returns,
+)
 from rollbook.train.algorithms.rollouts import Rollouts
-from rollbook.train.algorithms.turns import of_trajectories, turn_advantages, turn_returns
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 SHARE = st.floats(0, 1)

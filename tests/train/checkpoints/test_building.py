@@ -17,7 +17,7 @@ from rollbook.store import Store
 from rollbook.store.errors import ShortageError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
 from rollbook.train.checkpoints import checkpoint, tensor_file
-from rollbook.train.checkpoints.building import building_beside, remove_left_over
+from rollbook.train.checkpoints.directory import building_beside, remove_left_over
 
 Stores = Callable[..., Store]
 

@@ -14,8 +14,8 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.model_files import MANIFEST
-from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, read_weights
+from rollbook.engines.model_files import MANIFEST
+from rollbook.engines.weights.digests import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, StepFailed, SyncFailed
 from rollbook.store.fold.history import fold_history
@@ -23,11 +23,11 @@ from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import OPTIMIZER, read_checkpoint, write_checkpoint
 from rollbook.train.config.config import OptimizerConfig, parse_config
-from rollbook.train.loop.publish import Publisher
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
-from rollbook.train.megatron.weight_names import weight_shapes
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.model.weight_names import weight_shapes
+from rollbook.train.publish.publish import Publisher
+from rollbook.train.ranks.backend import TrainablePolicy
 
 
 def _optimizer() -> Tensors:

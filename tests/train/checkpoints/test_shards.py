@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rollbook.ingest.engines.model_files import MANIFEST, weight_files
+from rollbook.engines.model_files import MANIFEST, weight_files
 from rollbook.store import Store
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, StepCommitted
 from rollbook.train.checkpoints.checkpoint import read_checkpoint, stream_checkpoint
 from rollbook.train.checkpoints.shards import address_of, piece_name
-from rollbook.train.megatron.given import Address
+from rollbook.train.model.reshard import Address
 
 Stores = Callable[..., Store]
 FILE = "shard-00001-of-00001.safetensors"

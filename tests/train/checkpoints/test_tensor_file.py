@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, line_of
+from rollbook.engines.weights.digests import digest_tensors, line_of
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
 from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors

@@ -15,9 +15,9 @@ from rollbook.store import events as kinds
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.upkeep.sealer import Sealer
-from rollbook.train.data.backlog import Backlog
-from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.select.samples import Sample, all_samples
+from rollbook.train.sources.backlog import Backlog
+from rollbook.train.sources.queue_source import QueueSource
 
 GRPO = {"name": "grpo", "groups": 1, "group_size": 2}
 SFT = {"name": "sft", "batch_size": 4}

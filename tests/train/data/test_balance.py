@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.data.balance import balanced, packs
+from rollbook.train.batches.batch import balanced, packs
 
 WORK = st.lists(st.integers(0, 10_000), max_size=60)
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.data.batch import build_batch, partition
-from rollbook.train.data.experience import experience_of, trained_masks
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.batches.batch import build_batch, partition
+from rollbook.train.batches.experience import experience_of, trained_masks
+from rollbook.train.select.samples import Sample, all_samples
 
 SFT = Sft(name="sft")
 GRPO = Grpo(name="grpo")

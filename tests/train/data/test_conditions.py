@@ -14,8 +14,8 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import TurnRequested
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.conditions import chooses
-from rollbook.train.data.references import find_references
+from rollbook.train.select.conditions import chooses
+from rollbook.train.select.references import find_references
 
 LABELS: dict[str, dict[str, Any]] = {
     "none": {},

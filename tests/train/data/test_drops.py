@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.train.data.drops import Dropped, Drops
+from rollbook.train.select.drops import Dropped, Drops
 
 
 def test_drops_are_read_in_order() -> None:

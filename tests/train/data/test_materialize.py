@@ -23,10 +23,10 @@ from rollbook.store.log import turn_tokens
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.sealer import Sealer
+from rollbook.train.batches.materialize import Materializer
 from rollbook.train.config.recipe import Paths, RecipeConfig
-from rollbook.train.data.materialize import Materializer
-from rollbook.train.data.references import NOWHERE, References, find_references
-from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.select.references import NOWHERE, References, find_references
+from rollbook.train.select.samples import Sample, samples_of
 
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
 SPLITS = ("train", "teacher")

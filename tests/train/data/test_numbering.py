@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.data.numbering import NO_GROUP, numbered
+from rollbook.train.select.sample_ref import NO_GROUP, numbered
 
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=2)), max_size=20))

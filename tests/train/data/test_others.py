@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.rollouts import Others, Rollouts
-from rollbook.train.data.others import dropped_members, others_of
-from rollbook.train.data.recipe import Drop
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.select.drops import dropped_members, others_of
+from rollbook.train.select.recipe import Drop
+from rollbook.train.select.samples import Sample, all_samples
 
 MEMBER = st.tuples(
     st.integers(0, 3), st.floats(-9, 9, width=32), st.booleans(), st.integers(1, 9), st.booleans()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollbook.store.events import PreferenceAdded
-from rollbook.train.data.pairs import paired
+from rollbook.train.batches.units import paired
 
 
 def _of(*named: str) -> list[PreferenceAdded]:

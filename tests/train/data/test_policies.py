@@ -14,15 +14,15 @@ from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.store import Store
 from rollbook.store.events import RunOpened, TurnCompleted, VersionSpan
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.batches.materialize import Materializer
+from rollbook.train.batches.recipe_result import apply_recipe
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
-from rollbook.train.data.applied import apply_recipe
-from rollbook.train.data.materialize import Materializer
-from rollbook.train.data.references import find_references
-from rollbook.train.data.samples import OF_ANOTHER, Sample, samples_of
-from rollbook.train.data.sorting import select
+from rollbook.train.select.references import find_references
+from rollbook.train.select.samples import OF_ANOTHER, Sample, samples_of
+from rollbook.train.select.sorting import select
 
 SFT, GRPO = Sft(name="sft"), Grpo(name="grpo", group_size=2)
 OWN, TEACHER, OTHER = ("actor", 2), ("teacher", 7), ("critic", 7)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.ingest.admission.outstanding import Outstanding
-from rollbook.ingest.staleness.policy import StalenessPolicy
 from rollbook.store.errors import TrainError
 from rollbook.store.events import (
     Event,
@@ -24,8 +23,9 @@ from rollbook.store.events import (
     TrajectoryOpened,
 )
 from rollbook.store.fold.history import CommittedStep, History
-from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop
+from rollbook.store.fold.staleness import StalenessPolicy
+from rollbook.train.select.recipe import Drop
+from rollbook.train.sources.queue_source import QueueSource
 
 
 class Stream:

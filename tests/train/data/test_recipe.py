@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from rollbook.store.events import RewardAssigned
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.algorithms.combinations import PolicyGradient
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Grpo
+from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.deciding import odd_rewards
-from rollbook.train.data.path_columns import PathColumns
-from rollbook.train.data.recipe import ModelLimits, is_candidate
-from rollbook.train.data.sample_ref import SampleRef
-from rollbook.train.data.samples import Sample, all_samples
-from rollbook.train.data.sorting import select
+from rollbook.train.select.path_columns import PathColumns
+from rollbook.train.select.recipe import ModelLimits, is_candidate
+from rollbook.train.select.references import odd_rewards
+from rollbook.train.select.sample_ref import SampleRef
+from rollbook.train.select.samples import Sample, all_samples
+from rollbook.train.select.sorting import select
 
 GRPO = Grpo(name="grpo", group_size=2)
 SFT = Sft(name="sft")

@@ -12,11 +12,11 @@ from rollbook.store import Store
 from rollbook.store.events.routed_experts import pack
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.upkeep.sealer import Sealer
+from rollbook.train.batches.materialize import Materializer
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.materialize import Materializer
-from rollbook.train.data.references import find_references
-from rollbook.train.data.routing import FitCheck, Mixture, experts_of, misfit
-from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.select.references import find_references
+from rollbook.train.select.routing import FitCheck, Mixture, experts_of, misfit
+from rollbook.train.select.samples import Sample, samples_of
 
 MIXTURE = Mixture(layers=2, experts=50, topk=2)
 
@@ -90,7 +90,7 @@ def test_a_turn_is_decoded_once(fabric: Any, monkeypatch: pytest.MonkeyPatch) ->
         asked.append(end)
         return real(stored, end, mixture)
 
-    monkeypatch.setattr("rollbook.train.data.routing.misfit", counted)
+    monkeypatch.setattr("rollbook.train.select.routing.misfit", counted)
     check, few = FitCheck(MIXTURE), FitCheck(replace(MIXTURE, experts=30))
     for _ in range(2):
         assert [check.of_path(one) for one in _samples(fabric)] == ["", ""]

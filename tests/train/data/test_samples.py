@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollbook.store.events import RewardAssigned, VersionSpan
 from rollbook.store.fold.trajectory import Trajectory, fold
-from rollbook.train.data.samples import Sample, all_samples, samples_of
+from rollbook.train.select.samples import Sample, all_samples, samples_of
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=3)
 # parent among the completed turns, prompt delta, completion, version, delivered, failed, has logprobs

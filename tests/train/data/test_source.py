@@ -16,10 +16,10 @@ from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RewardAssigned, TrajectoryAdopted, TurnDelivered
 from rollbook.store.fold.history import History, fold_history
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop
-from rollbook.train.data.samples import all_samples
-from rollbook.train.data.source import EpochSource, EpochUnits, epoch_slice, make_source
+from rollbook.train.select.recipe import Drop
+from rollbook.train.select.samples import all_samples
+from rollbook.train.sources.queue_source import QueueSource
+from rollbook.train.sources.source import EpochSource, EpochUnits, epoch_slice, make_source
 
 
 def _queue(fabric: Any, log: Store, history: History | None = None, **changes: Any) -> QueueSource:

@@ -13,7 +13,7 @@ from rollbook.store import Store
 from rollbook.store.errors import IdleError
 from rollbook.store.fold.history import History
 from rollbook.store.upkeep.sealer import Sealer
-from rollbook.train.data.source import make_source
+from rollbook.train.sources.source import make_source
 
 
 def _taken(fabric: Any, log: Store, source: str, **changes: Any) -> list[str]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.data import within_groups
-from rollbook.train.data.numbering import numbered
-from rollbook.train.data.within_groups import Members, best_and_worst, flat, in_several
+from rollbook.train.select import recipe
+from rollbook.train.select.recipe import Members, best_and_worst, flat, in_several
+from rollbook.train.select.sample_ref import numbered
 
 _MEMBERS = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 3), st.booleans()), max_size=30
@@ -51,7 +51,7 @@ def test_groups_whose_rewards_are_all_equal(rows: list[Any], pieces: int, last: 
         is_left and all(one == rewards[group][0] for one in rewards[group]) for group, _, is_left in rows
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(within_groups, "_AT_ONCE", pieces)
+        patch.setattr(recipe, "_AT_ONCE", pieces)
         assert flat(members, left, left).tolist() == expected
 
 

@@ -22,14 +22,14 @@ from rollbook.store.events.routed_experts import pack
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.references import References, find_references
 from rollbook.train.doctor.check import Check
 from rollbook.train.doctor.correction import kept_share
 from rollbook.train.doctor.preflight import preflight
 from rollbook.train.doctor.recorded import read_recorded, rewards
-from rollbook.train.doctor.reward_statistics import statistics_of
-from rollbook.train.megatron.memory import parameters
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.doctor.reward_function import statistics_of
+from rollbook.train.model.memory import parameters
+from rollbook.train.model.shape import read_shape
+from rollbook.train.select.references import References, find_references
 
 MEMORY = 8 << 30
 SOUND = [
@@ -184,7 +184,7 @@ def references(fabric: Any, log: Store) -> Callable[..., References]:
 def read_once(connection: Connection, references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations that ask the recorded store the same share one reading of it."""
     monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", lambda *_: nullcontext(connection))
-    monkeypatch.setattr("rollbook.train.data.applied.find_references", references)
+    monkeypatch.setattr("rollbook.train.batches.recipe_result.find_references", references)
 
 
 @pytest.mark.usefixtures("read_once")

@@ -28,8 +28,7 @@ from rollbook.store.events import (
     SyncStarted,
     TurnFailed,
 )
-from rollbook.train.doctor.evidence import Course, HeldOut
-from rollbook.train.doctor.queries import Training
+from rollbook.train.doctor.evidence import Course, HeldOut, Training
 from rollbook.train.doctor.signs import SIGNS, findings
 
 STEPS = 40

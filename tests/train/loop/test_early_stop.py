@@ -13,7 +13,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import EvalFinished, StepCommitted
 from rollbook.train.config.config import parse_config
 from rollbook.train.config.evaluation import StopRule
-from rollbook.train.loop.early_stop import EarlyStop, judged_by
+from rollbook.train.loop.judge import EarlyStop, judged_by
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,16 @@ from hypothesis import strategies as st
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import Json, RunOpened, StepPlanned
-from rollbook.train.loop import computing, source_digests
-from rollbook.train.loop.environment import differences, fingerprint, unrecorded
-from rollbook.train.loop.source_digests import ROOMS, file_digests
-from rollbook.train.loop.variables import kept_variables
+from rollbook.train import environment as computing
+from rollbook.train import environment as source_digests
+from rollbook.train.environment import (
+    ROOMS,
+    differences,
+    file_digests,
+    fingerprint,
+    kept_variables,
+    unrecorded,
+)
 
 
 class Killed(BaseException):
@@ -37,8 +43,8 @@ DATA = Path(__file__).parents[2] / "data"
 ELSEWHERE = """
 import sys, orjson, torch
 from rollbook.replay import step
-from rollbook.train.loop.environment import fingerprint
-from rollbook.train.loop.source_digests import file_digests
+from rollbook.train.environment import fingerprint
+from rollbook.train.environment import file_digests
 torch.set_num_threads(int(sys.argv[1]))
 torch.use_deterministic_algorithms(sys.argv[2] == "True")
 ran = [m for m in sys.modules if m.startswith(("rollbook.train.", "rollbook.ingest."))]
@@ -103,8 +109,8 @@ def test_what_a_step_runs_is_in_a_room(edited: list[Any]) -> None:
     """Every module of train and ingest that replay imports, but for the code of addresses and clocks."""
     places = [place.replace("/", ".").removesuffix(".py") for room in ROOMS.values() for place in room]
     beside = {
-        *("rollbook.train.clock", "rollbook.train.table", "rollbook.ingest.engines"),
-        *("rollbook.ingest.engines.address", "rollbook.ingest.engines.model_files"),
+        *("rollbook.train.clock", "rollbook.store.config", "rollbook.engines"),
+        *("rollbook.engines.address", "rollbook.engines.model_files"),
     }
     ran = {name for name in edited[2] if name not in beside}
     assert len(ran) > 60

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_stream, read_weights
-from rollbook.replay.step import replay_step
+from rollbook.engines.weights.digests import digest_stream, read_weights
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import NotFiniteError
 from rollbook.store.events import (
@@ -23,15 +23,15 @@ from rollbook.store.events import (
     StepPlanned,
 )
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.batches.batch import Batch, build_batch, partition
+from rollbook.train.batches.experience import experience_of
 from rollbook.train.config.phase import family_names
-from rollbook.train.data.batch import Batch, build_batch, partition
-from rollbook.train.data.experience import experience_of
-from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop import trainer
-from rollbook.train.loop.finite import check_batch, check_tokens, finite_values
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.select.samples import Sample, all_samples
+from rollbook.train.step.finite import check_batch, check_tokens, finite_values
 
 Stores = Callable[..., Store]
 GRPO = Grpo(name="grpo", group_size=4, groups=1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollbook.store.events import Json
-from rollbook.train.loop.promise import promise
+from rollbook.train.resume.promise import promise
 
 BEFORE: Json = {
     "form": 2,

@@ -9,7 +9,7 @@ import pytest
 
 from rollbook.store import Store
 from rollbook.store.events import RunOpened, StepPlanned
-from rollbook.train.loop.rate import rate_change
+from rollbook.train.loop.loop import rate_change
 
 COSINE = {"lr": 1e-2, "decay": "cosine"}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import AllRejectedError, TrainError
 from rollbook.store.events import SampleDropped, StepCommitted, StepFailed, StepPlanned
 from rollbook.train.algorithms import parts
-from rollbook.train.loop import step_drops
+from rollbook.train.loop import trainer
 
 Stores = Callable[..., Store]
 NONE_KEPT = {
@@ -98,7 +98,7 @@ def test_one_batch_after_the_other_is_an_error(
 ) -> None:
     """That says what to do, and not a training that throws away all there is."""
     log = recorded()
-    monkeypatch.setattr(step_drops, "SKIPS_IN_A_ROW", 1)
+    monkeypatch.setattr(trainer, "SKIPS_IN_A_ROW", 1)
     with pytest.raises(AllRejectedError, match="widen algorithm"):
         fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=NONE_KEPT))
     assert len(_of(log, StepFailed)) == 2

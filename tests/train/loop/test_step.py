@@ -10,19 +10,19 @@ import pytest
 import torch
 from weight_maps import to_huggingface
 
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.batches.batch import build_batch, partition
+from rollbook.train.batches.experience import experience_of
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import build_batch, partition
-from rollbook.train.data.experience import experience_of
-from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop.loop import gap_alarm
-from rollbook.train.loop.step import StepResult, input_digests, run_step, step_seed
 from rollbook.train.loop.trainer import StepOutcome
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.select.samples import Sample, all_samples
+from rollbook.train.step.step import StepResult, input_digests, run_step, step_seed
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ import pytest
 
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
-from rollbook.train.data import queue_source
-from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import Trainer
+from rollbook.train.sources import queue_source
+from rollbook.train.stopping import Stopped, Stopping
 
 Stores = Callable[..., Store]
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted
 from rollbook.store.sql.query import connect
 from rollbook.train.algorithms.algorithm import LossInputs
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.data.experience import Scores, experience_of
-from rollbook.train.data.samples import Sample
+from rollbook.train.batches.experience import Scores, experience_of
+from rollbook.train.select.samples import Sample
 
 RATIOS = (0.5, 1.0, 1.5, 4.0)
 

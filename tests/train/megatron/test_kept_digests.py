@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.kept_digests import KeptDigests
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.ranks.kept_digests import KeptDigests
 
 
 def test_a_stream_is_asked_once() -> None:

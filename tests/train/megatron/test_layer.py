@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollbook.train.megatron import cpu_device
-from rollbook.train.megatron.shape import Yarn
+from rollbook.train.model import cpu_device
+from rollbook.train.model.shape import Yarn
 
 
 @pytest.mark.parametrize("truncated", [True, False])
@@ -19,7 +19,7 @@ def test_frequencies_of_yarn(theta: float, width: int, original: int, truncated:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
     cpu_device.install()
-    from rollbook.train.megatron.layer import yarn_frequencies
+    from rollbook.train.model.layer import yarn_frequencies
 
     rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": original}
     rope |= {"beta_fast": 30.0, "beta_slow": 2.0, "truncate": truncated, "rope_theta": theta}

@@ -12,21 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
+from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import TARGETS, LoraConfig
-from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.lora import (
-    check_factors,
-    fresh_factors,
-    merged,
-    merged_weight,
-    targets_of,
-)
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.lora import check_factors, fresh_factors, merged, merged_weight, targets_of
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
 
 CPU = torch.device("cpu")
 
@@ -68,7 +62,7 @@ def test_the_bits_are_the_same_however_it_is_computed(dtype: torch.dtype, monkey
         torch.set_num_threads(threads)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(9))
     assert torch.equal(merged_weight(weight, a[order], b[:, order], 2.0), found)
-    monkeypatch.setattr("rollbook.train.megatron.lora.AT_ONCE", 1)
+    monkeypatch.setattr("rollbook.train.model.lora.AT_ONCE", 1)
     assert torch.equal(merged_weight(weight, a, b, 2.0), found)
     plain = [b.float() @ a.float(), b[:, order].float() @ a[order].float()]
     assert not torch.equal(*plain)

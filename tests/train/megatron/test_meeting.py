@@ -16,11 +16,11 @@ from torch.distributed import HashStore
 
 from rollbook import store as rb
 from rollbook.store.errors import ConfigError, RankError
-from rollbook.train.loop.reference_process import serve
-from rollbook.train.megatron import meeting as meetings
-from rollbook.train.megatron.launcher import Place, place_in, shared_secret
-from rollbook.train.megatron.meeting import SECRET, Meeting, MeetingPoint, Signer, meet
-from rollbook.train.megatron.ranks import follow
+from rollbook.train.ranks import meeting as meetings
+from rollbook.train.ranks.launcher import Place, place_in, shared_secret
+from rollbook.train.ranks.meeting import SECRET, Meeting, MeetingPoint, Signer, meet
+from rollbook.train.ranks.ranks import follow
+from rollbook.train.step.reference import serve
 from rollbook.train.sync.broadcast import INTERFACE, gloo_at
 
 REFUSED = "is not signed by a rank of this training, and was not read"
@@ -107,7 +107,7 @@ def test_an_answer_to_another_rank() -> None:
 
 def test_a_rank_that_follows(harm: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unpickles nothing that rank 0 did not say."""
-    monkeypatch.setattr("rollbook.train.megatron.ranks._import_all", lambda: None)
+    monkeypatch.setattr("rollbook.train.ranks.ranks._import_all", lambda: None)
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow, _meeting(store), 1, 2)

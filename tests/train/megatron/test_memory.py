@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.ranks import Ranks
-from rollbook.train.megatron.reshard import stages_of
-from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn
+from rollbook.train.model.memory import Asked, Pass, memory_of, parameters, parameters_of
+from rollbook.train.model.model import Build
+from rollbook.train.model.reshard import stages_of
+from rollbook.train.model.shape import Experts, ModelShape, Windows, Yarn
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.ranks.ranks import Ranks
 
 CPU = torch.device("cpu")
 DENSE = ModelShape(

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.replay.step import replay_step
+from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import StepCommitted
-from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.batches.batch import MicroBatch, collate_tokens
+from rollbook.train.batches.experience import trained_masks
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import MicroBatch, collate_tokens
-from rollbook.train.data.experience import trained_masks
-from rollbook.train.data.samples import all_samples
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.select.samples import all_samples
+from rollbook.train.step.predictions import token_logprobs
 
 Stores = Callable[..., Store]
 LR, DECAY = 0.02, 0.1

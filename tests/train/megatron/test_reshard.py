@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from weight_maps import to_megatron
 
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.reshard import RankLayout, check_layout, rank_weights
-from rollbook.train.megatron.shape import ModelShape, read_shape
-from rollbook.train.megatron.weight_names import plan
+from rollbook.train.model.model import Build
+from rollbook.train.model.reshard import RankLayout, check_layout, rank_weights
+from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.model.weight_names import plan
+from rollbook.train.ranks.backend import TrainablePolicy
 
 # One rank -----------------------------------------------------------------------------------------
 

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.store.events.routed_experts import ExpertIds
-from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import MicroBatch
-from rollbook.train.loop.predictions import Predictions
-from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.routing import in_rows
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.model.model import Build
+from rollbook.train.model.routing import in_rows
+from rollbook.train.model.shape import read_shape
+from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.step.predictions import Predictions, token_logprobs
 
 EACH = pytest.mark.parametrize("family", mixtures.FAMILIES)
 LENGTHS = (11, 7, 9)

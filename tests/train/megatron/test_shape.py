@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.ingest.engines.model_files import CONFIG_KEYS
+from rollbook.engines.model_files import CONFIG_KEYS
 from rollbook.store.errors import ModelError
-from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn, read_shape
+from rollbook.train.model.shape import Experts, ModelShape, Windows, Yarn, read_shape
 
 
 def _written(folder: Path, **changes: Any) -> Path:

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
+from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.data.batch import MicroBatch
-from rollbook.train.loop.predictions import Predictions
-from rollbook.train.megatron.lora import fresh_factors, merged
-from rollbook.train.megatron.memory import Asked, Pass, memory_of
-from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.ranks import Ranks
-from rollbook.train.megatron.shape import read_shape
-from rollbook.train.megatron.weight_names import weight_shapes
+from rollbook.train.model.lora import fresh_factors, merged
+from rollbook.train.model.memory import Asked, Pass, memory_of
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import read_shape
+from rollbook.train.model.weight_names import weight_shapes
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.step.predictions import Predictions
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

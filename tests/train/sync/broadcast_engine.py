@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rollbook.testing.asgi import listen, server_of
-from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.testing.scripted_weights import Fault
 from rollbook.testing.tied import end_with_parent
 
 LONG = timedelta(minutes=30)

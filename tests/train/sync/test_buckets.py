@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.embedded.sent_tensors import read_sent
+from rollbook.engines.embedded.sent_tensors import read_sent
 from rollbook.train.sync.buckets import Buffers, buckets
 from rollbook.train.sync.shared_memory import payload
 

@@ -10,7 +10,7 @@ import torch
 from parallel_engine import spread
 from tests.train.sync.conftest import BUCKET, LAYER, SHAPES, make_weights
 
-from rollbook.ingest.engines.weights.expected import Expected, expected_ranks_digest
+from rollbook.engines.weights.expected import Expected, expected_ranks_digest
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated
 from rollbook.train.sync.session import Release

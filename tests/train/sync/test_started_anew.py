@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.engines.weights.digests import read_weights
 from rollbook.store.events import SyncFinished, SyncStarted
 from rollbook.train.sync.session import Release
 

@@ -16,12 +16,10 @@ from rollbook.cli.errors import interrupted_with
 from rollbook.cli.lineage.draw import draw_policy, draw_step, draw_token, draw_trajectory
 from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.show.finding import NEAR_NAMES, SHORTEST_END, NotFoundError, find_trajectory, openings_of
-from rollbook.cli.show.terminal_text import visible
-from rollbook.cli.terminal import Console, print_json
-from rollbook.ingest.engines.hub import model_folder
-from rollbook.replay.lineage.steps import policy_lineage, step_lineage
-from rollbook.replay.lineage.tokens import token_lineage
-from rollbook.replay.lineage.trajectories import trajectory_lineage
+from rollbook.cli.terminal import Console, print_json, visible
+from rollbook.engines.hub import model_folder
+from rollbook.lineage.steps import policy_lineage, step_lineage
+from rollbook.lineage.trajectories import token_lineage, trajectory_lineage
 from rollbook.store.cut import Cut, format_cut
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store

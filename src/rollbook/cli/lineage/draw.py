@@ -9,8 +9,8 @@ from typing import TypeVar
 from rich.text import Text
 from rich.tree import Tree
 
-from rollbook.cli.show.terminal_text import one_line, short_id, visible
-from rollbook.replay.lineage.records import (
+from rollbook.cli.terminal import one_line, short_id, visible
+from rollbook.lineage.records import (
     Consumer,
     Drop,
     Engine,

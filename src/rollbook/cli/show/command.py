@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollbook.cli.runs import of_run
-from rollbook.cli.show.draw import View, draw
+from rollbook.cli.show.draw import TokenText, View, draw
 from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
 from rollbook.cli.show.finding import NotFoundError, find_trajectory
 from rollbook.cli.show.reading import facts_of
-from rollbook.cli.show.terminal_text import short_id, visible
-from rollbook.cli.show.token_text import TokenText
-from rollbook.cli.terminal import Console, print_json
-from rollbook.ingest.engines.hub import model_folder
+from rollbook.cli.terminal import Console, print_json, short_id, visible
+from rollbook.engines.hub import model_folder
 from rollbook.store.cut import Cut, holds
 from rollbook.store.log.store import Store
 from rollbook.store.log.trajectory_reader import TrajectoryReader

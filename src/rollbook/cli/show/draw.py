@@ -1,23 +1,49 @@
-"""Draws a trajectory with Rich: a header, and its turns as a tree. Pure."""
+"""Draws a trajectory with Rich: a header, and its turns as a tree.
+
+Draws a turn's tokens: prompt tokens dim, sampled tokens coloured by their logprobs.
+
+Decodes single tokens for the terminal.
+
+Arranges turns as a tree for drawing.
+
+A conversation that never forks is one list, however long: a turn that is its parent's only continuation
+follows it on the same level. Only where a conversation goes on in several ways is each of them set in, and
+past some depth not even then (each turn says what it extends).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from rollbook.cli.show.draw_tokens import context_text, legend, sampled_text
-from rollbook.cli.show.facts import FAILED, RUNNING, Answer, Label, Reward, TrajectoryFacts, TurnFacts
-from rollbook.cli.show.forest import Node, arrange
+from rollbook.cli.show.facts import (
+    COMPLETED,
+    ERASED,
+    FAILED,
+    RUNNING,
+    Answer,
+    Label,
+    Reward,
+    TrajectoryFacts,
+    TurnFacts,
+)
 from rollbook.cli.show.messages import REASONING, Message, part_words
 from rollbook.cli.show.reading import CHAT_COMPLETIONS
-from rollbook.cli.show.terminal_text import clock, duration, one_line, short_id, shortened, visible
-from rollbook.cli.show.token_text import TokenText
-from rollbook.store.events import Json
+from rollbook.cli.terminal import clock, duration, one_line, short_id, shortened, visible
+from rollbook.store.errors import ModelError
+from rollbook.store.events import Json, VersionSpan
+from rollbook.store.sql.vocabularies import TOKENIZER, read_tokenizer, token_texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 IN_DETAIL = 16
 """Of a trajectory with more turns only the first and the last are drawn whole; the others get a line each."""
@@ -264,3 +290,180 @@ def _parts(message: Message, view: View) -> Text:
             text.append("\n")
         text.append(shortened(part_words(part), full=view.full), styles.get(part.kind, ""))
     return text if message.parts else Text("(nothing)", "dim")
+
+
+BANDS = ((-0.1, "green"), (-1.0, "cyan"), (-3.0, "yellow"), (-8.0, "red"))
+"""A token is of the first band whose logprob its own is not below."""
+BELOW_ALL = "bold white on red"
+NO_LOGPROB = ""
+MASKED = "dim"
+MARK = "bold magenta"
+CONTEXT_TOKENS, SAMPLED_TOKENS = 60, 240
+"""So many of a part's tokens are shown unless all are asked for: three quarters from its beginning."""
+
+
+def legend() -> Text:
+    """The legend of the colours."""
+    text = Text("logprob  ")
+    for least, style in BANDS:
+        text.append(f">= {least:g}", style).append("  ")
+    text.append(f"below {BANDS[-1][0]:g}", BELOW_ALL).append("  none", NO_LOGPROB)
+    return text.append("  context", MASKED).append("  [v2]", MARK).append(" a version takes over")
+
+
+def style_of(logprob: float | None) -> str:
+    """The style of a sampled token; NaN and None have no colour."""
+    if logprob is None or logprob != logprob:
+        return NO_LOGPROB
+    return next((style for least, style in BANDS if logprob >= least), BELOW_ALL)
+
+
+def context_text(answer: Answer, words: TokenText, *, full: bool) -> Text:
+    """The prompt's tokens that are new in a turn."""
+    styles = [MASKED] * len(answer.context_ids)
+    return _text(answer, answer.context_ids.tolist(), styles, (), words, None if full else CONTEXT_TOKENS)
+
+
+def sampled_text(answer: Answer, words: TokenText, *, delivered: bool, full: bool) -> Text:
+    """A completion's tokens, coloured; also dim if the turn was not delivered and is not trained."""
+    count = len(answer.completion_ids)
+    logprobs = [None] * count if answer.logprobs is None else answer.logprobs.tolist()
+    masked = "" if delivered else f" {MASKED}"
+    styles = [(style_of(logprob) + masked).strip() for logprob in logprobs]
+    ids = answer.completion_ids.tolist()
+    return _text(answer, ids, styles, answer.spans, words, None if full else SAMPLED_TOKENS)
+
+
+def _text(
+    answer: Answer,
+    ids: list[int],
+    styles: list[str],
+    spans: Sequence[VersionSpan],
+    words: TokenText,
+    most: int | None,
+) -> Text:
+    if answer.fidelity == ERASED:
+        return Text(f"[{len(ids):,} tokens, erased]", MASKED)
+    shown = list(range(len(ids)))
+    if most is not None and len(ids) > most:
+        shown = [*shown[: most * 3 // 4], *shown[-(most // 4) :]]
+    # A version that begins where nothing is shown is named where showing goes on.
+    starts = {span.start: span.version for span in spans}
+    pieces = words.pieces(ids[i] for i in shown)
+    runs: list[tuple[str, str]] = []
+    version = before = None
+    for place, piece in zip(shown, pieces, strict=True):
+        first = 0 if before is None else before + 1
+        if place > first:
+            runs.append((f" ... {place - first:,} tokens more ... ", MASKED))
+        begun = [starts[i] for i in range(first, place + 1) if i in starts]
+        if begun and begun[-1] != version:
+            if version is not None:
+                runs.append((f"[v{begun[-1]}]", MARK))
+            version = begun[-1]
+        runs.append((piece, styles[place]))
+        before = place
+    text = Text.assemble(*_joined(runs))
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
+    return text
+
+
+def _joined(runs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Joins neighbours of one style, because Rich lays out few runs faster than many."""
+    joined: list[tuple[list[str], str]] = []
+    for piece, style in runs:
+        if joined and joined[-1][1] == style:
+            joined[-1][0].append(piece)
+        else:
+            joined.append(([piece], style))
+    return [("".join(pieces), style) for pieces, style in joined]
+
+
+_LINE_END = "↵\n"
+"""How the end of a line is shown, so that it is seen to be a token's."""
+
+
+class TokenText:
+    """Tokens as text by one tokenizer, safe to print; each id is looked up once. Without one, as numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, model: Path) -> TokenText:
+        """Read the tokenizer.json of a model directory.
+
+        Raises:
+            ModelError: there is none, or it cannot be read.
+        """
+        file = model / TOKENIZER
+        if not file.exists():
+            raise ModelError(f"{model}: holds no tokenizer.json; give the directory of a model with --model")
+        return cls(read_tokenizer(file))
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The text of each id."""
+        listed = [int(i) for i in ids]
+        if self._tokenizer is None:
+            return [f"{i} " for i in listed]
+        missing = sorted({i for i in listed if i not in self._known})
+        for i, text in zip(missing, token_texts(self._tokenizer, missing), strict=True):
+            shown = f"<{i}>" if text is None else visible(text, lines=True)
+            self._known[i] = shown.replace("\n", _LINE_END)
+        return [self._known[i] for i in listed]
+
+
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A turn, and what is drawn beneath it."""
+
+    turn: TurnFacts
+    beneath: list[Node] = field(default_factory=list)
+
+
+_Start = tuple[TurnFacts, list[Node], list[Node] | None, int]
+"""A turn with which a line begins, where it goes, where its line goes (None: beneath it), and the depth."""
+
+
+def arrange(turns: Sequence[TurnFacts]) -> list[Node]:
+    """The roots, with all other turns beneath them; every turn once, and siblings as they were asked."""
+    there = {turn.turn_id for turn in turns}
+    children: dict[str | None, list[TurnFacts]] = defaultdict(list)
+    for turn in turns:
+        children[turn.parent if turn.parent in there else None].append(turn)
+    roots: list[Node] = []
+    waiting: list[_Start] = [(turn, roots, None, 1) for turn in reversed(children[None])]
+    while waiting:
+        turn, place, line, depth = waiting.pop()
+        node = Node(turn)
+        place.append(node)
+        line = node.beneath if line is None else line
+        waiting += reversed(_follow(node, line, children, depth))
+    return roots
+
+
+def _follow(
+    head: Node, line: list[Node], children: dict[str | None, list[TurnFacts]], depth: int
+) -> list[_Start]:
+    """Append a chain of only children; returns the turns at its fork."""
+    node = head
+    while True:
+        after = children.get(node.turn.turn_id, [])
+        # One that failed ends there: asked again, the conversation goes on as if it had not forked.
+        ways = [turn for turn in after if turn.status == COMPLETED or turn.turn_id in children]
+        if len(ways) > 1:
+            if depth >= MAX_DEPTH:
+                return [(turn, line, line, depth) for turn in after]
+            return [(turn, node.beneath, None, depth + 1) for turn in after]
+        for turn in after:
+            line.append(Node(turn))
+            if ways and turn is ways[0]:
+                following = line[-1]
+        if not ways:
+            return []
+        node = following

@@ -1,11 +1,17 @@
-"""The facts of one trajectory, as frozen values and as JSON. Pure."""
+"""The facts of one trajectory, as frozen values and as JSON. Pure.
+
+Converts frozen values to plain JSON values. Pure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from rollbook.cli.show.json_values import plain
+import numpy as np
+
 from rollbook.cli.show.messages import Message
 from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan
 
@@ -147,3 +153,22 @@ def _turn_json(turn: TurnFacts, tokens: bool) -> Json:
         }
         values["answer"] = plain(turn.answer, without=() if tokens else arrays) | counts
     return values
+
+
+def plain(value: Any, *, without: Collection[str] = ()) -> Any:
+    """Dataclasses as objects, arrays as lists, and numbers that JSON does not have as words, such as `NaN`.
+
+    Args:
+        without: fields of the outermost dataclass to leave out.
+    """
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.name not in without}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist()) if value.dtype.kind == "f" else value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

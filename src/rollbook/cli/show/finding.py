@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollbook.cli.show.terminal_text import visible
+from rollbook.cli.terminal import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import TrajectoryOpened

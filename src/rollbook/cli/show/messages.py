@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from rollbook.cli.show.terminal_text import json_text, one_line
+from rollbook.cli.terminal import json_text, one_line
 from rollbook.store.events.about import MARK
 
 TEXT, REASONING, CALL, IMAGE, OTHER, ERASED = "text", "reasoning", "call", "image", "other", "erased"

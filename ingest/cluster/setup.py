@@ -1,0 +1,77 @@
+"""What an application has to do with the other processes that record its run, workers or proxies, if any."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.guard import Guard, add_guards
+from rollbook.ingest.cluster.doors import add_peers, add_sending_on, counted
+from rollbook.ingest.cluster.peers import Peers
+from rollbook.ingest.cluster.siblings import Siblings
+from rollbook.ingest.endpoints.registry import error_body
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.recording.metrics import Metrics
+from rollbook.store.events import Json
+
+Company = Siblings | Peers
+
+
+def join(
+    app: FastAPI,
+    others: Company | None,
+    options: ProxyOptions,
+    knows: Callable[[str], bool],
+    room: BodyRoom,
+    metrics: Metrics,
+) -> None:
+    """Let the others know what this one knows, and have what is another proxy's sent on.
+
+    Args:
+        knows: whether a reply, by its id, is known here.
+    """
+    if others is not None:
+        others.cleaned, others.knows = options.redactor.text, knows
+    if isinstance(others, Peers):
+        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
+
+
+def add_all_guards(
+    app: FastAPI, others: Company | None, options: ProxyOptions, guard: Guard, metrics: Metrics
+) -> None:
+    """Put before every route whatever comes before it. Add this last."""
+    add_guards(app, guard, options.own, metrics.failed, error_body)
+    if isinstance(others, Peers):
+        add_peers(app, others)
+
+
+def stops(app: FastAPI, others: Company | None, *more: Callable[[], None]) -> None:
+    """Let the server tell all who keep requests waiting when the application is to end."""
+    of_peers = (others.stop,) if isinstance(others, Peers) else ()
+
+    def stop() -> None:
+        for one in (*of_peers, *more):
+            one()
+
+    app.state.stop = stop
+
+
+@asynccontextmanager
+async def meeting(others: Company | None) -> AsyncIterator[None]:
+    """Speak with the others while the context lasts."""
+    if isinstance(others, Peers):
+        async with others.running():
+            yield
+    elif others is not None:
+        with others.bus.running():
+            yield
+    else:
+        yield
+
+
+def health(others: Company | None) -> Json:
+    """What /healthz says of other proxies; of other workers `http.whole` does."""
+    return {"proxies": others.seats.states()} if isinstance(others, Peers) else {}

@@ -1,1 +1,0 @@
-"""What comes in a request's body: bounded JSON and typed fields."""

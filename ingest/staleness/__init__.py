@@ -1,1 +1,0 @@
-"""How stale a sample may be, and how many samples a training will use. Pure."""

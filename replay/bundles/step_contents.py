@@ -1,0 +1,246 @@
+"""What the replay of one step needs of a store: events, trajectories and checkpoints, found by the log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.replay.step.run_log import RunLog
+from rollbook.replay.step.starts import find_start
+from rollbook.replay.step.step import history_with
+from rollbook.store import Store, parse_cut
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import (
+    CheckpointWritten,
+    Event,
+    PolicyActivated,
+    PolicyPublished,
+    RunOpened,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+    StepRetired,
+    StepVectors,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
+from rollbook.store.fold.history import KINDS, CommittedStep, History, all_samples
+from rollbook.store.interchange.excerpt import Rows
+from rollbook.store.safe_paths import place_inside
+from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.config.lora import recorded_lora
+from rollbook.train.step.experiences import begins
+
+CONFIG = "config.json"
+"""A model's architecture, in a checkpoint's folder."""
+_OfVersion = PolicyPublished | PolicyActivated | SyncStarted | SyncFinished | SyncFailed
+_OfStep = StepPlanned | StepCommitted | StepVectors | StepRetired
+_OF_VERSION = frozenset(record.KIND for record in _OfVersion.__args__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepContents:
+    """What a step's replay needs.
+
+    Attributes:
+        steps: those that are run again, in order; the step itself is the last one.
+        base: the checkpoint that they start from; None: no model is asked.
+        checkpoints: `base`, and those of versions that the steps name; or where no model is asked, that whose
+            `CONFIG` tells what a model takes.
+        events: of the training, each with its place: `run.opened`, those of the steps and of the checkpoints,
+            and the earlier steps that are only looked up.
+        trajectories: ids of those that the steps trained on, compared with, or dropped.
+    """
+
+    history: History
+    steps: tuple[CommittedStep, ...]
+    base: CheckpointWritten | None
+    checkpoints: tuple[CheckpointWritten, ...]
+    events: tuple[Event, ...]
+    trajectories: frozenset[str]
+
+    @property
+    def step(self) -> CommittedStep:
+        """The step itself."""
+        return self.steps[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the optimizer goes on from the checkpoint's state; else it begins anew."""
+        return self.base is not None and self.base.phase == self.step.planned.phase
+
+    def lanes(self, rows: Iterable[Rows]) -> set[str]:
+        """The lanes of which there are rows, or which a cut of a plan or of a drop names."""
+        records = (event.record for event in self.events)
+        cuts = {of.cut for of in records if isinstance(of, StepPlanned | SampleDropped) and of.cut}
+        return {lane for of in rows for lane in of} | {lane for cut in cuts for lane in parse_cut(cut)}
+
+
+def contents_of_step(
+    log: Store, step: int, run: str | None, policy: str, *, weights: bool = True, trust_parts: bool = False
+) -> StepContents:
+    """What the replay of a step needs.
+
+    Args:
+        weights: whether it asks a model, or goes as far as the log alone does.
+        trust_parts: import the parts of somebody's own that a manifest names: they say what it needs.
+
+    Raises:
+        ReplayError: no such step, no start for it, or a checkpoint that its manifest names is not there.
+        TrainError: it names a part of one's own that is not trusted, or cannot be loaded.
+        CorruptionError: the log is damaged.
+    """
+    history = history_with(log, step, run, policy)
+    steps: tuple[CommittedStep, ...] = (history.steps[step],)
+    base = None
+    if weights:
+        start = find_start(RunLog(log, history), steps[0])
+        steps, base = (*start.between, *steps), start.record
+    if trust_parts:
+        for name in sorted({name for one in steps for name in named_parts(one.planned.algorithm)}):
+            load_part(name)
+    if base is None:
+        checkpoints = _with_config(log, history)
+    else:
+        named = _versions_named(steps) - {base.policy_version}
+        checkpoints = [base, *(_checkpoint(log, history, version) for version in sorted(named))]
+    plans = [one.planned for one in steps]
+    refs = (ref for plan in plans for ref in (all_samples(plan) if begins(plan) else plan.samples))
+    ids = {ref["trajectory_id"] for ref in refs}
+    ids |= {other["trajectory_id"] for plan in plans for other in plan.others or ()}
+    events, dropped = _of_training(log, history, steps, checkpoints)
+    ids |= dropped
+    events += _looked_up(log, history, steps, ids)
+    return StepContents(history, steps, base, tuple(checkpoints), tuple(events), frozenset(ids))
+
+
+def events_of_versions(log: Store, contents: StepContents, rows: Rows) -> list[Event]:
+    """How the versions of the steps, and those that sampled these rows, came to engines."""
+    made = {
+        version for s in contents.steps for version in (s.planned.policy_version, s.committed.policy_version)
+    }
+    versions = (
+        made | {c.policy_version for c in contents.checkpoints} | _sampled_by(rows, contents.history.policy)
+    )
+    which = contents.history.run, contents.history.policy
+    return [
+        event
+        for event in log.events_of(_OF_VERSION)
+        if isinstance(event.record, _OfVersion)
+        and (event.run, event.record.policy) == which
+        and event.record.policy_version in versions
+    ]
+
+
+def _checkpoint(log: Store, history: History, version: int) -> CheckpointWritten:
+    """The checkpoint of a version that a step names, which a replay reads."""
+    found = [c for c in history.checkpoints if c.policy_version == version]
+    if not found or not _is_there(log, found[-1]):
+        raise ReplayError(
+            f"run {history.run!r} has no checkpoint of version {version} of policy {history.policy!r}, which "
+            "the step's manifest names: restore it from a copy"
+        )
+    return found[-1]
+
+
+def _is_there(log: Store, checkpoint: CheckpointWritten) -> bool:
+    return place_inside(log.path, checkpoint.path).is_dir()
+
+
+def _with_config(log: Store, history: History) -> list[CheckpointWritten]:
+    """The newest checkpoint that tells the model's architecture, if there is one."""
+    found = (c for c in reversed(history.checkpoints) if (place_inside(log.path, c.path) / CONFIG).is_file())
+    return [c for c in (next(found, None),) if c is not None]
+
+
+def _versions_named(steps: Iterable[CommittedStep]) -> set[int]:
+    """Versions whose weights steps need besides: of references, and those that factors are beside."""
+    plans = [step.planned for step in steps]
+    named = {recorded_algorithm(plan.algorithm).reference for plan in plans}
+    named |= {recorded_lora(plan.lora).base_version for plan in plans if plan.lora is not None}
+    return {version for version in named if version is not None}
+
+
+def _of_training(
+    log: Store, history: History, steps: Sequence[CommittedStep], checkpoints: Collection[CheckpointWritten]
+) -> tuple[list[Event], set[str]]:
+    """The events of these steps and checkpoints, and the trajectories that their plans dropped."""
+    attempts = {step.planned.step: step.planned.attempt for step in steps}
+    kept: list[Event] = []
+    drops: list[Event] = []  # of the plan that follows: both were appended together
+    dropped: set[str] = set()
+    for event in log.events_of(KINDS | {RunOpened.KIND, StepVectors.KIND}):
+        if isinstance(event.record, SampleDropped):
+            drops.append(event)
+        elif isinstance(event.record, StepPlanned):
+            if _is_of(event, history, attempts):
+                kept += [*drops, event]
+                dropped |= {d.record.trajectory_id for d in drops if isinstance(d.record, SampleDropped)}
+            drops = []
+        elif isinstance(event.record, CheckpointWritten):
+            kept += [event] if event.run == history.run and event.record in checkpoints else []
+        elif isinstance(event.record, RunOpened):
+            kept += [event] if event.run == history.run else []
+        elif _is_of(event, history, attempts):
+            kept.append(event)
+    return kept, dropped
+
+
+def _looked_up(
+    log: Store, history: History, steps: Sequence[CommittedStep], ids: Collection[str]
+) -> list[Event]:
+    """The plans and results of earlier steps that the replay looks up: the one that made what the first step
+    starts from, and those that used samples of these trajectories, which are not used again; and the attempts
+    at the step that came before, whose samples it may have dropped."""
+    first, last = steps[0].planned, steps[-1].planned
+    attempts: dict[int, int] = {}
+    for number, step in history.steps.items():
+        before, plan = step.committed.policy_version == first.policy_version, step.planned
+        used = {ref["trajectory_id"] for ref in plan.samples} if _is_once(last) else set[str]()
+        if number < first.step and ((before and plan.phase == first.phase) or not used.isdisjoint(ids)):
+            attempts[number] = plan.attempt
+    found = log.events_of([StepPlanned.KIND, StepCommitted.KIND, StepFailed.KIND])
+    return [e for e in found if _is_of(e, history, attempts) or _is_attempt_before(e, history, last)]
+
+
+def _is_attempt_before(event: Event, history: History, plan: StepPlanned) -> bool:
+    """Whether an event is of an attempt at a step before that of this plan."""
+    record = event.record
+    return (
+        isinstance(record, StepPlanned | StepFailed)
+        and (event.run, record.policy, record.step) == (history.run, plan.policy, plan.step)
+        and record.attempt < plan.attempt
+    )
+
+
+def _is_once(plan: StepPlanned) -> bool:
+    """Whether each sample is used once; else epochs go over all of them, which no excerpt has."""
+    return plan.schedule is None or plan.schedule["slice"] is None
+
+
+def _is_of(event: Event, history: History, attempts: Mapping[int, int]) -> bool:
+    """Whether an event is of one of these attempts at steps: step -> attempt."""
+    record = event.record
+    if not isinstance(record, _OfStep) or (event.run, record.policy) != (history.run, history.policy):
+        return False
+    if isinstance(record, StepRetired):
+        return record.step in attempts
+    return attempts.get(record.step) == record.attempt
+
+
+def _sampled_by(rows: Rows, policy: str) -> set[int]:
+    """The versions of the policy that sampled tokens in these rows."""
+    found: set[int] = set()
+    for table in rows.values():
+        spans = pc.list_flatten(table["version_spans"])
+        if isinstance(spans, pa.ChunkedArray):
+            spans = spans.combine_chunks()
+        mine = spans.filter(pc.equal(pc.struct_field(spans, "policy"), policy))
+        found.update(pc.struct_field(mine, "version").unique().to_pylist())
+    return found

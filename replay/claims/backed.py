@@ -1,0 +1,200 @@
+"""What backs the weights that were published and served by the log: a checkpoint, or the step that made them.
+
+The digest of a version that was published, or that an engine serves, must be that of a checkpoint of it or of
+the committed step that made it. Else one that is forged or mistaken would stand in the log unnoticed, as long
+as no step is replayed that leads to its version.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from rollbook.engines.weights.digests import digest_tensors
+from rollbook.replay.verdict import Place, StageReplay, Verdict
+from rollbook.store import Store
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import ModelError, OutsideError
+from rollbook.store.events import (
+    CheckpointRemoved,
+    CheckpointWritten,
+    Event,
+    PolicyActivated,
+    PolicyPublished,
+    StepCommitted,
+)
+from rollbook.store.fold.checkpoints import held_and_removed
+from rollbook.store.safe_paths import place_inside
+from rollbook.store.sealed.unit import current_units
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.step.reference import policy_of
+
+STAGE = "backed"
+BACKING = frozenset(
+    r.KIND for r in (CheckpointWritten, CheckpointRemoved, StepCommitted, PolicyPublished, PolicyActivated)
+)
+"""Kinds of events that it is folded from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unbacked:
+    """An event that says of a version's weights what nothing else in the log does.
+
+    Attributes:
+        where: the path or the engine that it names.
+        digest: that it says; known: those that the log has of the version otherwise.
+    """
+
+    event_id: str
+    kind: str
+    run: str
+    policy: str
+    policy_version: int
+    where: str
+    digest: str
+    known: tuple[str, ...]
+
+    def __str__(self) -> str:
+        known = ", ".join(digest[:16] for digest in self.known) or "nothing of it"
+        return (
+            f"{self.kind} {self.event_id} ({self.where}) says that version {self.policy_version} of policy "
+            f"{self.policy} in run {self.run!r} has the digest {self.digest[:16]}; checkpoints and steps say "
+            f"{known}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFault:
+    """A checkpoint that is not what the log says, or is not there though nothing removed it."""
+
+    run: str
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} of run {self.run!r}: {self.reason}"
+
+
+_Version = tuple[str, str, int]
+"""(run, policy, version)"""
+
+
+def unbacked(events: Iterable[Event], *, whole: bool = True) -> list[Unbacked]:
+    """The events of `policy.published` and `policy.activated` that nothing backs, in the order of their ids.
+
+    Of a policy that was never trained here nothing can be said: who served it has nothing to compare with.
+    Pure.
+
+    Args:
+        whole: the log has all of its events; else a version of which nothing is left is passed over.
+    """
+    ordered = sorted(events, key=lambda event: event.event_id)
+    made = _made(ordered)
+    claims = [
+        (event, event.record)
+        for event in ordered
+        if isinstance(event.record, PolicyPublished | PolicyActivated)
+    ]
+    trained = {version[:2] for version in made}
+    found = []
+    for event, record in claims:
+        version = (event.run, policy_of(record.policy), record.policy_version)
+        known = made.get(version, set())
+        if version[:2] in trained and record.weights_digest not in known and (known or whole):
+            where = record.path if isinstance(record, PolicyPublished) else record.engine
+            said = (event.event_id, event.kind, event.run, record.policy, record.policy_version, where)
+            found.append(Unbacked(*said, record.weights_digest, tuple(sorted(known))))
+    return found
+
+
+def _made(events: Iterable[Event]) -> Mapping[_Version, set[str]]:
+    """The digests that checkpoints and steps say of each version's weights."""
+    made = defaultdict[_Version, set[str]](set)
+    for event in events:
+        match event.record:
+            case CheckpointWritten() as record:
+                made[event.run, record.policy, record.policy_version].add(record.weights_digest)
+            case StepCommitted() as record if "weights" in record.digests:
+                made[event.run, record.policy, record.policy_version].add(record.digests["weights"])
+    return made
+
+
+def unbacked_in(log: Store, run: str | None = None) -> list[Unbacked]:
+    """Those of a store, or of one run of it."""
+    events = (event for event in log.events_of(BACKING) if run in (None, event.run))
+    return unbacked(events, whole=_is_whole(log))
+
+
+def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> StageReplay | None:
+    """The stage `backed` of some versions; None where nothing was published or served of them, or the log has
+    nothing any more that could back it."""
+    events = [event for event in log.events_of(BACKING) if event.run == run]
+    whole = _is_whole(log)
+    left = {} if whole else _made(events)
+    claims = {
+        event.event_id: record.weights_digest
+        for event in events
+        if isinstance(record := event.record, PolicyPublished | PolicyActivated)
+        and policy_of(record.policy) == policy
+        and record.policy_version in versions
+        and (whole or (run, policy, record.policy_version) in left)
+    }
+    if not claims:
+        return None
+    odd = [one for one in unbacked(events, whole=whole) if one.event_id in claims]
+    due = claims | {one.event_id: ",".join(one.known) for one in odd}
+    digests = digest_json(claims), digest_json(due)
+    if not odd:
+        return StageReplay(STAGE, Verdict.equal, *digests)
+    said, known = odd[0].digest, ", ".join(odd[0].known) or "nothing"
+    place = Place(key=f"{odd[0].kind} {odd[0].event_id}", recorded=said, replayed=known)
+    return StageReplay(STAGE, Verdict.differs, *digests, why=str(odd[0]), place=place)
+
+
+def _is_whole(log: Store) -> bool:
+    """Whether the log has all of its events."""
+    units = [unit for lane in log.lanes() for unit in current_units(log.path, lane)]
+    return not any(unit.left_out or unit.dropped_us is not None for unit in units)
+
+
+def checkpoints_of(log: Store) -> list[tuple[str, CheckpointWritten]]:
+    """(run, checkpoint) of all that were written and not removed since; of a path the last."""
+    of_runs: dict[str, list[Event]] = {}
+    for event in log.events_of({CheckpointWritten.KIND, CheckpointRemoved.KIND}):
+        of_runs.setdefault(event.run, []).append(event)
+    held = [(run, record) for run, events in of_runs.items() for record in held_and_removed(events)[0]]
+    return list({(run, record.path): (run, record) for run, record in held}.values())
+
+
+def checkpoint_faults(
+    log: Store, checkpoints: Iterable[tuple[str, CheckpointWritten]], done: Callable[[int], None]
+) -> list[CheckpointFault]:
+    """Read checkpoints whole, and compare them with their own manifests and with the log.
+
+    Args:
+        done: called with 1 after each.
+    """
+    found = []
+    for run, record in checkpoints:
+        if (reason := _fault(log, record)) is not None:
+            found.append(CheckpointFault(run, record.path, reason))
+        done(1)
+    return found
+
+
+def _fault(log: Store, record: CheckpointWritten) -> str | None:
+    try:
+        path = place_inside(log.path, record.path)
+        if not path.is_dir():
+            return "it is not there, and nothing in the log has removed it"
+        held = read_checkpoint(path)
+    except (ModelError, OutsideError, OSError) as error:
+        return str(error)
+    pairs = [("weights", held.weights, record.weights_digest)]
+    if held.optimizer is not None and record.optimizer_digest is not None:
+        pairs.append(("optimizer", held.optimizer, record.optimizer_digest))
+    for what, tensors, wanted in pairs:
+        if (digest := digest_tensors(tensors)) != wanted:
+            return f"its {what} have the digest {digest[:16]}, and the log says {wanted[:16]}"
+    return None

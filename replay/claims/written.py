@@ -1,0 +1,71 @@
+"""Whether the checkpoint of the version that a step made is what the step made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollbook.engines.weights.digests import Tensors, digest_tensors
+from rollbook.replay.verdict import StageReplay, Verdict
+from rollbook.store import Store
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import ModelError, OutsideError
+from rollbook.store.events import CheckpointWritten, Json
+from rollbook.store.safe_paths import place_inside
+from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+
+STAGES_OF = {
+    "weights": "weights",
+    "optimizer": "optimizer",
+    "critic": "critic_weights",
+    "critic_optimizer": "critic_optimizer",
+}
+"""What a checkpoint may hold, and the stage that it is of."""
+
+
+def written(
+    log: Store, records: Sequence[CheckpointWritten], step: Mapping[str, Any]
+) -> tuple[StageReplay | None, Checkpoint | None]:
+    """The stage `checkpoint`, and the checkpoint that was read; None where none of the version was recorded.
+
+    That the step gives these digests is what its other stages prove.
+
+    Args:
+        records: of the version that the step made; the last that is there counts.
+        step: stage -> the digest that the step recorded.
+    """
+    found: StageReplay | None = None
+    for record in reversed(records):
+        try:
+            held = read_checkpoint(place_inside(log.path, record.path))
+        except (ModelError, OutsideError, OSError) as error:
+            found = found or _unreadable(log, record, str(error))
+            continue
+        there = digests_of(held)
+        due = {what: step.get(stage) for what, stage in STAGES_OF.items() if what in there}
+        due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
+        digests = digest_json(due), digest_json(there)
+        if there == due and record.weights_digest == due["weights"]:
+            return StageReplay("checkpoint", Verdict.equal, *digests), held
+        wrong = [what for what in there if there[what] != due[what]] or ["weights in the log"]
+        why = f"{record.path}: {', '.join(wrong)} are not what the step made"
+        return StageReplay("checkpoint", Verdict.differs, *digests, why=why), held
+    return found, None
+
+
+def digests_of(held: Checkpoint) -> Json:
+    """What a checkpoint holds -> its digest."""
+    all_of: dict[str, Tensors | None] = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "critic": held.critic,
+        "critic_optimizer": held.critic_optimizer,
+    }
+    return {what: digest_tensors(tensors) for what, tensors in all_of.items() if tensors is not None}
+
+
+def _unreadable(log: Store, record: CheckpointWritten, error: str) -> StageReplay:
+    """One that is gone proves nothing; one that is damaged differs."""
+    if not (log.path / record.path).exists():
+        return StageReplay("checkpoint", Verdict.not_proven, why=f"{record.path} is not there any more")
+    return StageReplay("checkpoint", Verdict.differs, why=error)

@@ -1,0 +1,324 @@
+"""Compares a step that was run again with what was recorded of it, stage by stage, down to the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollbook.replay.step.tolerances import Arrays, Tolerance, compare_stage, tolerance_of, ulps
+from rollbook.replay.verdict import Place, StageReplay, Verdict
+from rollbook.store.digest import digest_json
+from rollbook.store.events import Json
+from rollbook.store.fold.history import CommittedStep
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.batch import Batch
+from rollbook.train.clock import is_spent
+from rollbook.train.select.samples import Sample
+from rollbook.train.step.evidence import Evidence, RecordedHashes, name_in, recorded_hashes, tensor_hashes
+from rollbook.train.step.step import STAGES
+
+ORDER: Sequence[str] = (
+    "training",
+    *STAGES[: STAGES.index("samples")],
+    *("selection", "schedule"),
+    *STAGES[STAGES.index("samples") :],
+    *("metrics", "evidence", "checkpoint", "sent", "backed"),
+)
+"""All stages of a replay, in the order in which they depend on each other."""
+ONLY_DIGESTS = "bits are not promised; only a digest was recorded"
+"""Why a stage is not proven whose bits are others elsewhere, and of which there are no numbers."""
+TensorsOf = Callable[[str, str], torch.Tensor | None]
+"""(stage, name) -> a tensor of the stage; None where it is not there."""
+
+
+def nowhere(stage: str, name: str) -> None:
+    """No tensor is there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sides:
+    """What there is to find a place by, where a stage differs.
+
+    Attributes:
+        batch: the step's.
+        hashes: as recorded; of the inputs those that the step before recorded of its results.
+        values: stage -> what was recorded of each trained token, float32 [P].
+        evidence: of the step as it was run now.
+        recorded_tensors, tensors: of a stage, as far as a checkpoint has them, and of the policy now.
+    """
+
+    batch: Batch
+    hashes: RecordedHashes
+    evidence: Evidence
+    values: Mapping[str, Singles] = field(default_factory=dict)
+    recorded_tensors: TensorsOf = nowhere
+    tensors: TensorsOf = nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class Lenient:
+    """What tolerances hang on, where bits are not promised.
+
+    Attributes:
+        stages: of the step; dtype: of its weights and activations.
+        at_checkpoint: whether the step starts right at a checkpoint; else what it starts with is off already.
+        elsewhere: whether this is another kind of device, which has other generators of random numbers.
+    """
+
+    stages: frozenset[str]
+    dtype: str
+    learning_rate: float
+    at_checkpoint: bool
+    elsewhere: bool
+
+    def tolerance(self, stage: str) -> Tolerance:
+        """How near a stage comes."""
+        return tolerance_of(stage, self.stages, self.dtype)
+
+
+def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHashes:
+    """The hashes that a step recorded, and of what it starts from those of the step before.
+
+    Raises:
+        ReplayError: they cannot be read.
+    """
+    own = recorded_hashes(step.committed.hashes)
+    if before is None or before.planned.phase != step.planned.phase:
+        return own
+    last = recorded_hashes(before.committed.hashes).tensors
+    inputs = {
+        "input_weights": "weights",
+        "input_optimizer": "optimizer",
+        "critic_input_weights": "critic_weights",
+        "critic_input_optimizer": "critic_optimizer",
+    }
+    return RecordedHashes(
+        own.samples, {**own.tensors, **{to: last[stage] for to, stage in inputs.items() if stage in last}}
+    )
+
+
+def compared(
+    stage: str, recorded: str | None, found: str | None, sides: Sides, lenient: Lenient | None = None
+) -> StageReplay:
+    """The verdict on a stage by its digests; where they differ, with the place.
+
+    Args:
+        lenient: bits are not promised here, so numbers are compared within tolerances, where there are any.
+    """
+    if recorded is None:
+        return StageReplay(stage, Verdict.not_recorded, None, found)
+    if recorded == found:
+        return StageReplay(stage, Verdict.equal, recorded, found)
+    if lenient is not None and (near := _nearly(stage, recorded, found, sides, lenient)) is not None:
+        return near
+    place = place_in(stage, sides)
+    why = "" if place is None else place.said()
+    return StageReplay(stage, Verdict.differs, recorded, found, why, place)
+
+
+def _nearly(
+    stage: str, recorded: str, found: str | None, sides: Sides, lenient: Lenient
+) -> StageReplay | None:
+    """The verdict on a stage whose bits are not promised and are others; None where they have to be the same,
+    or its numbers are too far off."""
+    if stage.removeprefix("critic_").startswith("input_") and not lenient.at_checkpoint:
+        why = "bits are not promised, and steps were run again before"
+        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+    if stage == "rng" and lenient.elsewhere:
+        why = "another kind of device draws from other generators"
+        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+    if lenient.tolerance(stage).exact:
+        return None
+    numbers = _numbers(stage, sides)
+    if numbers is None:
+        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
+    near = compare_stage(
+        stage, *numbers, stages=lenient.stages, dtype=lenient.dtype, rate=lenient.learning_rate
+    )
+    if near.verdict == "differs":
+        return None
+    why = "" if near.worst is None else f"at most {near.worst.share:.0%} of what it may be off"
+    tolerance = str(lenient.tolerance(stage))
+    return StageReplay(stage, Verdict.within, recorded, found, why, tolerance=tolerance)
+
+
+def _numbers(stage: str, sides: Sides) -> tuple[Arrays, Arrays] | None:
+    """(recorded, found) numbers of a stage, by name; None where they are not all there."""
+    if stage in sides.values and stage in sides.evidence.values:
+        return {stage: sides.values[stage]}, {stage: sides.evidence.values[stage]}
+    names = [name_in(line) for line in sides.evidence.tensors.get(stage, ())]
+    recorded = {name: sides.recorded_tensors(stage, name) for name in names}
+    found = {name: sides.tensors(stage, name) for name in names}
+    if not names or any(t is None for t in (*recorded.values(), *found.values())):
+        return None
+    both = ({n: _wide(t) for n, t in of.items() if t is not None} for of in (recorded, found))
+    before, now = both
+    return before, now
+
+
+def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | None:
+    """Where a stage begins to differ; None where nothing says.
+
+    Args:
+        sample: in which it is known to differ.
+    """
+    if stage in sides.evidence.tensors:
+        return _tensor_place(stage, sides)
+    if stage in sides.values and stage in sides.evidence.values:
+        recorded_values, found_values = sides.values[stage], sides.evidence.values[stage]
+        if (at := place_of_token(sides.batch, recorded_values, found_values, sample)) is not None:
+            return at
+    if sample is not None:
+        return _sample_place(sides.batch, sample)
+    if stage not in sides.evidence.samples or stage not in sides.hashes.samples:
+        return None
+    recorded, found = sides.hashes.samples[stage], sides.evidence.samples[stage]
+    if recorded.shape != found.shape:
+        return Place(key="samples", recorded=str(len(recorded)), replayed=str(len(found)))
+    odd = np.flatnonzero((recorded != found).any(-1))
+    return _sample_place(sides.batch, int(odd[0])) if len(odd) else None
+
+
+def _as_stored(value: Any) -> Any:
+    """A metric as the log has it: of one that is no finite number nothing."""
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def metrics(
+    step: CommittedStep,
+    found: Json,
+    lenient: Lenient | None = None,
+    owed: Callable[[str], bool] = lambda name: False,
+) -> StageReplay:
+    """The stage `metrics`: all that were recorded, but for what the step took of time and memory.
+
+    Args:
+        owed: whether the step must have recorded one that is computed now; else it came with a later release.
+    """
+    said = {name: value for name, value in step.committed.metrics.items() if not is_spent(name)}
+    if missing := sorted(name for name in found if name not in step.committed.metrics and owed(name)):
+        place = Place(key=missing[0], recorded="none", replayed=_as_stored(found[missing[0]]))
+        return StageReplay("metrics", Verdict.differs, why=place.said(), place=place)
+    due = {name: _as_stored(found.get(name)) for name in said}
+    digests = digest_json(said), digest_json(due)
+    odd = [name for name in said if said[name] != due[name]]
+    if not odd:
+        return StageReplay("metrics", Verdict.equal, *digests)
+    if lenient is not None:
+        far = [name for name in odd if not _metric_near(said[name], due[name], lenient)]
+        if not far:
+            return StageReplay(
+                "metrics", Verdict.within, *digests, tolerance=str(lenient.tolerance("metrics"))
+            )
+        odd = far
+    first = odd[0]
+    both = said[first], due[first]
+    apart = _apart(*map(np.float64, both)) if all(isinstance(v, float) for v in both) else None
+    place = Place(key=first, recorded=both[0], replayed=both[1], ulps=apart)
+    return StageReplay("metrics", Verdict.differs, *digests, why=place.said(), place=place)
+
+
+def _metric_near(said: object, due: object, lenient: Lenient) -> bool:
+    if not isinstance(said, float) or not isinstance(due, float):
+        return False
+    both = ({"": np.asarray([value])} for value in (said, due))
+    return compare_stage("metrics", *both, dtype=lenient.dtype).verdict != "differs"
+
+
+# Places -------------------------------------------------------------------------------------------
+
+
+def _sample_place(batch: Batch, at: int, **more: object) -> Place:
+    sample = batch.samples[at]
+    named = {"trajectory_id": sample.trajectory_id, "trajectory": sample.name}
+    turn = more.pop("turn_id", sample.leaf_turn_id)
+    return Place(sample=at, turn_id=turn, **named, **more)  # type: ignore[arg-type]
+
+
+def place_of_token(
+    batch: Batch, recorded: Singles, found: Singles, sample: int | None = None
+) -> Place | None:
+    """The first trained token, of a sample if one is named, whose value differs, bit by bit."""
+    if recorded.shape != found.shape:
+        return Place(key="trained tokens", recorded=str(len(recorded)), replayed=str(len(found)))
+    ends = batch.experience.ends
+    odd = np.flatnonzero(recorded.view(np.int32) != found.view(np.int32))
+    if sample is not None:
+        odd = odd[(odd >= ends[sample]) & (odd < ends[sample + 1])]
+    if not len(odd):
+        return None
+    first = int(odd[0])
+    at = int(np.searchsorted(ends, first, side="right")) - 1
+    token = int(np.flatnonzero(batch.experience.masks[at])[first - int(ends[at])])
+    both = recorded[first], found[first]
+    return _sample_place(
+        batch,
+        at,
+        turn_id=turn_of(batch.samples[at], token),
+        token=token,
+        recorded=float(both[0]),
+        replayed=float(both[1]),
+        ulps=_apart(*both),
+    )
+
+
+def turn_of(sample: Sample, token: int) -> str:
+    """The turn on a sample's path that a token is of."""
+    return sample.turn_ids[int(np.searchsorted(sample.turn_ends, token, side="right"))]
+
+
+def _tensor_place(stage: str, sides: Sides) -> Place | None:
+    """The first tensor, by name, that differs, and its first element where both are there."""
+    lines = sides.evidence.tensors[stage]
+    names = sorted(map(name_in, lines))
+    recorded = sides.hashes.tensors.get(stage)
+    if recorded is None:
+        return _element_place(stage, names, sides)
+    found = tensor_hashes(lines)
+    if recorded.shape != found.shape:
+        return Place(key="tensors", recorded=str(len(recorded)), replayed=str(len(found)))
+    odd = np.flatnonzero((recorded != found).any(-1))
+    if not len(odd):
+        return None
+    return _element_place(stage, [names[odd[0]]], sides) or Place(tensor=names[odd[0]])
+
+
+def _element_place(stage: str, names: Sequence[str], sides: Sides) -> Place | None:
+    """The first element that differs of the first of these tensors that does, as far as both are there."""
+    for name in names:
+        recorded, found = sides.recorded_tensors(stage, name), sides.tensors(stage, name)
+        if recorded is None or found is None:
+            continue
+        before, now = _wide(recorded), _wide(found)
+        if before.shape != now.shape:
+            return Place(tensor=name, recorded=str(before.shape), replayed=str(now.shape))
+        odd = np.flatnonzero(_bits(before) != _bits(now))
+        if len(odd):
+            at = tuple(int(i) for i in np.unravel_index(int(odd[0]), before.shape))
+            both = before[at], now[at]
+            values = float(both[0]), float(both[1])
+            return Place(tensor=name, element=at, recorded=values[0], replayed=values[1], ulps=_apart(*both))
+    return None
+
+
+def _wide(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
+    """A tensor as an array; narrow types as the float32 that has their values."""
+    wide = tensor.detach().cpu()
+    wide = wide.float() if wide.dtype in (torch.bfloat16, torch.float16) else wide
+    array: npt.NDArray[np.floating] = wide.contiguous().numpy()
+    return array
+
+
+def _bits(array: npt.NDArray[np.floating]) -> npt.NDArray[np.integer]:
+    return array.reshape(-1).view({4: np.int32, 8: np.int64}[array.itemsize])
+
+
+def _apart(first: np.floating, second: np.floating) -> int:
+    """Numbers of their type from one to the other."""
+    return int(ulps(np.asarray([first]), np.asarray([second]))[0])

@@ -1,0 +1,351 @@
+"""Replays a part of a step: its stages up to one, of all its samples or of some, with its model or without.
+
+Up to the advantages no model is needed where the algorithm asks none; and none up to the losses, where the
+step recorded what it asks of models (`[record] vectors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rollbook.engines.weights.digests import digest_tensors
+from rollbook.replay.step.compare import (
+    ONLY_DIGESTS,
+    ORDER,
+    Lenient,
+    Sides,
+    compared,
+    hashes_of,
+    place_in,
+    place_of_token,
+)
+from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
+from rollbook.replay.step.recorded_parts import Due, with_missing
+from rollbook.replay.step.recorded_parts import evidence as of_parts
+from rollbook.replay.step.tolerances import compare_stage
+from rollbook.replay.verdict import Place, StageReplay, Verdict
+from rollbook.store import Store
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import Json, StepPlanned
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.batch import Batch, MicroBatch, build_batch, in_sample_order, micro_batches_of
+from rollbook.train.batches.experience import Bools, Scores
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.resume.rerun import samples_at_cut
+from rollbook.train.select.samples import Sample
+from rollbook.train.step.evidence import of_batch, of_tokens
+from rollbook.train.step.experiences import begins, experience_at
+from rollbook.train.step.step import PolicyLoss, loss_inputs
+
+FORWARD = ("logprobs", "losses")
+"""The stages of a forward pass."""
+OF_MODELS = {"old": "proximal_logprobs", "values": "values"}
+"""What an algorithm needs of models, and the stage that it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a step.
+
+    Attributes:
+        first, last: stages.
+        samples: places in the manifest; None: all.
+        model: whether its weights are there to be asked; if not, what was recorded of them is taken.
+    """
+
+    first: str = ORDER[0]
+    last: str = "losses"
+    samples: frozenset[int] | None = None
+    model: bool = True
+
+    @property
+    def passes_alone(self) -> bool:
+        """Whether it ends with the forward passes, so that nothing beyond is run."""
+        return ORDER.index(self.last) <= ORDER.index(FORWARD[-1])
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages from the first to the last."""
+        return tuple(ORDER[ORDER.index(self.first) : ORDER.index(self.last) + 1])
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What is said of it: these, and of what the step recorded of their parts."""
+        return self.stages if EVIDENCE in self.stages else (*self.stages, EVIDENCE)
+
+
+def chosen(
+    plan: StepPlanned,
+    named: Mapping[str, str | None],
+    *,
+    samples: Collection[str] = (),
+    groups: Collection[str] = (),
+    micro_batches: Collection[int] = (),
+) -> frozenset[int] | None:
+    """The places of the samples that are asked for; None where nothing is.
+
+    Args:
+        named: trajectory -> its group.
+        samples: places, or ids (or their ends) of leaf turns or trajectories.
+
+    Raises:
+        ReplayError: there is no such sample, group or micro-batch.
+    """
+    if not samples and not groups and not micro_batches:
+        return None
+    found: set[int] = set()
+    for asked in samples:
+        at = [i for i, ref in enumerate(plan.samples) if asked == str(i) or _names(ref, asked)]
+        if not at:
+            raise ReplayError(f"step {plan.step} has no sample {asked!r}: it has {len(plan.samples)}, from 0")
+        found |= set(at)
+    for group in groups:
+        at = [i for i, ref in enumerate(plan.samples) if named.get(ref["trajectory_id"]) == group]
+        if not at:
+            there = ", ".join(sorted({str(g) for g in named.values() if g is not None})[:8]) or "none"
+            raise ReplayError(f"step {plan.step} has no sample of group {group!r}: its groups are {there}")
+        found |= set(at)
+    parts = micro_batches_of(plan.partition)
+    for number in micro_batches:
+        if not 0 <= number < len(parts):
+            raise ReplayError(f"step {plan.step} has no micro-batch {number}: it has {len(parts)}, from 0")
+        found |= set(parts[number])
+    return frozenset(found)
+
+
+def _names(ref: Json, asked: str) -> bool:
+    return len(asked) > 3 and any(ref[key].endswith(asked) for key in ("turn_id", "trajectory_id"))
+
+
+def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapping[str, Singles]) -> Batch:
+    """The batch of a step by the log alone: what models said of its tokens is as the step recorded it.
+
+    Args:
+        values: stage -> what was recorded of each trained token.
+
+    Raises:
+        ReplayError: something of that was not recorded; or the log does not hold a sample.
+    """
+    algorithm = recorded_algorithm(plan.algorithm)
+    if not begins(plan) or (plan.rollout_batch is not None and plan.rollout_batch["steps"] > 1):
+        raise ReplayError(
+            f"step {plan.step} is one of several on a rollout batch: its advantages need a model, for what "
+            "was recorded is of this step alone"
+        )
+    samples = samples_at_cut(log, plan, history.run)
+
+    def scores_of(ordered: Sequence[Sample], masks: Sequence[Bools]) -> Scores:
+        wanted = {need: stage for need, stage in OF_MODELS.items() if need in algorithm.needs}
+        wanted |= {} if algorithm.reference is None else {"reference": "reference_logprobs"}
+        if "batch_score" in algorithm.needs:
+            wanted["batch_score"] = "batch_score"
+        if missing := sorted(set(wanted.values()) - values.keys()):
+            raise ReplayError(
+                f"step {plan.step} recorded no {', '.join(missing)} ([record] vectors of a CONFIG): "
+                "without a model its advantages cannot be computed"
+            )
+        return Scores(
+            values[wanted["old"]] if "old" in wanted else None,
+            values["reference_logprobs"] if "reference" in wanted else None,
+            values["values"] if "values" in wanted else None,
+        )
+
+    experience = experience_at(plan, samples, scores_of)
+    return build_batch(experience, plan.partition, packed=plan.packed)
+
+
+def why_no_losses(plan: StepPlanned, values: Mapping[str, Singles]) -> str | None:
+    """Why the log alone does not give a step's losses; None where it does.
+
+    Args:
+        values: stage -> what was recorded of each trained token.
+    """
+    if "logprobs" not in values:
+        return (
+            f"step {plan.step} recorded no logprobs ([record] vectors of a CONFIG): its losses need the "
+            "model, or --to advantages"
+        )
+    if "entropy" in recorded_algorithm(plan.algorithm).needs:
+        return f"step {plan.step}: its loss needs the entropy, which only the model gives"
+    return None
+
+
+def part_stages(
+    step: CommittedStep, part: Part, asked: Asked, due: Due, lenient: Lenient | None = None
+) -> dict[str, StageReplay]:
+    """Run a part of a step, and compare its stages as far as they were asked for.
+
+    Of some samples it is the hashes that are compared: the digest of a stage is of all of them.
+
+    Args:
+        asked: what gives the batch, and what its passes give.
+        due: what the step must have recorded.
+        lenient: bits are not promised here, so numbers are compared within tolerances.
+
+    Raises:
+        ReplayError: what it needs was not recorded, or is not in the log.
+    """
+    plan, batch = step.planned, asked.batch
+    evidence = of_batch(batch)
+    found: Json = dict(batch.digests())
+    if not set(FORWARD).isdisjoint(part.stages):
+        values, losses = asked.passes(batch, part)
+        digests = {"logprobs": values, "losses": losses}
+        if part.samples is None:
+            found |= {s: digest_tensors({str(i): t for i, t in enumerate(of)}) for s, of in digests.items()}
+        arrays = {s: [t.cpu().numpy() for t in of] for s, of in digests.items()}
+        whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
+        evidence |= of_tokens(batch, **whole)
+    sides = Sides(batch, hashes_of(step, None), evidence, asked.values)
+    stages = [stage for stage in part.stages if stage in found or stage in evidence.samples]
+    if part.samples is None:
+        said = step.committed.digests
+        judged = {s: compared(s, said.get(s), found.get(s), sides, lenient) for s in stages}
+        judged = with_missing(judged, due)
+        return judged | {EVIDENCE: of_parts(step, sides, judged, due)}
+    return {stage: of_some(stage, sorted(part.samples), sides, lenient) for stage in stages}
+
+
+def of_some(stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient | None = None) -> StageReplay:
+    """The verdict on a stage of some samples, by the hashes that the step recorded, and by their numbers as
+    far as it recorded these."""
+    recorded, found = sides.hashes.samples.get(stage), sides.evidence.samples.get(stage)
+    if recorded is None or found is None:
+        return StageReplay(stage, Verdict.not_recorded)
+    if recorded.shape != found.shape:
+        place = Place(key="samples", recorded=str(len(recorded)), replayed=str(len(found)))
+        return StageReplay(stage, Verdict.differs, why=place.said(), place=place)
+    odd = [at for at in samples if (recorded[at] != found[at]).any()]
+    hashes = [of[list(samples)].tobytes().hex() for of in (recorded, found)]
+    if odd and lenient is not None and not lenient.tolerance(stage).exact:
+        return _some_nearly(stage, samples, sides, lenient, hashes)
+    places = [place_in(stage, sides, at) for at in odd[:1]] or list(_odd_numbers(stage, samples, sides))
+    if not odd and not places:
+        return StageReplay(stage, Verdict.equal, hashes[0], hashes[1])
+    why = "" if places[0] is None else places[0].said()
+    return StageReplay(stage, Verdict.differs, hashes[0], hashes[1], why, places[0])
+
+
+def _odd_numbers(stage: str, samples: Sequence[int], sides: Sides) -> Iterator[Place]:
+    """Where numbers of samples are others than the step recorded."""
+    before, now = sides.values.get(stage), sides.evidence.values.get(stage)
+    if before is None or now is None:
+        return
+    for at in samples:
+        if (place := place_of_token(sides.batch, before, now, at)) is not None:
+            yield place
+
+
+def _some_nearly(
+    stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient, hashes: Sequence[str]
+) -> StageReplay:
+    """The verdict on a stage of some samples whose bits are others, and not promised."""
+    recorded, found = hashes
+    said, now = sides.values.get(stage), sides.evidence.values.get(stage)
+    if said is None or now is None or said.shape != now.shape:
+        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
+    of = sides.batch.experience
+    both = ({stage: np.concatenate([of.of(one, at) for at in samples])} for one in (said, now))
+    near = compare_stage(stage, *both, stages=lenient.stages, dtype=lenient.dtype)
+    if near.verdict == "differs":
+        return StageReplay(stage, Verdict.differs, recorded, found, str(near.worst or near.unlike))
+    tolerance = str(lenient.tolerance(stage))
+    return StageReplay(stage, Verdict.within, recorded, found, tolerance=tolerance)
+
+
+class Asked(Protocol):
+    """What gives a step's numbers: its model, or the log.
+
+    Attributes:
+        values: stage -> what the step recorded of each trained token.
+    """
+
+    batch: Batch
+    values: Mapping[str, Singles]
+
+    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(logprobs, losses) of each micro-batch, each [B, T - 1]; 0 of those that were not asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class OfLog:
+    """The log alone gives them: what models said of tokens is as the step recorded it."""
+
+    plan: StepPlanned
+    batch: Batch
+    values: Mapping[str, Singles]
+
+    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """As of `Asked`.
+
+        Raises:
+            ReplayError: the step recorded no logprobs, or its loss also needs what only a model gives.
+        """
+        plan, algorithm = self.plan, recorded_algorithm(self.plan.algorithm)
+        if (why := why_no_losses(plan, self.values)) is not None:
+            raise ReplayError(why)
+        totals = Totals(batch.trained_tokens, batch.trained_samples)
+        values, losses = list[torch.Tensor](), list[torch.Tensor]()
+        for micro, places in zip(batch.micro_batches, micro_batches_of(plan.partition), strict=True):
+            given = torch.from_numpy(_placed(micro, places, batch, self.values["logprobs"]))
+            inputs = loss_inputs(given, micro, None, totals)
+            with torch.no_grad():
+                losses.append(torch.where(inputs.mask, algorithm.loss(inputs), 0.0))
+            values.append(given)
+        return values, losses
+
+
+def _placed(micro: MicroBatch, places: Sequence[int], batch: Batch, values: Singles) -> Singles:
+    """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere, [B, T - 1]."""
+    of, placed = batch.experience, np.zeros(micro.tokens.shape, np.float32)
+    for row, i in enumerate(places):
+        placed[row, np.flatnonzero(of.masks[i])] = of.of(values, i)
+    return placed[:, 1:]
+
+
+@dataclass(slots=True, eq=False)
+class OfModel:
+    """The policy gives them, in forward passes over the micro-batches that are asked for."""
+
+    plan: StepPlanned
+    batch: Batch
+    values: Mapping[str, Singles]
+    policy: Policy
+
+    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """As of `Asked`."""
+        plan = self.plan
+        totals = Totals(batch.trained_tokens, batch.trained_samples)
+        loss_of = PolicyLoss(recorded_algorithm(plan.algorithm), plan.policy_version, totals)
+        places = micro_batches_of(plan.partition)
+        asked = [i for i, of in enumerate(places) if part.samples is None or part.samples & set(of)]
+        shares, starts = [], np.cumsum([0, *batch.shares])
+        for start, end in pairwise(starts.tolist()):
+            shares.append(sum(start <= i < end for i in asked))
+        told = self.policy.forward([batch.micro_batches[i] for i in asked], Kept(loss_of), shares)
+        values = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
+        losses = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
+        for i, (value, loss) in zip(asked, told, strict=True):
+            values[i], losses[i] = value.cpu(), loss.cpu()
+        return values, losses
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a micro-batch's loss in a forward pass alone. Other ranks are sent it."""
+
+    loss_of: PolicyLoss
+
+    def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, losses), each [B, T - 1]."""
+        _, kept = self.loss_of(outputs, micro)
+        return kept.values, kept.losses

@@ -1,0 +1,333 @@
+"""Runs committed steps again, one after the other: whether each of their stages came out as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rollbook.engines.weights.digests import Look, Tensors
+from rollbook.replay.claim import judged
+from rollbook.replay.claims.schedule import schedule
+from rollbook.replay.claims.selection import Selections
+from rollbook.replay.claims.sent import sent, sent_differences
+from rollbook.replay.claims.training import STAGE as TRAINING
+from rollbook.replay.claims.training import training
+from rollbook.replay.claims.written import STAGES_OF, written
+from rollbook.replay.step.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.step.partial import OfModel, Part, part_stages
+from rollbook.replay.step.policy import Placed, made_for, policies, put
+from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
+from rollbook.replay.step.recorded_parts import due_of, evidence, with_missing
+from rollbook.replay.step.run_log import RunLog
+from rollbook.replay.step.starts import Start
+from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
+from rollbook.store import Store
+from rollbook.store.events import Json, StepPlanned
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.batch import Batch
+from rollbook.train.checkpoints.checkpoint import Checkpoint
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.resume.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
+from rollbook.train.select.recipe import ModelLimits
+from rollbook.train.step.experiences import Experiences, begins
+from rollbook.train.step.scoring import References
+from rollbook.train.step.step import STAGES
+
+UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
+"""Stages that need the optimizer's state."""
+NO_UPDATE = "the checkpoint has no optimizer state"
+
+
+@dataclass(slots=True, eq=False)
+class Replayer:
+    """Runs steps again from a start, in order.
+
+    Attributes:
+        of: the run.
+        trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
+        one_rank: one rank in the place of all those of a layout.
+        look: what is to look at each gradient of the policy, of the steps that are run from now on.
+        last: the step that was run last.
+    """
+
+    of: RunLog
+    start: Start
+    trust_parts: bool = False
+    one_rank: bool = False
+    look: Look | None = None
+    last: RerunStep | None = None
+    _placed: Placed | None = None
+    _before: CommittedStep | None = None
+    _chosen: tuple[int, StageReplay] | None = None
+    """The stage `selection` of the last rollout batch, under the step that begins it."""
+    _references: References = field(init=False)
+
+    log: Store = field(init=False)
+    history: History = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log, self.history = self.of.log, self.of.history
+        self._references = References(self.log, self.history)
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._placed is not None:
+            self._placed.ranks.close()
+            self._placed = None
+
+    def run(self, step: CommittedStep, *, claims: bool = True) -> StepReplay:
+        """Run the next step, and compare all of its stages.
+
+        Args:
+            claims: also see whether its manifest follows from the log and from the training's settings, and
+                its checkpoint from the step.
+
+        Raises:
+            TrainError: it names parts of somebody's own that are not trusted, or cannot be loaded.
+            RankError: the step was taken by several ranks, and one of those that are started here ended.
+            ReplayError, CorruptionError, ModelError: the log does not hold a sample of it, or is damaged.
+        """
+        plan = step.planned
+        placed = self._place(plan)
+        policy, experiences = placed.policy, placed.experiences
+        (rerun,) = rerun_steps(self.log, policy, experiences, [step], self.history.run, self.look)
+        self.last = rerun
+        stages = self._stages(step, rerun, placed, claims=claims)
+        self._before = step
+        return self._replay(step, placed, stages, rerun.metrics, ORDER)
+
+    def _replay(
+        self,
+        step: CommittedStep,
+        placed: Placed,
+        stages: Mapping[str, StageReplay],
+        found: Json,
+        wanted: Sequence[str],
+    ) -> StepReplay:
+        """What is said of a step.
+
+        Args:
+            found: its metrics.
+            wanted: the stages that are asked for.
+        """
+        plan = step.planned
+        said = placed.promise(plan)
+        return StepReplay(
+            run=self.history.run,
+            step=plan.step,
+            attempt=plan.attempt,
+            policy=plan.policy,
+            policy_version=plan.policy_version,
+            from_version=self.start.record.policy_version,
+            weights_only=self.start.weights_only,
+            reran=[plan.step],
+            stages={stage: stages[stage] for stage in wanted if stage in stages},
+            metrics=found,
+            environment=[str(one) for one in (*said.against, *said.beside)] + list(said.unsteady),
+            promised=said.bits,
+        )
+
+    def before(self, step: CommittedStep) -> tuple[Policy, Batch]:
+        """The policy in the state before the next step, and the step's batch, for whoever goes on himself.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        placed, _, batch = self._begun(step.planned)
+        return placed.policy, batch
+
+    def _begun(self, plan: StepPlanned) -> tuple[Placed, Json, Batch]:
+        """What is in place for a step, the digests of what it starts from, and its batch."""
+        placed = self._place(plan)
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
+        return placed, found, placed.experiences.batch(plan, samples)
+
+    def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
+        """Run a part of the next step, of which no later one is to follow.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        plan = step.planned
+        placed, found, batch = self._begun(plan)
+        inputs = input_evidence(placed.policy, placed.critic)
+        before = self._before or self._earlier(step)
+        sides = Sides(batch, hashes_of(step, before), inputs)
+        said = plan.input_digests
+        lenient = self._lenient(step, said | step.committed.digests, placed)
+        stages = {s: compared(s, said.get(s), digest, sides, lenient) for s, digest in found.items()}
+        due = due_of(self.history, step, self.of.trainings)
+        stages = with_missing(stages, due)
+        if self.start.weights_only:
+            stages |= self._without_update(stages)
+        stages |= self._claims(step, batch, placed) | {TRAINING: self._training(step)}
+        asked = OfModel(plan, batch, self._values(step), placed.policy)
+        stages |= part_stages(step, part, asked, due, lenient)
+        return self._replay(step, placed, stages, {}, part.shown)
+
+    def state(self) -> Checkpoint:
+        """What a checkpoint of the version that the last step made would hold."""
+        assert self._placed is not None
+        assert self._before is not None
+        return self._placed.state(self._before.planned)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in place, once a step was run."""
+        assert self._placed is not None
+        return self._placed.policy
+
+    def beside(self, step: CommittedStep, other: StepPlanned) -> tuple[Policy, Experiences]:
+        """A second policy in the state before a step, built for a manifest that differs from the step's; the
+        first one is in place, too.
+
+        Raises:
+            TrainError, RankError, ModelError: as `run`.
+        """
+        placed = self._place(step.planned)
+        names = ("other", "other_critic")
+        held, shape = placed.state(other), self.start.shape
+        how = placed.made_for["dtype"]
+        return policies(placed.ranks, other, how, shape, held, self._references, names, goes_on=True)
+
+    # Putting in place -------------------------------------------------------------------------
+
+    def _place(self, plan: StepPlanned) -> Placed:
+        """The policy in the state before a step, built as the step was."""
+        wanted = made_for(plan, one_rank=self.one_rank)
+        held = self._placed
+        if held is not None and (held.made_for == wanted or not begins(plan)):
+            return held
+        if self.trust_parts:
+            for name in named_parts(plan.algorithm):
+                load_part(name)
+        goes_on, state = self.start.goes_on, self.start.held
+        if held is not None:
+            goes_on = held.made_for["phase"] == plan.phase
+            state = held.state(plan)
+            held.ranks.close()
+            self._placed = None
+        self._placed = put(plan, wanted, self.start.shape, state, self._references, goes_on=goes_on)
+        return self._placed
+
+    # Comparing --------------------------------------------------------------------------------
+
+    def _stages(
+        self, step: CommittedStep, rerun: RerunStep, placed: Placed, *, claims: bool
+    ) -> dict[str, StageReplay]:
+        made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
+        checkpoint, held = None, None
+        if claims:
+            checkpoint, held = written(self.log, made, step.committed.digests)
+        before = self._before or self._earlier(step)
+        sides = Sides(
+            rerun.batch,
+            hashes_of(step, before),
+            rerun.evidence,
+            self._values(step),
+            _tensors_in(held),
+            placed.tensor,
+        )
+        lenient = self._lenient(step, rerun.recorded, placed)
+        found = {
+            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
+            for stage in STAGES
+            if stage in rerun.recorded or stage in rerun.found
+        }
+        due = due_of(self.history, step, self.of.trainings)
+        found = with_missing(found, due)
+        found["metrics"] = metrics(step, rerun.metrics, lenient, due.metric)
+        if self.start.weights_only:
+            found |= self._without_update(found)
+        found[TRAINING] = self._training(step)
+        found[EVIDENCE] = evidence(step, sides, found, due)
+        if claims:
+            found |= self._claims(step, rerun.batch, placed)
+        if checkpoint is not None:
+            found["checkpoint"] = checkpoint
+        if claims and (given := self._sent(step, found["weights"], placed.policy)) is not None:
+            found["sent"] = given
+        return found
+
+    def _lenient(self, step: CommittedStep, recorded: Json, placed: Placed) -> Lenient | None:
+        """What tolerances hang on, if the machine does not promise bits; code that is another has to give the
+        same ones all the same."""
+        plan, said = step.planned, placed.promise(step.planned)
+        of_machine = [d for d in said.against if d.key.partition(".")[0] not in ("sources", "parts")]
+        if not of_machine and not said.unsteady:
+            return None
+        rates = (plan.learning_rate, 0.0 if plan.critic is None else float(plan.critic["learning_rate"]))
+        dtype = str(plan.environment["dtype"])
+        elsewhere = any(d.key == "device" for d in of_machine)
+        return Lenient(
+            frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None, elsewhere=elsewhere
+        )
+
+    def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
+        """The stages that a start with weights alone cannot prove."""
+        names = ("input_optimizer", "critic_input_optimizer", *UPDATE)
+        return {
+            name: replace(found[name], verdict=Verdict.not_proven, replayed=None, why=NO_UPDATE, place=None)
+            for name in names
+            if name in found
+        }
+
+    def _claims(self, step: CommittedStep, batch: Batch, placed: Placed) -> dict[str, StageReplay]:
+        shape, selections = self.start.shape, self.of.selections
+        mixture = shape.mixture if step.planned.routing_replay else None
+        selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
+        begun = self.history.beginning(step)
+        if self._chosen is None or self._chosen[0] != begun.planned.step:
+            self._chosen = begun.planned.step, judged("selection", selections.claim(begun))
+        return {
+            "selection": self._chosen[1],
+            "schedule": self._schedule(step, batch, placed, selections),
+        }
+
+    def _training(self, step: CommittedStep) -> StageReplay:
+        return training(self.history, step, self.of.trainings, excerpt=self.of.selections.excerpt)
+
+    def _schedule(
+        self, step: CommittedStep, batch: Batch, placed: Placed, selections: Selections
+    ) -> StageReplay:
+        if selections.excerpt and step.planned.schedule is not None:
+            return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
+        whole, policies_of = placed.experiences.samples, (placed.policy, placed.critic)
+        due = schedule(self.history, step, selections.openings, batch, whole, *policies_of)
+        return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
+
+    def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
+        """What engines were given of the version that a step made; None where none was."""
+        given = self.of.activated.get(step.committed.policy_version, ())
+        if given and weights.verdict != Verdict.equal:
+            return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
+        return sent(sent_differences(given, policy.weights_digest().digest, policy.stream_weights))
+
+    def _earlier(self, step: CommittedStep) -> CommittedStep | None:
+        """The step that made the version that a step starts from."""
+        made = step.planned.policy_version
+        return next((s for s in self.history.steps.values() if s.committed.policy_version == made), None)
+
+    def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
+        """What the step recorded of each trained token, by stage."""
+        return self.of.vectors.get((step.planned.step, step.planned.attempt), {})
+
+
+def _tensors_in(held: Checkpoint | None) -> TensorsOf:
+    """The tensors of the checkpoint of the version that a step made."""
+
+    def find(stage: str, name: str) -> torch.Tensor | None:
+        what = next((what for what, of in STAGES_OF.items() if of == stage), None)
+        tensors: Tensors | None = None if held is None or what is None else getattr(held, what)
+        return None if tensors is None else tensors.get(name)
+
+    return find

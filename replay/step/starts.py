@@ -1,0 +1,140 @@
+"""Where a replay may start: the checkpoints from which the state before a step can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.replay.step.run_log import RunLog
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.store.safe_paths import place_inside
+from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.step.experiences import begins
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """A checkpoint to start at, and the steps that lead from it to the one that is wanted.
+
+    Attributes:
+        goes_on: whether the training of the wanted step goes on from it; else it begins there.
+        weights_only: it has no optimizer state, and the wanted step is not the first of its training: what
+            the step's update makes of its gradients cannot be proven.
+        passed_over: why nearer ones were not taken.
+    """
+
+    record: CheckpointWritten
+    path: Path
+    shape: ModelShape
+    held: Checkpoint
+    between: tuple[CommittedStep, ...]
+    goes_on: bool
+    weights_only: bool
+    passed_over: tuple[str, ...] = ()
+
+
+def find_start(run: RunLog, step: CommittedStep) -> Start:
+    """The nearest start from which a step can be replayed: with all that the steps on the way need; else at
+    the step itself, with its weights alone.
+
+    Raises:
+        ReplayError: there is none; the message says of each checkpoint why not.
+    """
+    plan, log, history, erased = step.planned, run.log, run.history, run.erased
+    if gone := sorted(_trajectories(history, step) & erased.keys()):
+        raise ReplayError(
+            f"step {plan.step}: the tokens of trajectory {gone[0]}, which it trained on, were erased "
+            f"({erased[gone[0]]}); no step that needs them can be replayed"
+        )
+    reasons: list[str] = []
+    found = _whole_start(log, history, step, erased, reasons) or _start_of_weights(
+        log, history, step, reasons
+    )
+    if found is None:
+        there = "; ".join(reasons) or "the log names none"
+        raise ReplayError(
+            f"step {plan.step} of run {history.run!r} cannot be replayed from any checkpoint: {there}"
+        )
+    return found
+
+
+def _whole_start(
+    log: Store, history: History, step: CommittedStep, erased: Mapping[str, str], reasons: list[str]
+) -> Start | None:
+    """The nearest start with all of the state; why nearer ones are none is added to the reasons."""
+    plan = step.planned
+    for record in _whole_ones(history, step):
+        between, name = history.between(record, plan.step), f"version {record.policy_version}"
+        if blocked := [s for s in between if _trajectories(history, s) & erased.keys()]:
+            why = f"steps from it lead through step {blocked[-1].planned.step}, of which tokens were erased"
+            reasons.append(f"{name}: {why}")
+            continue
+        if not begins((*between, step)[0].planned):
+            reasons.append(f"{name}: it is in the middle of a rollout batch")
+            continue
+        if (found := _read(log, record, reasons)) is None:
+            continue
+        goes_on = record.phase == plan.phase
+        if goes_on and found[2].optimizer is None:
+            # Of the step's own version it is a start with weights alone, unless there is an older whole one.
+            reasons += [f"{name}: its optimizer's state is not there"] if between else []
+            continue
+        return Start(
+            record, *found, tuple(between), goes_on=goes_on, weights_only=False, passed_over=tuple(reasons)
+        )
+    return None
+
+
+def _start_of_weights(log: Store, history: History, step: CommittedStep, reasons: list[str]) -> Start | None:
+    """A start at the step itself that has all but the optimizer's state; why others are none is added."""
+    plan = step.planned
+    for record in _weights_of(history, plan.policy_version) if begins(plan) else []:
+        if (found := _read(log, record, reasons)) is None:
+            continue
+        held, goes_on = found[2], record.phase == plan.phase
+        lacks = ["critic"] if plan.critic is not None and held.critic is None else []
+        lacks += ["low-rank factors"] if plan.lora is not None and held.adapter is None else []
+        if not lacks:
+            return Start(record, *found, (), goes_on=goes_on, weights_only=True, passed_over=tuple(reasons))
+        reasons.append(
+            f"version {record.policy_version}: has weights alone, and the step needs the {lacks[0]}"
+        )
+    return None
+
+
+def has_state(history: History, step: CommittedStep) -> bool:
+    """Whether a checkpoint has all of the state before a step, by the log."""
+    return any(c.policy_version == step.planned.policy_version for c in history.starts(step.planned.phase))
+
+
+def _whole_ones(history: History, step: CommittedStep) -> Sequence[CheckpointWritten]:
+    try:
+        return history.bases_for(step.planned.step, step.planned.phase)
+    except TrainError:
+        return []
+
+
+def _weights_of(history: History, version: int) -> list[CheckpointWritten]:
+    return [c for c in reversed(history.checkpoints) if c.policy_version == version]
+
+
+def _read(
+    log: Store, record: CheckpointWritten, reasons: list[str]
+) -> tuple[Path, ModelShape, Checkpoint] | None:
+    """What a checkpoint holds; None, with a reason, where it is gone or damaged."""
+    try:
+        path = place_inside(log.path, record.path)
+        return path, read_shape(path), read_checkpoint(path)
+    except (ModelError, OutsideError, OSError) as error:
+        reasons.append(f"version {record.policy_version}: {error}")
+        return None
+
+
+def _trajectories(history: History, step: CommittedStep) -> set[str]:
+    """Those that a step's rollout batch names."""
+    return {ref["trajectory_id"] for ref in history.batch_of(step.planned)}

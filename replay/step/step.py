@@ -1,0 +1,204 @@
+"""Replays one optimizer step from the log alone, and compares every stage bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from rollbook.replay.claim import judged
+from rollbook.replay.claims.backed import STAGE as BACKED
+from rollbook.replay.claims.backed import backed
+from rollbook.replay.claims.training import STAGE as TRAINING
+from rollbook.replay.claims.training import training
+from rollbook.replay.step.manifest import checked
+from rollbook.replay.step.partial import OfLog, Part, part_stages, recorded_batch
+from rollbook.replay.step.policy import promised
+from rollbook.replay.step.recorded_parts import due_of
+from rollbook.replay.step.replayer import Replayer
+from rollbook.replay.step.run_log import RunLog, recorded_vectors
+from rollbook.replay.step.starts import Start, find_start
+from rollbook.replay.verdict import StepReplay
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, OutsideError, ReplayError
+from rollbook.store.events import Json, RewardAssigned, StepCommitted
+from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
+from rollbook.store.safe_paths import place_inside
+from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.resume.promise import Promise
+from rollbook.train.select.recipe import UNLIMITED, ModelLimits
+
+
+def replay_step(
+    log: Store,
+    step: int,
+    run: str | None = None,
+    policy: str = "actor",
+    *,
+    trust_parts: bool = False,
+    one_rank: bool = False,
+    part: Part | None = None,
+    say: Callable[[Promise], None] = lambda promise: None,
+    ran: Callable[[int, int], None] = lambda count, of: None,
+) -> StepReplay:
+    """Restore the state before a step, run it again, and compare.
+
+    Starts at the nearest checkpoint before the step; steps in between are run and compared too.
+
+    Args:
+        trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
+        one_rank: in one process, whatever layout the step was taken in.
+        part: only this part of the step.
+        say: told, before anything is run, whether bits are promised here.
+        ran: told how many steps were run again, of how many.
+
+    Raises:
+        TrainError: it names some, and they are not trusted, or cannot be loaded.
+        RankError: the step was taken by several ranks, and one of those that are started here ended.
+        ReplayError: no such committed step, several runs have one, or it cannot be replayed from what is
+            left.
+        ModelError: the model cannot be built.
+        CorruptionError: the log is damaged.
+    """
+    history = history_with(log, step, run, policy)
+    target = history.steps[step]
+    if trust_parts:  # what is promised names them
+        for name in named_parts(target.planned.algorithm):
+            load_part(name)
+    if part is not None and not part.model:
+        return _by_the_log(log, history, target, part)
+    of = RunLog(log, history)
+    start = find_start(of, target)
+    say(promised(log, history.run, target.planned, one_rank=one_rank))
+    with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
+        found = _run_to(replayer, start, target, part, ran)
+    if found.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
+        found = _with_backing(log, found, target)
+    return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
+
+
+def _run_to(
+    replayer: Replayer,
+    start: Start,
+    target: CommittedStep,
+    part: Part | None,
+    ran: Callable[[int, int], None],
+) -> StepReplay:
+    """Run the steps from a start to the one that is wanted, or to the first that differs."""
+    step, reran = target.planned.step, list[int]()
+    ran(0, len(start.between) + 1)
+    for one in (*start.between, target):
+        if one is target and part is not None and part.passes_alone:
+            found = replayer.run_part(one, part)
+        else:
+            found = replayer.run(one, claims=one is target)
+        reran.append(one.planned.step)
+        ran(len(reran), len(start.between) + 1)
+        if not found.equal:
+            break
+    if part is not None and found.step == step:
+        wanted = {stage: found.stages[stage] for stage in part.shown if stage in found.stages}
+        found = replace(found, stages=wanted)
+    differs = None if found.equal else found.step
+    return replace(found, step=step, reran=reran, differs_at_step=differs)
+
+
+def _with_backing(log: Store, found: StepReplay, step: CommittedStep) -> StepReplay:
+    """A step's replay, and whether what was published and served of its two versions is backed."""
+    versions = (step.planned.policy_version, step.committed.policy_version)
+    if (stage := backed(log, found.run, found.policy, versions)) is None:
+        return found
+    made = replace(found, stages=found.stages | {BACKED: stage})
+    return made if made.equal else replace(made, differs_at_step=made.step)
+
+
+def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:
+    """A part of a step that needs no model."""
+    plan = step.planned
+    torch.set_num_threads(int(plan.environment["threads"]))
+    values = recorded_vectors(log, history, plan).get((plan.step, plan.attempt), {})
+    batch = recorded_batch(log, history, plan, values)
+    shape = _shape(log, history)
+    limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
+    of = RunLog(log, history)
+    selections = of.selections
+    selections.limits = limits or UNLIMITED
+    due = due_of(history, step, of.trainings)
+    stages = {
+        "selection": judged("selection", selections.claim(history.beginning(step))),
+        TRAINING: training(history, step, of.trainings, excerpt=selections.excerpt),
+        **part_stages(step, part, OfLog(plan, batch, values), due),
+    }
+    found = StepReplay(
+        run=history.run,
+        step=plan.step,
+        attempt=plan.attempt,
+        policy=plan.policy,
+        policy_version=plan.policy_version,
+        from_version=None,
+        weights_only=False,
+        reran=[],
+        stages={stage: stages[stage] for stage in part.shown if stage in stages},
+        metrics={},
+        late=late_rewards(log, history, step),
+    )
+    return found if found.equal else replace(found, differs_at_step=plan.step)
+
+
+def _shape(log: Store, history: History) -> ModelShape | None:
+    """The model's architecture, where a checkpoint of it is there."""
+    for record in history.checkpoints:
+        with contextlib.suppress(ModelError, OutsideError, OSError):
+            return read_shape(place_inside(log.path, record.path))
+    return None
+
+
+def late_rewards(log: Store, history: History, step: CommittedStep) -> list[Json]:
+    """Rewards of a step's trajectories that came after it was planned: they change nothing in its replay."""
+    ids = sorted({ref["trajectory_id"] for ref in history.batch_of(step.planned)})
+    cut = log.cut(step.planned.cut) if step.planned.cut else {}
+    return [
+        {
+            "trajectory_id": event.record.trajectory_id,
+            "turn_id": event.record.turn_id,
+            "reward": event.record.reward,
+            "source": event.record.source,
+        }
+        for event in log.events_about(ids)
+        if isinstance(event.record, RewardAssigned) and event.seq >= cut.get(event.lane, 0)
+    ]
+
+
+def history_with(log: Store, step: int, run: str | None, policy: str) -> History:
+    """The history of the one run that committed the step.
+
+    Raises:
+        ReplayError: there is none, or there are several; or the step was abandoned.
+    """
+    runs = sorted(
+        {
+            e.run
+            for e in log.events_of([StepCommitted.KIND])
+            if isinstance(e.record, StepCommitted) and e.record.step == step and run in (None, e.run)
+        }
+    )
+    if not runs:
+        where = f"run {run!r}" if run else "this store"
+        raise ReplayError(
+            f"{where} has no committed step {step}; list them: select run, step, status from steps"
+        )
+    if len(runs) > 1:
+        raise ReplayError(f"runs {', '.join(runs)} each have a step {step}: name one with --run")
+    history = fold_history(checked(log.events_of(KINDS)), runs[0], policy)
+    if (back := history.abandoned.get(step)) is not None:
+        raise ReplayError(
+            f"step {step} of run {runs[0]!r} was abandoned: training went back to version {back.back_to}, "
+            f"and on from it as version {back.goes_on_as}; version {back.policy_version}, which the step "
+            "made, is no part of the run any more"
+        )
+    if step not in history.steps:
+        raise ReplayError(f"run {runs[0]!r} has no committed step {step} of policy {policy!r}")
+    return history

@@ -1,0 +1,229 @@
+"""Proves a stretch of a training: every step of it, from checkpoint to checkpoint, in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rollbook.replay.claims.backed import Unbacked, unbacked_in
+from rollbook.replay.step.manifest import checked
+from rollbook.replay.step.replayer import Replayer
+from rollbook.replay.step.run_log import RunLog
+from rollbook.replay.step.starts import find_start, has_state
+from rollbook.replay.verdict import StepReplay
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, ReplayError, TrainError
+from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_histories, fold_history
+from rollbook.store.open import open_store
+from rollbook.train.step.reference import policy_of
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenStep:
+    """A step of a stretch: its replay, or why there is none."""
+
+    step: int
+    replay: StepReplay | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A step that does not start with what the step before it ended with, by the log alone.
+
+    Attributes:
+        stage: the input that another result was recorded of.
+    """
+
+    step: int
+    stage: str
+    ended_with: str
+    starts_with: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The result of a stretch.
+
+    Attributes:
+        broken: where the chain of recorded digests does not hold.
+        steps: in order.
+        unbacked: what the log says of published and served weights, and nothing else does.
+    """
+
+    run: str
+    policy: str
+    broken: list[Break]
+    steps: list[ProvenStep]
+    unbacked: list[Unbacked] = field(default_factory=list)
+
+    @property
+    def first_difference(self) -> StepReplay | None:
+        """The first step that differs."""
+        return next((one.replay for one in self.steps if one.replay and not one.replay.equal), None)
+
+    @property
+    def unproven(self) -> list[ProvenStep]:
+        """Steps that could not be replayed."""
+        return [one for one in self.steps if one.replay is None]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.broken and not self.unbacked and self.first_difference is None
+
+
+def history_of(log: Store, run: str | None, policy: str) -> History:
+    """The history of a policy's training.
+
+    Args:
+        run: None: the only one that committed steps of it.
+
+    Raises:
+        ReplayError: there is none, or there are several.
+    """
+    if run is not None:
+        history = fold_history(checked(log.events_of(KINDS)), run, policy)
+        if not history.steps:
+            raise ReplayError(f"run {run!r} has no committed step of policy {policy!r}")
+        return history
+    found = {
+        key: h
+        for key, h in fold_histories(checked(log.events_of(KINDS))).items()
+        if h.steps and key[1] == policy
+    }
+    if not found:
+        raise ReplayError(f"this store has no committed step of policy {policy!r}")
+    if len(found) > 1:
+        runs = ", ".join(sorted(key[0] for key in found))
+        raise ReplayError(f"runs {runs} each trained policy {policy!r}: name one with --run")
+    return next(iter(found.values()))
+
+
+def chain(history: History, steps: Sequence[int]) -> list[Break]:
+    """Where a step does not start with the weights, or within a training the optimizer, that the last one
+    ended with, by what they recorded. Pure."""
+    made = {step.committed.policy_version: step for step in history.steps.values()}
+    found: list[Break] = []
+    for number in steps:
+        step = history.steps[number]
+        before = made.get(step.planned.policy_version)
+        if before is None:
+            continue
+        pairs = [("input_weights", "weights"), ("critic_input_weights", "critic_weights")]
+        if before.planned.phase == step.planned.phase:
+            pairs += [("input_optimizer", "optimizer"), ("critic_input_optimizer", "critic_optimizer")]
+        for stage, last in pairs:
+            starts, ended = step.planned.input_digests.get(stage), before.committed.digests.get(last)
+            if None not in (starts, ended) and starts != ended and not _narrowed(before, step):
+                found.append(Break(number, stage, str(ended), str(starts)))
+    return found
+
+
+def _narrowed(before: CommittedStep, step: CommittedStep) -> bool:
+    """Whether the weights were rounded between two steps, which a training in another type does."""
+    return bool(before.planned.environment.get("dtype") != step.planned.environment.get("dtype"))
+
+
+def segments(history: History, first: int, last: int) -> list[list[int]]:
+    """The steps from `first` to `last`, apart where a checkpoint has the whole state before one. Pure."""
+    found: list[list[int]] = []
+    for number in (n for n in sorted(history.steps) if first <= n <= last):
+        if not found or has_state(history, history.steps[number]):
+            found.append([])
+        found[-1].append(number)
+    return found
+
+
+def prove_stretch(
+    log: Store,
+    history: History,
+    first: int,
+    last: int,
+    *,
+    jobs: int = 1,
+    trust_parts: bool = False,
+    done: Callable[[int], None] = lambda count: None,
+) -> Stretch:
+    """Replay all steps of a run from one to another.
+
+    A segment ends at its first difference, for what follows starts from it; the next one starts at a
+    checkpoint of its own.
+
+    Args:
+        jobs: processes, each with segments of its own.
+        done: told of steps as they are finished.
+
+    Raises:
+        ReplayError: the run has no step there.
+    """
+    parts = segments(history, first, last)
+    if not parts:
+        raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
+    broken, of = chain(history, [n for part in parts for n in part]), RunLog(log, history)
+    which = (history.run, history.policy)
+    odd = [one for one in unbacked_in(log, history.run) if policy_of(one.policy) == history.policy]
+    found: list[ProvenStep] = []
+    if jobs == 1 or len(parts) == 1:
+        for part in parts:
+            for one in prove_segment(of, part, trust_parts=trust_parts):
+                found.append(one)
+                done(1)
+        return Stretch(*which, broken, found, odd)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn) as pool:
+        tasks = [pool.submit(_segment_of, log.path, *which, part, trust_parts) for part in parts]
+        for task in as_completed(tasks):
+            found += task.result()
+            done(len(task.result()))
+    return Stretch(*which, broken, sorted(found, key=lambda one: one.step), odd)
+
+
+def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[ProvenStep]:
+    """Replay steps that follow each other, from the nearest start of the first that has one.
+
+    Steps in between that a start needs are run too, but are not part of the result.
+    """
+    left, history = list(steps), of.history
+    while left:
+        target = history.steps[left[0]]
+        try:
+            start = find_start(of, target)
+        except ReplayError as error:
+            yield ProvenStep(left.pop(0), None, str(error))
+            continue
+        with Replayer(of, start, trust_parts=trust_parts) as replayer:
+            reran: list[int] = []
+            for one in (*start.between, *(history.steps[n] for n in left)):
+                number = one.planned.step
+                try:
+                    replayed = replayer.run(one, claims=number in left)
+                except (ReplayError, TrainError, ModelError) as error:
+                    yield ProvenStep(left.pop(0), None, f"step {number}: {error}")
+                    break
+                reran.append(number)
+                differs = None if replayed.equal else number
+                if differs is not None and number not in left:
+                    behind = f"it is reached by step {number}, which differs in {replayed.differs_in}"
+                    yield ProvenStep(left.pop(0), None, behind)
+                    break
+                if number in left:
+                    left.remove(number)
+                    yield ProvenStep(number, replace(replayed, reran=list(reran), differs_at_step=differs))
+                if differs is not None:
+                    for behind_it in left:
+                        why = f"its segment differs from step {number} on"
+                        yield ProvenStep(behind_it, None, why)
+                    return
+                if start.weights_only:
+                    break
+
+
+def _segment_of(path: Path, run: str, policy: str, steps: list[int], trust_parts: bool) -> list[ProvenStep]:
+    """`prove_segment` in a process of its own."""
+    log = open_store(path)
+    history = fold_history(log.events_of(KINDS), run, policy)
+    return list(prove_segment(RunLog(log, history), steps, trust_parts=trust_parts))

@@ -1,0 +1,302 @@
+"""What was recorded and what another rule makes of it, side by side: values, printed elsewhere.
+
+How alike two gradients are, tensor by tensor: the first is kept in files, so that neither is in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from rollbook.store.events import Json
+from rollbook.train.algorithms.rollouts import Floats
+from rollbook.train.batches.batch import Batch
+from rollbook.train.select.samples import Sample
+
+ELSEWHERE = "other_part"
+"""Why a sample is not on a side that has it in another step on the same rollout batch."""
+NO_CANDIDATE = "no_candidate"
+"""Why it is not on a side whose recipe has nothing to say of it: it is of another split, or another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleValues:
+    """What a side has of a sample.
+
+    Attributes:
+        advantage: mean over its trained tokens; None where none is trained.
+        tokens: that are trained.
+    """
+
+    reward: float | None
+    advantage: float | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSides:
+    """A sample of a step, on the side that was recorded and on the other.
+
+    Attributes:
+        turn_id: its leaf.
+        recorded, other: None where it is not on that side.
+        why: the rule by which that side let it go, `other_part`, or `no_candidate`; empty where both have it.
+    """
+
+    trajectory_id: str
+    trajectory: str
+    turn_id: str
+    group: str | None
+    recorded: SampleValues | None
+    other: SampleValues | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How numbers of samples that are on both sides differ.
+
+    Attributes:
+        compared: samples that have a number on both.
+        mean: of the absolute difference; None where nothing is compared.
+        flips: samples whose number has the opposite sign.
+        correlation: None where a side has the same number throughout.
+    """
+
+    compared: int
+    mean: float | None
+    flips: int
+    correlation: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSides:
+    """A step as it was recorded, and as it is by another rule.
+
+    Attributes:
+        equal: whether the recorded side, run again, is as recorded; differs_in: the first stage that is not.
+        let_go: side -> rule -> samples that it dropped.
+        metrics: side -> metrics; null of a step that was not taken since no sample was left.
+        gradients: None where the other side took no step.
+        kl: mean of k3 of the other weights to the recorded ones, after the step, over the other side's
+            trained tokens; None where there are none.
+        apart: norm of the difference of the weights after the step, over that of the recorded ones.
+    """
+
+    step: int
+    policy_version: int
+    equal: bool
+    differs_in: str | None
+    samples: Sequence[SampleSides]
+    let_go: Mapping[str, Mapping[str, int]]
+    rewards: Differences
+    advantages: Differences
+    metrics: Mapping[str, Json | None]
+    gradients: GradientSides | None
+    kl: float | None
+    apart: float
+
+    @property
+    def came(self) -> list[SampleSides]:
+        """Samples of the other side alone."""
+        return [one for one in self.samples if one.recorded is None]
+
+    @property
+    def went(self) -> list[SampleSides]:
+        """Samples of the recorded side alone."""
+        return [one for one in self.samples if one.other is None]
+
+    def metric(self, side: str, name: str) -> float | None:
+        """A metric of a side, where it has it."""
+        return (self.metrics[side] or {}).get(name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """What there is of a side to compare it by.
+
+    Attributes:
+        batch: of the step; None where it was not taken.
+        chosen: leaf turns of the samples of the whole rollout batch.
+        dropped: leaf turn -> the rule that dropped its sample.
+    """
+
+    batch: Batch | None
+    chosen: frozenset[str]
+    dropped: Mapping[str, str]
+
+    def rules(self) -> dict[str, int]:
+        """Rule -> samples that it dropped, the most first."""
+        return dict(Counter(self.dropped.values()).most_common())
+
+    def values(self) -> dict[tuple[str, int], tuple[Sample, SampleValues]]:
+        """(Leaf turn, how often it came before) -> its sample, and what there is of it."""
+        found: dict[tuple[str, int], tuple[Sample, SampleValues]] = {}
+        seen: Counter[str] = Counter()
+        for at, sample in enumerate(() if self.batch is None else self.batch.samples):
+            assert self.batch is not None
+            found[sample.leaf_turn_id, seen[sample.leaf_turn_id]] = sample, _values(self.batch, at)
+            seen[sample.leaf_turn_id] += 1
+        return found
+
+    def lacks(self, leaf: str) -> str:
+        """Why the step has no sample of this leaf."""
+        return self.dropped.get(leaf, ELSEWHERE if leaf in self.chosen else NO_CANDIDATE)
+
+
+def sample_sides(recorded: Side, other: Side) -> list[SampleSides]:
+    """The samples of both sides, in the order of the recorded one, and then those of the other alone."""
+    before, after = recorded.values(), other.values()
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        first, second = before.get(key), after.get(key)
+        sample = (first or second or _none())[0]
+        lacking = recorded if first is None else other
+        found.append(
+            SampleSides(
+                sample.trajectory_id,
+                sample.name,
+                sample.leaf_turn_id,
+                sample.group,
+                None if first is None else first[1],
+                None if second is None else second[1],
+                "" if first is not None and second is not None else lacking.lacks(key[0]),
+            )
+        )
+    return found
+
+
+def differences(samples: Sequence[SampleSides], what: str) -> Differences:
+    """How `reward` or `advantage` differ of the samples that have one on both sides."""
+    pairs = [
+        (getattr(one.recorded, what), getattr(one.other, what))
+        for one in samples
+        if one.recorded is not None and one.other is not None
+    ]
+    numbers = np.array([pair for pair in pairs if None not in pair], np.float64).reshape(-1, 2)
+    first, second = numbers[:, 0], numbers[:, 1]
+    if not len(numbers):
+        return Differences(0, None, 0, None)
+    flips = int((np.sign(first) * np.sign(second) < 0).sum())
+    return Differences(len(numbers), float(np.abs(second - first).mean()), flips, _correlation(first, second))
+
+
+def _correlation(first: Floats, second: Floats) -> float | None:
+    """Pearson's; exactly 1 of equal numbers."""
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    if np.array_equal(first, second):
+        return 1.0
+    return float(np.clip(np.corrcoef(first, second)[0, 1], -1, 1))
+
+
+def _values(batch: Batch, at: int) -> SampleValues:
+    of = batch.experience
+    reward = float(of.rewards[at])
+    tokens = int(of.ends[at + 1] - of.ends[at])
+    given = of.of(of.advantages.values, at) if of.advantages.per_token else of.advantages.values[at : at + 1]
+    advantage = float(given.mean()) if tokens and len(given) else None
+    return SampleValues(reward if np.isfinite(reward) else None, advantage, tokens)
+
+
+def _none() -> tuple[Sample, SampleValues]:
+    raise AssertionError("a key is of a side")
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How alike two tensors are, or two sets of them.
+
+    Attributes:
+        cosine: of the angle between them; None where one of them is zero.
+        norms: of the first, and of the second.
+    """
+
+    name: str
+    cosine: float | None
+    norms: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSides:
+    """How alike two gradients are.
+
+    Attributes:
+        whole: all tensors taken as one vector.
+        tensors: each, the least similar first; those of which one side is zero come last.
+    """
+
+    whole: Likeness
+    tensors: Sequence[Likeness]
+
+
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """Of pairs of numbers: products, and squares of the first and of the second, summed in float64."""
+
+    products: float = 0.0
+    firsts: float = 0.0
+    seconds: float = 0.0
+
+    def likeness(self, name: str) -> Likeness:
+        norms = sqrt(self.firsts), sqrt(self.seconds)
+        if not all(norms):
+            return Likeness(name, None, norms)
+        # Of equal vectors this is exactly 1: the three sums are the same number.
+        cosine = self.products / sqrt(self.firsts) / sqrt(self.seconds)
+        if self.firsts == self.seconds == abs(self.products):
+            cosine = 1.0 if self.products > 0 else -1.0
+        return Likeness(name, max(-1.0, min(1.0, cosine)), norms)
+
+
+@dataclass(slots=True, eq=False)
+class KeptGradient:
+    """A gradient that is kept to be compared with another one; a context, after which it is gone."""
+
+    _folder: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory(prefix="rollbook-gradient-")
+    )
+    _files: dict[str, Path] = field(default_factory=dict)
+    _sums: dict[str, _Sums] = field(default_factory=dict)
+
+    def __enter__(self) -> KeptGradient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor of the first gradient."""
+        self._files[name] = Path(self._folder.name) / f"{len(self._files)}.npy"
+        np.save(self._files[name], _flat(tensor))
+
+    def compare(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor of the second one, which has the same names."""
+        second = _flat(tensor).astype(np.float64)
+        first = np.load(self._files[name]).astype(np.float64)
+        self._sums[name] = _Sums(float(first @ second), float(first @ first), float(second @ second))
+
+    def compared(self) -> GradientSides:
+        """How alike the two are, once all tensors of both were taken."""
+        each = [sums.likeness(name) for name, sums in self._sums.items()]
+        whole = _Sums(
+            sum(one.products for one in self._sums.values()),
+            sum(one.firsts for one in self._sums.values()),
+            sum(one.seconds for one in self._sums.values()),
+        )
+        ordered = sorted(each, key=lambda one: 2.0 if one.cosine is None else one.cosine)
+        return GradientSides(whole.likeness("all"), ordered)
+
+
+def _flat(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return tensor.detach().float().cpu().reshape(-1).numpy()

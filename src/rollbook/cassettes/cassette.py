@@ -1,0 +1,327 @@
+"""Recorded trajectories as a source of answers: which recorded request a new one is. No I/O.
+
+A request is answered from the trajectory that it names, if there is one of that name or id; else from the one
+that the same agent was answered from before, if that has it; else from the first that has it. The k-th time
+that the same request comes it gets the k-th recorded answer, and after the last one the last one again.
+
+The recorded request that comes nearest to one that was not recorded, and how the two differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher, unified_diff
+from itertools import zip_longest
+from typing import Any
+
+import orjson
+
+from rollbook.cassettes.asked import Asked, compared_names, differs
+from rollbook.cassettes.tape import RecordedRequest, Tape
+from rollbook.ingest.endpoints.api import EarlierTurn
+from rollbook.store.events import Json
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A recorded request that a new one is the same as.
+
+    Attributes:
+        answer, answers: which of the recorded answers it gets, from 1, and how many there are.
+        repeated: it got this one before.
+    """
+
+    request: RecordedRequest
+    answer: int
+    answers: int
+    repeated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Missed:
+    """A request that was not recorded, and the recorded one that comes nearest."""
+
+    asked: Asked
+    near: NearMiss | None
+
+
+class Cassette:
+    """Answers requests from tapes, and keeps account of what was asked for.
+
+    Args:
+        ignored: names of request fields by which requests are not compared.
+    """
+
+    def __init__(self, tapes: Iterable[Tape], ignored: Iterable[str] = ()) -> None:
+        self.tapes = tuple(tapes)
+        self.ignored = frozenset(ignored)
+        self.misses: list[Missed] = []
+        self._requests = [request for tape in self.tapes for request in tape.requests]
+        self._by_digest: dict[bytes, list[int]] = defaultdict(list)
+        for place, request in enumerate(self._requests):
+            self._by_digest[request.asked.digest].append(place)
+        self._renamed = {given: ours for tape in self.tapes for given, ours in tape.renamed.items()}
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin anew: nothing was asked for yet."""
+        self.misses.clear()
+        self._served: set[int] = set()
+        self._times: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._last_tape: dict[str, str] = {}
+
+    def earlier(self, turn_id: str) -> EarlierTurn | None:
+        """A recorded turn, for requests that name it."""
+        return next((tape.known[turn_id] for tape in self.tapes if turn_id in tape.known), None)
+
+    def renamed(self, given: str) -> str:
+        """The id of a response or item in the form that is made of its turn's id."""
+        return self._renamed.get(given, given)
+
+    @property
+    def models(self) -> list[str]:
+        """The names of models that were asked for, sorted."""
+        return sorted({request.asked.call.fields.model or "" for request in self._requests} - {""})
+
+    @property
+    def unused(self) -> list[RecordedRequest]:
+        """The recorded requests that nothing asked for so far."""
+        return [request for place, request in enumerate(self._requests) if place not in self._served]
+
+    @property
+    def requests(self) -> Sequence[RecordedRequest]:
+        """All recorded requests, trajectory by trajectory."""
+        return self._requests
+
+    def answer(self, asked: Asked, named: str | None = None, *, retry: bool = False) -> Found | Missed:
+        """The recorded request that this one is, which counts as asked for, or what comes nearest.
+
+        Args:
+            named: what the agent calls its trajectory.
+            retry: the client says that it repeats a request: it gets the same answer again, if it had one.
+        """
+        places = self._places(asked, named)
+        if not places:
+            near = nearest(asked, list(self._of(named)) or self._requests, self.ignored)
+            self.misses.append(Missed(asked, near))
+            return self.misses[-1]
+        agent = named or ""
+        count = self._times.get((agent, places), 0)
+        if retry and count and self._requests[places[min(count, len(places)) - 1]].failure is None:
+            count -= 1
+        self._times[agent, places] = count + 1
+        place = places[min(count, len(places) - 1)]
+        found = self._requests[place]
+        self._served.add(place)
+        self._last_tape[agent] = found.tape
+        return Found(found, min(count + 1, len(places)), len(places), count >= len(places))
+
+    def _of(self, named: str | None) -> Iterator[RecordedRequest]:
+        """The requests of the trajectory that is named, if there is one."""
+        return (r for r in self._requests if named and named in (r.tape, r.name))
+
+    def _places(self, asked: Asked, named: str | None) -> tuple[int, ...]:
+        """Where the recorded requests are that this one is the same as, in the order of their answers."""
+        same = [place for place in self._by_digest.get(asked.digest, ()) if self._is_same(asked, place)]
+        own = {id(request) for request in self._of(named)}
+        if own:
+            same = [place for place in same if id(self._requests[place]) in own]
+        elif named:
+            last = self._last_tape.get(named)
+            same = [place for place in same if self._requests[place].tape == last] or same
+        # The same words on another branch: ids of calls, which the engine made, tell which one it is.
+        same = [place for place in same if self._requests[place].asked.ids == asked.ids] or same
+        # Of a reply that was cut off because its client left, no agent saw the end.
+        return tuple([place for place in same if self._requests[place].taken] or same)
+
+    def _is_same(self, asked: Asked, place: int) -> bool:
+        recorded = self._requests[place]
+        return not differs(asked, recorded.asked, self.ignored, in_part=recorded.in_part)
+
+
+MOST_ALIKE = 32
+"""Of so many requests that are equally near by whole messages the texts are compared."""
+TEXT_COMPARED = 4_000
+"""Characters of a message that are compared to find the nearest request."""
+MOST_LINES, CONTEXT = 40, 2
+"""Lines that are shown of one difference, and equal lines around each change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing by which a request differs from a recorded one.
+
+    Attributes:
+        where: messages[3], tools[0], or the name of a parameter.
+        what: in words.
+        diff: lines of a unified diff from the recorded text to the one that was asked; may be empty.
+    """
+
+    where: str
+    what: str
+    diff: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NearMiss:
+    """The nearest recorded request, and what differs, conversation first."""
+
+    request: RecordedRequest
+    differences: tuple[Difference, ...]
+
+    @property
+    def text(self) -> str:
+        """The differences for people, a line or more each."""
+        request = self.request
+        head = f"turn {request.number} of trajectory {request.name!r} comes nearest; what differs:"
+        lines = [f"{d.where}: {d.what}" + "".join(f"\n  {line}" for line in d.diff) for d in self.differences]
+        return "\n".join([head, *lines])
+
+    def as_json(self) -> Json:
+        """The same for machines."""
+        request = self.request
+        return {
+            "trajectory": request.name,
+            "trajectory_id": request.tape,
+            "turn": request.number,
+            "turn_id": request.turn_ids[0],
+            "differences": [
+                {"where": d.where, "what": d.what, "diff": list(d.diff)} for d in self.differences
+            ],
+        }
+
+
+def nearest(
+    asked: Asked, requests: Sequence[RecordedRequest], ignored: frozenset[str] = frozenset()
+) -> NearMiss | None:
+    """The recorded request that shares most with one that was asked; None where nothing is recorded.
+
+    Whole messages at the beginning and the end count first, then how many there are, then tools and
+    parameters, then how alike the first messages are that differ; of equals the earliest is taken.
+    """
+    if not requests:
+        return None
+    scores = [_score(asked, request, ignored) for request in requests]
+    best = max(scores)
+    alike = [r for r, score in zip(requests, scores, strict=True) if score == best][:MOST_ALIKE]
+    found = max(alike, key=lambda request: _likeness(asked, request)) if len(alike) > 1 else alike[0]
+    return NearMiss(found, tuple(differences(asked, found, ignored)))
+
+
+def _score(asked: Asked, request: RecordedRequest, ignored: frozenset[str]) -> tuple[float, int, bool]:
+    one, other = asked.messages, request.asked.messages
+    head = _shared(one, other)
+    tail = _shared(one[head:][::-1], other[head:][::-1])
+    share = (head + tail) / max(len(one), len(other), 1)
+    closeness = -abs(len(one) - len(other))
+    return share, closeness, not differs(asked, request.asked, ignored, in_part=request.in_part)
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _likeness(asked: Asked, request: RecordedRequest) -> float:
+    """How alike the first messages are that differ, from 0 to 1."""
+    place = _shared(asked.messages, request.asked.messages)
+    one, other = (
+        m[place][:TEXT_COMPARED] if place < len(m) else "" for m in (asked.messages, request.asked.messages)
+    )
+    return SequenceMatcher(None, one, other, autojunk=False).quick_ratio()
+
+
+def differences(
+    asked: Asked, request: RecordedRequest, ignored: frozenset[str] = frozenset()
+) -> Iterator[Difference]:
+    """All by which a request differs from a recorded one: messages, then tools, then parameters."""
+    recorded = request.asked
+    yield from _of_messages(asked.messages, recorded.messages)
+    if asked.tools != recorded.tools and "tools" not in ignored:
+        yield from _of_tools(asked.tools, recorded.tools)
+    for name in compared_names(asked, recorded, ignored, in_part=request.in_part):
+        one, other = asked.parameters.get(name), recorded.parameters.get(name)
+        if one != other:
+            yield Difference(name, f"{_or_absent(one)} was asked, {_or_absent(other)} is recorded")
+
+
+def _or_absent(value: str | None) -> str:
+    return "nothing" if value is None else value
+
+
+def _of_messages(asked: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
+    matcher = SequenceMatcher(None, recorded, asked, autojunk=False)
+    for _, first, last, start, end in (op for op in matcher.get_opcodes() if op[0] != "equal"):
+        for shift, (old, new) in enumerate(zip_longest(recorded[first:last], asked[start:end])):
+            yield _of_message(old, new, start + shift if new is not None else first + shift)
+
+
+def _of_message(old: str | None, new: str | None, place: int) -> Difference:
+    where = f"messages[{place}]"
+    if old is None:
+        return Difference(where, f"{_role(new)}: it was asked, and is not recorded", _diff("", _text(new)))
+    if new is None:
+        return Difference(where, f"{_role(old)}: it is recorded, and was not asked", _diff(_text(old), ""))
+    same = _role(old) == _role(new)
+    what = f"{_role(old)}: its text differs" if same else f"{_role(new)} was asked, {_role(old)} is recorded"
+    return Difference(where, what, _diff(_text(old), _text(new)))
+
+
+def _role(message: str | None) -> str:
+    return str(orjson.loads(message or "[null]")[0])
+
+
+def _text(message: str | None) -> str:
+    """All that is compared of a message, as lines to be read."""
+    if message is None:
+        return ""
+    _, content, calls, reasoning, marks = orjson.loads(message)
+    lines = [f"reasoning: {reasoning}"] if reasoning else []
+    lines += [
+        content if isinstance(content, str) else orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
+    ]
+    for call in calls or ():
+        name, arguments = call if isinstance(call, list) and len(call) == 2 else ("", call)
+        lines.append(
+            f"calls {name}({arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()})"
+        )
+    lines += [f"{name}: {value}" for name, value in marks.items()]
+    return "\n".join(lines)
+
+
+def _of_tools(asked: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
+    one, other = [{_tool_name(tool): tool for tool in tools} for tools in (asked, recorded)]
+    for name in sorted(one.keys() | other.keys()):
+        new, old = one.get(name), other.get(name)
+        if old is None or new is None:
+            said = "was asked, and is not recorded" if old is None else "is recorded, and was not asked"
+            yield Difference(f"tools.{name}", f"this tool {said}")
+        elif new != old:
+            yield Difference(
+                f"tools.{name}", "its description or parameters differ", _diff(_pretty(old), _pretty(new))
+            )
+    if sorted(asked) == sorted(recorded):
+        names = [", ".join(map(_tool_name, tools)) for tools in (asked, recorded)]
+        yield Difference("tools", f"they come in the order {names[0]}; recorded is {names[1]}")
+
+
+def _tool_name(tool: str) -> str:
+    said: Any = orjson.loads(tool)
+    return str(said.get("name") or said.get("type")) if isinstance(said, dict) else tool
+
+
+def _pretty(value: str) -> str:
+    return orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode()
+
+
+def _diff(recorded: str, asked: str) -> tuple[str, ...]:
+    lines = [
+        line.rstrip("\n")
+        for line in unified_diff(
+            recorded.splitlines(), asked.splitlines(), "recorded", "asked", n=CONTEXT, lineterm=""
+        )
+    ]
+    more = len(lines) - MOST_LINES
+    return tuple(lines if more <= 0 else [*lines[:MOST_LINES], f"... and {more} lines more"])

@@ -1,0 +1,199 @@
+"""`rollbook replay run` and `weights`: many steps of a training at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+
+if TYPE_CHECKING:
+    from rollbook.cli.terminal import Console
+    from rollbook.replay.stretch.rebuild import Rebuilt
+    from rollbook.replay.stretch.stretch import Break, ProvenStep
+    from rollbook.replay.verdict import StepReplay
+
+First = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
+Last = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
+
+
+def replay_run(
+    store: StoreOption,
+    first: First = None,
+    last: Last = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, each from checkpoints of its own.")] = 1,
+    run: Run = None,
+    policy: Policy = "actor",
+    trust_parts: TrustParts = False,
+    json: AsJson = False,
+) -> None:
+    """Prove a stretch of a training: replay every step of it, from checkpoint to checkpoint.
+
+    First, by the log alone, each step must start with the weights and the
+    optimizer that the one before it ended with, and what was published and served
+    must have the digest of a checkpoint or a step. Then each is run again, and all
+    its stages compared. A segment ends at its first difference, since what
+    follows starts from it; the next begins at its own checkpoint.
+
+    Exit codes: 0 all is as recorded, 1 something differs, 2 no step can be
+    replayed, 3 nothing differs of what was compared, but not everything was.
+    """
+    from rollbook import store as stores
+    from rollbook.cli.progress import progress
+    from rollbook.cli.replay.step_report import exit_code
+    from rollbook.cli.terminal import Console, print_json
+    from rollbook.replay.stretch.stretch import history_of, prove_stretch
+
+    log = stores.open(store)
+    history = history_of(log, run, policy)
+    ends = _ends(history.steps, first, last)
+    total = sum(ends[0] <= n <= ends[1] for n in history.steps)
+    with progress("replaying steps", total, shown=not json) as advance:
+        found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
+    if json:
+        said = _described(found.steps, found.broken) | {"unbacked": [asdict(one) for one in found.unbacked]}
+        print_json(said | {"run": found.run, "equal": found.equal})
+    else:
+        console = Console()
+        show_breaks(console, found.broken)
+        for one in found.unbacked:
+            console.tell(("not backed: ", "bold red"), str(one))
+        _show_steps(console, found.steps)
+    if all(one.replay is None for one in found.steps):
+        raise typer.Exit(2)
+    raise typer.Exit(exit_code(one.replay for one in found.steps) if found.equal else 1)
+
+
+def replay_weights(
+    version: Annotated[int, typer.Argument(help="The policy version to rebuild.")],
+    store: StoreOption,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write it to this new folder, as a checkpoint.")
+    ] = None,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Write it into the store, as the checkpoint that it had.")
+    ] = False,
+    run: Run = None,
+    policy: Policy = "actor",
+    trust_parts: TrustParts = False,
+    json: AsJson = False,
+) -> None:
+    """Rebuild a version that no checkpoint has, and prove each step's digests on the way.
+
+    Weights are a fold of the log: the nearest checkpoint before the version, and
+    the committed steps since, run again. So checkpoints between may be removed
+    (checkpoint.keep_last of a CONFIG) and had again.
+
+    Nothing is written unless all digests of the version's step are proven equal.
+
+    Exit codes: 0 it is the version, 1 a step on the way differs, 2 it cannot be
+    rebuilt, 3 nothing differs, but that it is the version is not proven here.
+    """
+    from rollbook import store as stores
+    from rollbook.cli.progress import progress
+    from rollbook.cli.replay.step_report import described, exit_code
+    from rollbook.cli.terminal import Console, print_json
+    from rollbook.replay.stretch.rebuild import rebuild, steps_to
+    from rollbook.replay.stretch.stretch import history_of
+
+    log = stores.open(store)
+    history = history_of(log, run, policy)
+    steps = steps_to(log, history, version)
+    with progress("running steps again", steps, shown=not json) as advance:
+        found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
+    if json:
+        print_json(asdict(found) | {"proof": described(found.proof)})
+    else:
+        _show_rebuilt(Console(), found, asked=out is not None or restore)
+    raise typer.Exit(0 if found.proven else exit_code([found.proof]) or 3)
+
+
+def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
+    """Print a version that was rebuilt, or what it is not.
+
+    Args:
+        asked: whether it was to be written.
+    """
+    proof, which = found.proof, f"version {found.policy_version} of policy {found.policy}"
+    if not found.proven:
+        _show_steps(console, _as_steps([proof]))
+        if proof.equal:
+            where = " and nothing was written" if asked else ""
+            console.tell(f"{which} is ", ("not proven", "bold yellow"), where)
+        return
+    steps = len(proof.reran)
+    how = "each bit for bit" if found.bits else "and its weights are the recorded bits"
+    console.print(
+        f"{which}, run {found.run}: from the checkpoint of version {proof.from_version}, {steps} "
+        f"step{'s' * (steps != 1)} run again, {how}"
+    )
+    console.print(f"weights {found.weights_digest}", soft_wrap=True)
+    if found.path is not None:
+        console.print(f"written to {found.path}", soft_wrap=True)
+
+
+def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[int, int]:
+    return min(steps) if first is None else first, max(steps) if last is None else last
+
+
+def _as_steps(replays: list[StepReplay]) -> list[ProvenStep]:
+    from rollbook.replay.stretch.stretch import ProvenStep
+
+    return [ProvenStep(one.differs_at_step or one.step, one) for one in replays]
+
+
+def _described(steps: list[ProvenStep], broken: list[Break]) -> dict[str, Any]:
+    """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
+    from rollbook.cli.replay.step_report import described
+    from rollbook.replay.verdict import compared
+
+    def one(step: ProvenStep) -> dict[str, Any]:
+        replay = step.replay
+        if replay is None:
+            return {"step": step.step, "verdict": "not proven", "why": step.why}
+        if replay.equal:
+            return {"step": step.step, "verdict": str(replay.outcome), **compared(replay)}
+        return {"step": step.step, "verdict": "differs", "replay": described(replay)}
+
+    return {"broken": [asdict(b) for b in broken], "steps": [one(step) for step in steps]}
+
+
+def show_breaks(console: Console, broken: list[Break]) -> None:
+    """Print where the chain of digests does not hold."""
+    for one in broken:
+        console.tell(
+            f"step {one.step} ",
+            ("starts otherwise", "bold red"),
+            f" than the step before it ended: {one.stage} {one.starts_with[:16]}, not {one.ended_with[:16]}",
+        )
+
+
+def _show_steps(console: Console, steps: list[ProvenStep]) -> None:
+    """A line for each run of steps of the same verdict, and for each that differs."""
+    lines: list[tuple[int, int, str, str]] = []
+    for one in steps:
+        verdict, why = _said(one)
+        if lines and lines[-1][2:] == (verdict, why) and lines[-1][1] + 1 == one.step:
+            lines[-1] = (lines[-1][0], one.step, verdict, why)
+        else:
+            lines.append((one.step, one.step, verdict, why))
+    colours = {"differs": "bold red", "not proven": "yellow", "equal in part": "yellow"}
+    for start, end, verdict, why in lines:
+        named = f"step {start}" if start == end else f"steps {start} to {end}"
+        more = why if why.startswith(":") else f" {why}" if why else ""
+        console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), more)
+
+
+def _said(one: ProvenStep) -> tuple[str, str]:
+    """What is said of a step of a stretch, and more about it."""
+    from rollbook.replay.verdict import summary
+
+    if one.replay is None:
+        return "not proven", one.why
+    if (first := one.replay.first_difference) is not None:
+        return "differs", f"first in stage {first.stage}" + (f": {first.why}" if first.why else "")
+    said, sep, rest = summary(one.replay).partition(":")
+    return said, sep + rest

@@ -1,0 +1,187 @@
+"""What `rollbook ledger` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import duckdb
+from rich.table import Table
+
+from rollbook.cli.errors import interrupted_with
+from rollbook.cli.runs import check_run, of_run
+from rollbook.cli.terminal import Console, print_json
+from rollbook.store.cut import format_cut
+from rollbook.store.errors import CutError
+from rollbook.store.open import open_store
+from rollbook.store.sql.balance import TERMS, Comparison, Omitted, RunLedger, read_ledger
+from rollbook.store.sql.object_storage import outage
+from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.sandbox import explained
+
+SIGNIFICANT = 0.05
+"""Dropped and trained trajectories are said to differ below this p-value."""
+
+NAMED = 10
+"""Omitted trajectories that are named one by one."""
+
+
+def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_json: bool) -> int:
+    """Print where the sampled tokens at a cut went; the exit code: 0 if all are accounted for, else 1.
+
+    Raises:
+        CutError: no such cut, or the run has no completed turn in it.
+    """
+    log = open_store(path)
+    with of_run(log, run):
+        cut = format_cut(log.cut(as_of, run))
+    connection = connect_at(log, cut)
+    try:
+        with interrupted_with(connection.interrupt):
+            ledgers = read_ledger(connection)
+    except duckdb.Error as error:
+        raise outage(error) or explained(error) from error
+    finally:
+        connection.close()
+    if run is not None and run not in {ledger.run for ledger in ledgers}:
+        check_run(log, run)
+        known = ", ".join(ledger.run for ledger in ledgers) or "none"
+        raise CutError(f"run {run!r} has no completed turn at {as_of!r}; runs that have: {known}")
+    ledgers = [ledger for ledger in ledgers if run in (None, ledger.run)]
+    if as_json:
+        print_json(_as_json(cut, ledgers))
+    else:
+        _print(Console(), cut, ledgers, by_version)
+    return 0 if all(ledger.balances for ledger in ledgers) else 1
+
+
+def _as_json(cut: str, ledgers: list[RunLedger]) -> dict[str, Any]:
+    runs = [
+        {
+            "run": ledger.run,
+            "generated": {"turns": ledger.generated.turns, "tokens": ledger.generated.tokens},
+            "terms": [
+                asdict(a) | {"share": _share(a.tokens, ledger.generated.tokens)} for a in ledger.amounts
+            ],
+            "versions": [asdict(v) | {"difference": v.difference} for v in ledger.versions],
+            "omitted": [asdict(one) for one in ledger.omitted],
+            "difference": ledger.difference,
+            "balances": ledger.balances,
+            "dropped_against_trained": {
+                "tokens": ledger.length and _comparison(ledger.length),
+                "seconds": ledger.seconds and _comparison(ledger.seconds),
+            },
+        }
+        for ledger in ledgers
+    ]
+    return {"cut": cut, "balances": all(ledger.balances for ledger in ledgers), "runs": runs}
+
+
+def _comparison(of: Comparison) -> dict[str, Any]:
+    return {
+        "dropped": asdict(of.first),
+        "trained": asdict(of.second),
+        "ks_statistic": of.statistic,
+        "p_value": of.p_value,
+    }
+
+
+def _share(tokens: int, of: int) -> float:
+    return tokens / of if of else 0.0
+
+
+def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: bool) -> None:
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    if not ledgers:
+        say(f"no completed turn at {cut}")
+    for ledger in ledgers:
+        say(f"run {ledger.run} at {cut}\n")
+        console.print(_terms(ledger))
+        if by_version:
+            say("")
+            console.print(_by_version(ledger))
+        if ledger.length is not None and ledger.seconds is not None:
+            say("")
+            say(comparison_line(ledger.length, "are longer", "are shorter", "length", "tokens"))
+            say(comparison_line(ledger.seconds, "take longer", "take less time", "duration", "s"))
+        for one in ledger.omitted[:NAMED]:
+            say(_omitted(one))
+        if len(ledger.omitted) > NAMED:
+            say(f"and {len(ledger.omitted) - NAMED} more: --json names all")
+        say("")
+    for ledger in ledgers:
+        say(_verdict(ledger))
+
+
+def _terms(ledger: RunLedger) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("term")
+    for name in ("tokens", "turns", "share"):
+        table.add_column(name, justify="right")
+    whole = ledger.generated
+    for term in ("generated", *TERMS):
+        of_term = [whole] if term == "generated" else [a for a in ledger.amounts if a.term == term]
+        if not of_term:
+            table.add_row(term, "0", "0", _percent(0, whole.tokens))
+        for amount in of_term:
+            name = term if amount.rule is None else f"  {amount.rule}"
+            percent = _percent(amount.tokens, whole.tokens)
+            table.add_row(name, f"{amount.tokens:,}", f"{amount.turns:,}", percent)
+    return table
+
+
+def _percent(tokens: int, of: int) -> str:
+    return f"{100 * _share(tokens, of):.1f} %"
+
+
+def _by_version(ledger: RunLedger) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("policy")
+    for name in ("version", "generated", *TERMS):
+        table.add_column(name, justify="right")
+    for v in ledger.versions:
+        version = "" if v.policy_version is None else str(v.policy_version)
+        numbers = [v.generated, *(v.tokens[term] for term in TERMS)]
+        table.add_row(v.policy or "none", version, *(f"{n:,}" for n in numbers))
+    return table
+
+
+def comparison_line(of: Comparison, more: str, less: str, what: str, unit: str) -> str:
+    """One sentence on dropped trajectories (`of.first`) against trained ones, in plain words."""
+    dropped, trained = of.first, of.second
+    if of.p_value >= SIGNIFICANT:
+        claim = f"no sign that dropped trajectories differ in {what}"
+    elif dropped.median == trained.median:
+        claim = f"dropped trajectories differ in {what}"
+    else:
+        claim = f"dropped trajectories {more if dropped.median > trained.median else less}"
+    chance = "p < 0.001" if of.p_value < 0.001 else f"p = {of.p_value:.3f}"
+    return (
+        f"{claim}: median {_number(dropped.median)} against {_number(trained.median)} {unit}, "
+        f"p90 {_number(dropped.p90)} against {_number(trained.p90)}; KS {of.statistic:.2f}, {chance} "
+        f"({dropped.count:,} dropped, {trained.count:,} trained)"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _omitted(one: Omitted) -> str:
+    what = f"turns {', '.join(one.turns)} of trajectory" if one.turns else "trajectory"
+    return f"omitted without a reason: {what} {one.trajectory_id} ({one.tokens:,} tokens)"
+
+
+def _verdict(ledger: RunLedger) -> str:
+    terms = " + ".join(f"{ledger.tokens(term):,} {term}" for term in TERMS)
+    if ledger.balances:
+        return f"{ledger.run} balances: {ledger.generated.tokens:,} generated = {terms}"
+    wrong = [f"{v.policy} {v.policy_version}: {v.difference:,}" for v in ledger.versions if v.difference]
+    return (
+        f"{ledger.run} does not balance: {ledger.generated.tokens:,} generated, {terms}; the difference is "
+        f"{ledger.difference:,} tokens (by version: {', '.join(wrong) or 'none'}). "
+        "Check the store with rollbook store verify"
+    )

@@ -1,0 +1,207 @@
+"""What `rollbook store info` prints.
+
+What `rollbook store rebuild-catalog` prints.
+
+What `rollbook store checkpoints` prints.
+
+What `rollbook store upload` and `rollbook store attach` print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from sqlalchemy.exc import SQLAlchemyError
+
+from rollbook import store
+from rollbook.cli.runs import of_run
+from rollbook.cli.terminal import Console, print_json, print_table, say
+from rollbook.store.catalog.catalog import Catalog
+from rollbook.store.catalog.rebuild import rebuild_catalog
+from rollbook.store.cut import format_cut
+from rollbook.store.errors import CatalogError
+from rollbook.store.open import open_store
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.upkeep.attach import attach
+from rollbook.store.upkeep.checkpoints import (
+    HeldCheckpoint,
+    Keep,
+    keep_of,
+    list_checkpoints,
+    remove_checkpoints,
+)
+from rollbook.store.upkeep.upload import remote_folder, upload_units
+
+
+def print_info(store: Path, as_json: bool) -> None:
+    """Print the state of the lanes, from their files and from the catalog."""
+    log = open_store(store)
+    info: dict[str, Any] = {"path": str(log.path), "id": log.store_id, "head": format_cut(log.head())}
+    tables: dict[str, list[dict[str, Any]]] = {}
+    try:
+        with contextlib.closing(Catalog.of(log.path)) as catalog:
+            tables = catalog.rows()
+            info["catalog"] = catalog.name
+    except (CatalogError, SQLAlchemyError) as error:  # a backup, a full disk: the lanes' files say the most
+        info["catalog"] = f"not read: {error}"
+    if as_json:
+        print_json(info | tables)
+        return
+    console = Console()
+    console.print(
+        f"store    {info['id']} at {info['path']}\nhead     {info['head']}\ncatalog  {info['catalog']}",
+        soft_wrap=True,
+    )
+    for name, rows in tables.items():
+        if rows and name != "store_meta":
+            console.tell("\n", (name, "bold"))
+            print_table(list(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def run_rebuild(path: Path, as_json: bool) -> None:
+    """Rebuild the catalog of the store at `path`: progress on stderr, what was done on stdout."""
+    log = store.open(path)
+    console = Console(stderr=True)
+    columns = (TextColumn("reading the log"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("events", total=sum(log.head().values()))
+        done = rebuild_catalog(log, lambda events: bar.update(task, completed=events))
+    seconds = time.monotonic() - began
+    if as_json:
+        values = {
+            "catalog": done.catalog,
+            "moved": None if done.moved is None else str(done.moved),
+            "events": done.events,
+            "rows": done.rows,
+            "seconds": round(seconds, 3),
+        }
+        print_json(values)
+        return
+    if done.moved is not None:
+        say(f"the catalog was broken; what was there is now {done.moved}")
+    say(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
+    say(", ".join(f"{name} {count}" for name, count in done.rows.items()))
+
+
+MIB = 1 << 20
+
+
+def run_checkpoints(
+    path: Path,
+    run: str | None,
+    policy: str | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """List checkpoints, or remove those that are not to be kept, and print which.
+
+    Raises:
+        BadParameter: they are to be removed, and nothing says which to keep.
+        UpkeepError: there is none.
+        LaneLockedError: somebody trains a policy of which some are to be removed.
+    """
+    log, keep = open_store(path), keep_of(keep_last, keep_every)
+    if yes and keep is None:
+        raise typer.BadParameter("goes with --keep-last or --keep-every", param_hint="--yes")
+    gone: set[str] = set()
+    with of_run(log, run):
+        found = list_checkpoints(log, keep or Keep(1), run, policy)
+        if yes and keep is not None:
+            for key in sorted({(one.run, one.policy) for one in found if one.goes}):
+                gone |= remove_checkpoints(log, keep, *key)
+    if as_json:
+        print_json([asdict(one) | {"goes": one.goes, "went": one.path in gone} for one in found])
+        return
+    verb = None if keep is None else "stays: it is being read" if yes else "would go"
+    head = ["run", "policy", "version", "step", "MiB", "checkpoint", "needed"]
+    print_table(head, [_row(one, "removed now" if one.path in gone else verb) for one in found])
+    if keep is None:
+        free = [one for one in found if one.goes]
+        size = sum(one.bytes or 0 for one in free) / MIB
+        say(f"nothing needs {len(free)} of them, {size:.1f} MiB: --keep-last and --keep-every say which go")
+    else:
+        going = [one for one in found if (one.path in gone if yes else one.goes)]
+        size = sum(one.bytes or 0 for one in going) / MIB
+        there = sum(one.bytes is not None for one in found)
+        verb = "removed" if yes else "would remove"
+        say(f"{verb} {len(going)} of {there} checkpoints, {size:.1f} MiB{'' if yes else ': --yes does'}")
+
+
+def _row(one: HeldCheckpoint, verb: str | None) -> tuple[object, ...]:
+    """A checkpoint's row.
+
+    Args:
+        verb: what becomes of one that the rule lets go; None: there is no rule.
+    """
+    if one.removed is not None:
+        needed = f"removed ({one.removed})"
+    elif one.bytes is None:
+        needed = "its folder is gone"
+    else:
+        needed = "; ".join(one.why_kept) or verb or ""
+    size = None if one.bytes is None else round(one.bytes / MIB, 1)
+    path = one.path if one.optimizer else f"{one.path} (weights alone)"
+    return (one.run, one.policy, one.policy_version, one.step, size, path, needed)
+
+
+_MIB = 1 << 20
+
+
+def run_upload(path: Path, as_json: bool) -> None:
+    """Move the store's sealed units to object storage and print what was done.
+
+    Raises:
+        NotAStoreError, ConfigError, RemoteError, CorruptionError, LaneLockedError: as `upload_units`.
+    """
+    log = open_store(path)
+    here = [u for lane in log.lanes() for u in current_units(log.path, lane) if u.remote is None]
+    columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("uploading", total=sum(unit.bytes for unit in here))
+        report = upload_units(log, lambda name, size: progress.update(task, advance=size))
+    address = remote_folder(log.settings().remote.uri or "", log.store_id)
+    if as_json:
+        _print_json({"address": address} | report.as_json())
+        return
+    say(f"{address}: {len(report.units)} units more, {report.bytes / _MIB:.1f} MiB, read back and compared")
+    say(f"{report.freed / _MIB:.1f} MiB of local files removed")
+    for name in report.kept:
+        say(f"{name}: a reader still has its local files; a later upload removes them")
+
+
+def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> None:
+    """Create a store that reads units from object storage, and print a summary.
+
+    Raises:
+        NotAStoreError, ConfigError, RemoteError, CorruptionError, FormatError: as `attach`.
+    """
+    report = attach(path, uri, endpoint)
+    if as_json:
+        _print_json(report.as_json())
+        return
+    say(f"{path} reads {uri}: {report.units} units, {report.bytes / _MIB:.1f} MiB, which stay there")
+    for lane, events in report.lanes.items():
+        say(f"lane {lane}: {events} events, to the end of its last uploaded unit")
+    for address in report.unfinished:
+        say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print_json(values)

@@ -1,0 +1,211 @@
+"""What `rollbook store retain`, `retire` and `erase` print.
+
+`rollbook store secrets`: prints the secrets that were found, and the remedies.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.cli.progress import progress
+from rollbook.cli.runs import of_run
+from rollbook.cli.terminal import Console, print_json, visible
+from rollbook.store.errors import UpkeepError
+from rollbook.store.open import open_store
+from rollbook.store.redaction import Scrubber
+from rollbook.store.secret import SECRETS, store_secret
+from rollbook.store.upkeep.erase import EraseReport, erase_trajectory
+from rollbook.store.upkeep.find_secrets import NAMED, Secrets, find_secrets
+from rollbook.store.upkeep.retain import RetainReport, retain
+from rollbook.store.upkeep.retention_policy import EndedTraining, trainings_ended_by
+from rollbook.store.upkeep.retire import parse_steps, retire_steps
+
+MIB = 1 << 20
+
+
+def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
+    """Apply a retention policy, and print what happens to each sealed unit."""
+    report = retain(open_store(path), keep, dry_run=dry_run)
+    if as_json:
+        _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
+        return
+    console = Console()
+    for unit in report.units:
+        newest = datetime.fromtimestamp(unit.newest_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        events, size = unit.next_seq - unit.first_seq, unit.bytes / MIB
+        going = "stays" if not unit.dropped else "would be dropped" if dry_run else "dropped"
+        head = Text(f"{unit.lane}/{unit.unit}", style="bold")
+        head.append(f"  {events} events, {size:.1f} MiB, newest {newest} UTC: {going}", style="not bold")
+        console.print(head, soft_wrap=True)
+        for reason in unit.why_kept:
+            console.print(f"  {reason}", style="dim", soft_wrap=True)
+    console.print(_sum_up(report))
+
+
+def _sum_up(report: RetainReport) -> str:
+    dropped = sum(unit.dropped for unit in report.units)
+    verb = "would drop" if report.dry_run else "dropped"
+    return f"{verb} {dropped} of {len(report.units)} sealed units, {report.dropped_bytes / MIB:.1f} MiB"
+
+
+def run_retire(
+    path: Path,
+    run: str,
+    policy: str,
+    reason: str,
+    steps: str | None,
+    before_version: int | None,
+    as_json: bool,
+) -> None:
+    """Retire steps, and print which."""
+    chosen = None if steps is None else parse_steps(steps)
+    log = open_store(path)
+    with of_run(log, run):
+        report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    of = f"of policy {policy} in run {run}"
+    earlier = f"; {report.before} were retired before" if report.before else ""
+    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
+
+
+def run_erase(
+    path: Path, trajectory: str, run: str | None, keep_tokens: bool, yes: bool, reason: str, as_json: bool
+) -> None:
+    """Erase a trajectory, and print what was done.
+
+    Raises:
+        UpkeepError: steps or a training need its tokens, and nobody said yes. Nothing was erased.
+    """
+    log = open_store(path)
+    with of_run(log, run):
+        ended = [] if keep_tokens or yes else trainings_ended_by(log, trajectory, run)
+        if ended:
+            what = "; and ".join(map(_ends, ended))
+            raise UpkeepError(
+                f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say "
+                "--yes to erase them all the same, or --keep-tokens to erase the text alone"
+            )
+        report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    for line in _lines(report):
+        Console().print(line, soft_wrap=True)
+
+
+def _ends(training: EndedTraining) -> str:
+    """Lines that name the steps and resumes that an erasure would make impossible."""
+    steps, resume = training.ended.steps, training.ended.resume
+    said = [f"the replay of {_ranges(steps)}"] if steps else []
+    if resume is not None:
+        back = f"it would have to go back, by --abandon-after {resume}"
+        said.append(f"going on with the training where it is ({back})")
+    return f"{' and '.join(said)}, of policy {training.policy!r} in run {training.run!r}"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`step 7`, or `12 steps (3, 8-18)`."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    found: list[list[int]] = []
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+    return f"{len(steps)} steps ({named})"
+
+
+def _lines(report: EraseReport) -> list[str]:
+    what = "text" if report.tokens_kept else "text and tokens"
+    done = f"rewrote {', '.join(report.units)}" if report.units else "nothing was left to rewrite"
+    lines = [
+        f"erased the {what} of trajectory {report.name} ({report.trajectory_id}) of run {report.run}: "
+        f"{report.events} events, {report.bodies} large values; {done}"
+    ]
+    if report.shared_bodies:
+        lines.append(
+            f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"
+        )
+    if report.replays:
+        left = ", ".join(report.replays)
+        lines.append(f"its replays, or what judges were asked, hold its text too: erase {left} as well")
+    if report.outputs:
+        kept = ", ".join(report.outputs)
+        lines.append(f"what its agents printed is outside the store: delete {kept} yourself")
+    if not report.finished:
+        lines.append("the trajectory is not finished: erase it again when it is")
+    return lines
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print_json(values)
+
+
+SHOWN = 200
+"""Places that are printed; --json has all."""
+
+
+def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
+    """Print where secrets are at a cut, without their values; the exit code: 0 if there are none, else 1.
+
+    Raises:
+        NotAStoreError: there is no store.
+        CutError: no such cut.
+    """
+    log = open_store(path)
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
+    with progress("looking for secrets", sum(cut.values())) as advance:
+        found = find_secrets(log, cut, Scrubber(_key(log.path)), advance)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        _print(Console(), path, found)
+    return 1 if found.formats else 0
+
+
+def _key(store: Path) -> bytes:
+    """The store's secret, or a temporary one if the store has none and cannot be written."""
+    try:
+        return store_secret(store, SECRETS)
+    except OSError:
+        return secrets.token_bytes(32)
+
+
+def _print(console: Console, path: Path, found: Secrets) -> None:
+    if not found.formats:
+        console.print(f"no secrets in {found.events:,} events")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("format", "digest", "count", "trajectory", "turn", "kind", "field"):
+        table.add_column(name, overflow="fold", no_wrap=name == "digest")
+    for place, count in list(found.places.items())[:SHOWN]:
+        where = (place.trajectory_id or f"run {place.run}", place.turn_id or "", place.kind, place.field)
+        shown = (place.format, place.digest.removeprefix("[secret:").rstrip("]"), f"{count:,}", *where)
+        table.add_row(*(Text(visible(part)) for part in shown))
+    console.print(table)
+    more = sum(found.formats.values()) - sum(list(found.places.values())[:SHOWN])
+    if more:
+        console.print(f"and {more:,} more: --json lists up to 10,000 places")
+    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.formats.items()))
+    console.print(f"found: {counts}. Revoke what still opens something: it is on disk, and in every copy.")
+    if NAMED in found.formats:
+        console.print(f"{NAMED}: recognised by the name of its field, or by its place in an address")
+    for trajectory in found.trajectories[:20]:
+        command = ["rollbook", "store", "erase", "--store", str(path), "--trajectory", trajectory]
+        console.print(f"  {shlex.join(command)} --reason 'a leaked key'", soft_wrap=True)
+    if len(found.trajectories) > 20:
+        console.print(f"  and {len(found.trajectories) - 20:,} trajectories more, which --json lists")

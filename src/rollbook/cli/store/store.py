@@ -1,0 +1,193 @@
+"""`rollbook store ...`: commands on a store's files. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli.options import AsJson, AsOf, Run, RunOfStep, StoreOption
+
+store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
+
+
+@store_app.command("info")
+def store_info(store: StoreOption, json: AsJson = False) -> None:
+    """Lanes, segments and checkpoints of a store."""
+    from rollbook.cli.store.info import print_info
+
+    print_info(store, json)
+
+
+@store_app.command("seal")
+def store_seal(
+    store: StoreOption,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until interrupted.")] = False,
+    json: AsJson = False,
+    parent: Annotated[int | None, typer.Option(help="End with this process.", hidden=True)] = None,
+) -> None:
+    """Make closed segments into Parquet, merge small units, remove what was replaced.
+
+    `rollbook serve` does this by itself. Exit code 1: a lane is damaged, and was left as it is.
+    """
+    from rollbook.cli.store.seal import run_seal
+
+    raise typer.Exit(run_seal(store, watch, json, parent))
+
+
+@store_app.command("verify")
+def store_verify(
+    store: StoreOption,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read checkpoints too, and compare them with the log.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Read every byte of the log and check it: checksums, chains, order; and that every answered turn has
+    its request and its trajectory's opening. Exit code 1: something is damaged, or missing.
+
+    With --weights: that every checkpoint is what the log says, and that what was published and served has the
+    digest of a checkpoint or of the step that made it.
+    """
+    from rollbook.cli.store.verify import run_verify
+
+    raise typer.Exit(run_verify(store, weights, json))
+
+
+@store_app.command("repair")
+def store_repair(store: StoreOption, json: AsJson = False) -> None:
+    """Remove damaged WAL files whose events are in sealed units that are whole, and say so in the log.
+
+    It verifies the store for that, and changes no other file. Exit code 1: something is still damaged.
+    """
+    from rollbook.cli.store.verify import run_repair
+
+    raise typer.Exit(run_repair(store, json))
+
+
+@store_app.command("secrets")
+def store_secrets(
+    store: StoreOption, as_of: AsOf = "head", run: RunOfStep = None, json: AsJson = False
+) -> None:
+    """Find secrets in the log: keys of known formats, and passwords by their names. Never says one.
+
+    Exit code 1: there are some; it says how to erase them.
+    """
+    from rollbook.cli.store.retention import run_secrets
+
+    raise typer.Exit(run_secrets(store, as_of, run, json))
+
+
+@store_app.command("upload")
+def store_upload(store: StoreOption, json: AsJson = False) -> None:
+    """Move sealed files to object storage ([remote] in store.toml); the sealer does this by itself."""
+    from rollbook.cli.store.info import run_upload
+
+    run_upload(store, json)
+
+
+@store_app.command("attach")
+def store_attach(
+    store: Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")],
+    remote: Annotated[str, typer.Option(help="s3://bucket/prefix/STORE-ID, as upload prints it.")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Make a store that reads what another one moved to object storage."""
+    from rollbook.cli.store.info import run_attach
+
+    run_attach(store, remote, endpoint, json)
+
+
+@store_app.command("rebuild-catalog")
+def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
+    """Make the catalog anew from the store's files, even where its database is gone or broken."""
+    from rollbook.cli.store.info import run_rebuild
+
+    run_rebuild(store, json)
+
+
+@store_app.command("checkpoints")
+def store_checkpoints(
+    store: StoreOption,
+    run: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Only of this line of weights.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="Keep so many of the newest that training resumes from.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Of so many versions in a row keep the first, too.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove what the two options do not keep.")] = False,
+    json: AsJson = False,
+) -> None:
+    """List checkpoints: what needs each, and which were removed. With --keep-last or --keep-every it says
+    which would go; with --yes they do.
+
+    What something needs stays: training's next start, references, the beginning of a configuration, engines.
+    A training does the same by itself: checkpoint.keep_last and checkpoint.keep_every in its CONFIG.
+
+    rollbook store checkpoints --store runs --keep-last 2 --keep-every 100
+    """
+    from rollbook.cli.store.info import run_checkpoints
+
+    run_checkpoints(store, run, policy, keep_last, keep_every, yes, json)
+
+
+@store_app.command("retain")
+def store_retain(
+    store: StoreOption,
+    keep: Annotated[str, typer.Option(help="How much: 7d, 12h, 500GiB or versions:20.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Drop old sealed units that nothing needs any more; says of each other one why it stays."""
+    from rollbook.cli.store.retention import run_retain
+
+    run_retain(store, keep, dry_run, json)
+
+
+@store_app.command("retire")
+def store_retire(
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run of the steps.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log.")],
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    steps: Annotated[str | None, typer.Option(help="Steps A-B, or one step.")] = None,
+    before_version: Annotated[
+        int | None, typer.Option(help="Steps that started from a version below this.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Give steps up for replay, so that `rollbook store retain` may drop what only they needed."""
+    from rollbook.cli.store.retention import run_retire
+
+    run_retire(store, run, policy, reason, steps, before_version, json)
+
+
+@store_app.command("erase")
+def store_erase(
+    store: StoreOption,
+    trajectory: Annotated[str, typer.Option(help="The client's name of the trajectory, or its id.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log; not the text itself.")],
+    run: Run = None,
+    keep_tokens: Annotated[
+        bool, typer.Option("--keep-tokens", help="Keep token ids and logprobs: trainable, replayable.")
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Also where steps can then not be replayed, or a training not go on."),
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove the text of one trajectory from every file of the store.
+
+    Where training used it, the steps are named that could not be replayed then, and nothing is done without
+    --yes (exit code 2).
+    """
+    from rollbook.cli.store.retention import run_erase
+
+    run_erase(store, trajectory, run, keep_tokens, yes, reason, json)

@@ -1,0 +1,187 @@
+"""`rollbook store verify` and `repair`: the reports of `upkeep`, with a progress bar on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.cli.progress import progress
+from rollbook.cli.terminal import Console, print_json
+from rollbook.store.events import CheckpointWritten, Json
+from rollbook.store.log.store import Store
+from rollbook.store.open import open_store
+from rollbook.store.upkeep.verify import (
+    Fault,
+    Incomplete,
+    LaneRepaired,
+    LaneVerified,
+    incomplete_turns,
+    lane_bytes,
+    repair_store,
+    verify_store,
+)
+
+MOST_NAMED = 1000
+"""Incomplete turns that are named; of more it is only said that there are."""
+_MIB = 1 << 20
+
+
+def run_verify(path: Path, weights: bool, as_json: bool) -> int:
+    """Verify the store and print what was found; the exit code: 0, or 1 where something is wrong.
+
+    Where every lane is whole, turns are looked for that lack the events they rest on.
+
+    Args:
+        weights: read checkpoints too.
+
+    Raises:
+        NotAStoreError: there is none.
+    """
+    log = open_store(path)
+    with _progress(log) as on_bytes:
+        found = verify_store(log, on_bytes)
+    damaged = any(lane.fault for lane in found)
+    incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
+    of_weights = _of_weights(log) if weights and not damaged else None
+    if as_json:
+        found_json: Json = {"lanes": [lane.as_json() for lane in found]}
+        found_json["incomplete"] = [turn.as_json() for turn in incomplete]
+        found_json["weights"] = None if of_weights is None else of_weights.as_json()
+        print_json(found_json)
+    else:
+        _print(log.path, found)
+        _print_incomplete(incomplete)
+        if not damaged:
+            _print_weights(log, of_weights)
+    return 1 if damaged or incomplete or (of_weights and of_weights.faults) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What was found of checkpoints and of what is said of weights: how many were read, what is wrong."""
+
+    checkpoints: int
+    faults: list[str]
+
+    def as_json(self) -> Json:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def _of_weights(log: Store) -> _Weights:
+    from rollbook.replay.claims.backed import checkpoint_faults, checkpoints_of, unbacked_in
+
+    held = checkpoints_of(log)
+    with progress("reading checkpoints", len(held)) as advance:
+        faults: list[object] = [*checkpoint_faults(log, held, advance), *unbacked_in(log)]
+    return _Weights(len(held), [str(fault) for fault in faults])
+
+
+def _print_weights(log: Store, found: _Weights | None) -> None:
+    console = Console()
+    if found is None:
+        if next(iter(log.events_of({CheckpointWritten.KIND})), None) is not None:
+            console.print("checkpoints were not read: --weights compares them with the log, too")
+        return
+    if not found.faults:
+        are = "checkpoint is" if found.checkpoints == 1 else "checkpoints are"
+        console.print(f"{found.checkpoints} {are} what the log says, and what was served is backed by them")
+    for fault in found.faults:
+        console.print(fault, soft_wrap=True, style="red", markup=False)
+
+
+def run_repair(path: Path, as_json: bool) -> int:
+    """Repair the store and print what was done; the exit code: 0, or 1 where something is still damaged.
+
+    Raises:
+        NotAStoreError: there is none.
+        LaneLockedError, UpkeepError, RemoteError: as `upkeep.repair`.
+    """
+    log = open_store(path)
+    with _progress(log) as on_bytes:
+        lanes = repair_store(log, on_bytes)
+    if as_json:
+        print_json({"lanes": [lane.as_json() for lane in lanes]})
+    else:
+        _print_repaired(lanes)
+    return 1 if any(lane.fault for lane in lanes) else 0
+
+
+@contextlib.contextmanager
+def _progress(log: Store) -> Iterator[Callable[[str, int], None]]:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        total = sum(lane_bytes(log.path, lane) for lane in log.lanes())
+        task = progress.add_task("verifying", total=total)
+        yield lambda lane, count: progress.update(task, advance=count, description=f"verifying {lane}")
+
+
+def _print_repaired(lanes: list[LaneRepaired]) -> None:
+    console = Console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("lane", "repaired", "whole"):
+        table.add_column(name, justify="right" if name == "repaired" else "left")
+    for lane in lanes:
+        whole = Text("yes") if lane.fault is None else Text("no", "red")
+        table.add_row(lane.lane, str(len(lane.repaired)), whole)
+    console.print(table)
+    for lane in lanes:
+        for fault in lane.repaired:
+            said = f"lane {lane.lane}: {fault}: removed; sealed unit {fault.unit} is read instead"
+            console.print(said, soft_wrap=True)
+        if lane.fault is not None:
+            said = f"lane {lane.lane}: {lane.fault}: left as it is; restore the file from a copy"
+            console.print(said, soft_wrap=True, style="red")
+
+
+def _remedy(path: Path, fault: Fault) -> str:
+    if fault.unit is None:
+        return "restore the file from a copy, and verify again"
+    return (
+        f"sealed unit {fault.unit} holds the same events and is whole: "
+        f"rollbook store repair --store {shlex.quote(str(path))}"
+    )
+
+
+def _print(path: Path, found: list[LaneVerified]) -> None:
+    console = Console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("lane")
+    for name in ("events", "units", "WAL files", "MiB"):
+        table.add_column(name, justify="right")
+    table.add_column("whole")
+    for lane in found:
+        counts = (lane.events, lane.units, lane.wal_files)
+        whole = Text("yes") if lane.fault is None else Text("no", "red")
+        table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / _MIB:,.1f}", whole)
+    console.print(table)
+    if left_out := sum(lane.left_out for lane in found):
+        console.tell(f"an excerpt: {left_out:,} events of these lanes were left out of it")
+    for lane in found:
+        if lane.fault is not None:
+            console.print(
+                f"lane {lane.lane}: {lane.fault}: {_remedy(path, lane.fault)}",
+                soft_wrap=True,
+                style="red",
+            )
+
+
+def _print_incomplete(turns: list[Incomplete]) -> None:
+    console = Console()
+    for turn in turns[:MOST_NAMED]:
+        console.print(str(turn), soft_wrap=True, style="red")
+    if len(turns) > MOST_NAMED:
+        console.print(f"and more than {MOST_NAMED} others", style="red")

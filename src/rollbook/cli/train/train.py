@@ -1,0 +1,122 @@
+"""`rollbook train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rollbook.cli.options import AsOf, LeaveOut, RowFormat, RowKeys, SkipBad, Source, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.train.config.config import TrainConfig
+
+AbandonAfter = Annotated[
+    int | None,
+    typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
+]
+RanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need.")
+]
+Launch = Annotated[
+    Literal["here", "ray"],
+    typer.Option(help="Where ranks run: on this host, or where Ray places them."),
+]
+Strategy = Annotated[
+    Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+    typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="First import this file of chats, or what is new in it: docs/importing.md."),
+]
+Keys = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")]
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
+]
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Print the memory that each rank will need, and train nothing.")
+]
+PlaceWithin = Annotated[
+    float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
+]
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
+    store: StoreOption,
+    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    as_of: AsOf = "head",
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
+    set_: Keys = None,
+    abandon_after: AbandonAfter = None,
+    ranks: RanksOption = None,
+    launch: Launch = "here",
+    strategy: Strategy = "PACK",
+    place_within: PlaceWithin = 60.0,
+    data: Data = None,
+    format: RowFormat = "auto",
+    key: RowKeys = None,
+    skip_bad: SkipBad = False,
+    leave_out: LeaveOut = "",
+    show_config: ShowConfig = False,
+    plan: Plan = False,
+    json: Annotated[bool, typer.Option("--json", help="With --plan: one JSON object.")] = False,
+) -> None:
+    """Train from the log. Every step is planned and committed as events, so it can be replayed.
+
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on. Where it
+    cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
+    With --launch ray, Ray places the ranks on the nodes of its cluster; this process is rank 0.
+    Under torchrun or Slurm the same command finds its rank in the environment. See docs/ranks.md.
+    With --data FILE, rank 0 imports it first with the tokenizer of CONFIG's model; what is there stays.
+    The keys of CONFIG are in docs/configuration.md.
+    """
+    from rollbook.train.config.files import load_config
+
+    if json and not plan:
+        raise typer.BadParameter("goes with --plan alone", param_hint="--json")
+    settings = load_config(config, set_ or [])
+    if show_config:
+        from rollbook.cli.terminal import say
+        from rollbook.train.config.docs import as_toml
+
+        say(as_toml(settings))
+        return
+    if plan:
+        from rollbook.cli.train.training_plan import print_plan
+
+        print_plan(settings, store, as_of, ranks, as_json=json)
+        return
+    placing, rows = (launch, strategy, place_within), (data, format, key or [], skip_bad, leave_out)
+    _train(settings, store, source, as_of, lane, abandon_after, ranks, placing, rows)
+
+
+def _train(
+    config: TrainConfig,
+    store: Path,
+    source: Source,
+    as_of: str,
+    lane: str,
+    abandon_after: int | None,
+    ranks: int | None,
+    placing: tuple[str, str, float],
+    rows: tuple[Path | None, str, list[str], bool, str],
+) -> None:
+    """Train, after the import that was asked for."""
+    from rollbook.cli.train.training import run_train
+
+    (file, shape, keys, skip_bad, leave_out), (launch, strategy, within_s) = rows, placing
+    bring = None
+    if file is not None:
+        from rollbook.cli.importing import training_data
+
+        if source is not Source.cut or as_of != "head":
+            raise typer.BadParameter("goes with --source cut, as of head", param_hint="--data")
+        bring = training_data(file, config, store, shape, keys, skip_bad=skip_bad, leave_out=leave_out)
+    elif keys or skip_bad or leave_out or shape != "auto":
+        options = "--format, --key, --skip-bad and --leave-out"
+        raise typer.BadParameter("goes with --data alone", param_hint=options)
+    placed = (strategy, within_s) if launch == "ray" else None
+    run_train(config, store, source.value, as_of, lane, abandon_after, ranks, placed, bring)

@@ -1,0 +1,162 @@
+"""Calls of an SGLang server's routes for information and control, with aiohttp.
+
+What an engine answers, read within bounds: one that never ends takes no memory without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rollbook.edge.server_sent_events import Message, MessageReader
+from rollbook.engines.address import EngineAddress
+from rollbook.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
+from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.store.events import Json
+
+CONNECT_S = 10.0
+ASK_S = 30.0
+"""For questions that need no model. A completion may take as long as it takes."""
+CHECKSUMS_S = 600.0
+"""For the checksums of all weights, which stand in the way of whatever runs for seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What opens a server: the login in its address, or its --api-key; for control its --admin-api-key."""
+
+    address: EngineAddress
+    api: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+    def headers(self, *, control: bool = False) -> dict[str, str]:
+        """What a request carries.
+
+        Raises:
+            ConfigError: there are a login and a key, and one header.
+        """
+        key = (self.admin or self.api) if control else self.api
+        return {"content-type": "application/json"} | self.address.headers(key)
+
+
+@dataclass(slots=True, eq=False)
+class SglangServer:
+    """One server. Every failure is an `EngineError` that names it."""
+
+    url: str
+    session: aiohttp.ClientSession
+    keys: Keys
+
+    async def ask(self, path: str) -> tuple[int, Any]:
+        """(status, the JSON that a GET is answered with, None if it is none)
+
+        Raises:
+            EngineLostError: nothing answers.
+        """
+        return await self._call("GET", path, None, ASK_S)
+
+    async def model_info(self) -> Json:
+        """What it says of its model and of its weights.
+
+        Raises:
+            EngineError: it is no SGLang server, or does not let us in.
+        """
+        return self._object("/model_info", *await self.ask("/model_info"))
+
+    async def server_info(self) -> Json:
+        """What it says of itself.
+
+        Raises:
+            EngineError: it is no SGLang server, or does not let us in.
+        """
+        return self._object("/server_info", *await self.ask("/server_info"))
+
+    async def checksums(self) -> list[RankChecksums]:
+        """Every rank's own checksums of the tensors that it holds now.
+
+        Raises:
+            EngineError: it does not report them.
+        """
+        answer = await self._call("POST", "/weights_checker", QUESTION, CHECKSUMS_S)
+        return read_ranks(self._object("/weights_checker", *answer), self.url)
+
+    async def name_weights(self, name: str) -> None:
+        """Have it call its weights by this name from here on, also in what runs.
+
+        Raises:
+            EngineError: it refuses.
+        """
+        body = {"new_version": name, "abort_all_requests": False}
+        answer = await self._call("POST", "/update_weight_version", body, ASK_S)
+        self._object("/update_weight_version", *answer)
+
+    async def _call(self, method: str, path: str, body: Json | None, seconds: float) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_S)
+        data = None if body is None else orjson.dumps(body)
+        headers = self.keys.headers(control=body is not None)
+        try:
+            async with self.session.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as reply:
+                answer = await read_answer(reply)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = str(error) or type(error).__name__  # a time-out has no text; their repr is long
+            text = f"no SGLang server answers at {self.url} ({why}): start one, or correct --engine-url"
+            raise EngineLostError(text) from error
+        try:
+            return reply.status, orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            return reply.status, None
+
+    def _object(self, path: str, status: int, reply: Any) -> Json:
+        if status in (401, 403):
+            raise EngineError(
+                f"{self.url}{path} answers {status}: give its --api-key by --engine-key, and its "
+                "--admin-api-key by --engine-admin-key"
+            )
+        if status != 200 or not isinstance(reply, dict) or reply.get("success") is False:
+            why = f": {str(reply.get('message'))[:300]}" if isinstance(reply, dict) else ": is it SGLang?"
+            raise EngineError(f"{self.url}{path} answers {status}{why}")
+        return reply
+
+
+MOST_BYTES = 512 << 20
+"""Of one answer, or one message of a stream: the experts of a hundred thousand tokens are a third of it."""
+TOLD_BYTES = 8 << 20
+"""Bytes read of an error's body, or of a body that is not used."""
+
+
+async def read_answer(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> bytes:
+    """The whole body.
+
+    Raises:
+        EngineError: it is larger than that.
+    """
+    found = bytearray()
+    async for data in reply.content.iter_any():
+        found += data
+        _check(reply, len(found), most)
+    return bytes(found)
+
+
+async def read_stream(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> AsyncIterator[Message]:
+    """A stream's messages, however they are cut into packets; one that is cut short at the end is dropped.
+
+    Raises:
+        EngineError: one is longer than that.
+    """
+    reader = MessageReader()
+    async for data in reply.content.iter_any():
+        for message in reader.feed(data):
+            yield message
+        _check(reply, reader.waiting, most)
+
+
+def _check(reply: aiohttp.ClientResponse, size: int, most: int) -> None:
+    if size > most:
+        path = reply.url.path
+        raise EngineError(f"the engine's answer to {path} goes on after {most} bytes: is it one?")

@@ -1,0 +1,134 @@
+"""Weights as named tensors: read from a model directory, and digested wherever they are.
+
+Engines verify what they loaded with this, and the trainer what it wrote: one digest for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+
+from rollbook.engines.model_files import check_unchanged, origin_of, weight_files
+from rollbook.store.digest import combine, tensor_line
+from rollbook.store.errors import ModelError
+from rollbook.store.safe_paths import reading
+
+Tensors = dict[str, torch.Tensor]
+Look = Callable[[str, torch.Tensor], None]
+"""Called with the name of a tensor and the tensor; it may raise."""
+HASHERS = {"cpu": 2, "cuda": 8}
+"""Threads that hash tensors of a device: of a CPU few, since it computes as well."""
+LARGE = 1 << 21
+"""Bytes of a tensor that a thread is given."""
+
+
+def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes, row-major; copied only from another device, or from a view with gaps."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_cuda:  # pinned memory, which torch keeps for the next: four times as fast
+        host = torch.empty_like(flat, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        torch.cuda.current_stream(flat.device).synchronize()
+        flat = host
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def line_of(name: str, tensor: torch.Tensor) -> str:
+    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes.
+
+    bfloat16 and float16 are taken as the float32 that has their values: weights are the same ones whichever
+    of these types holds them.
+    """
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    dtype = str(wide.dtype).removeprefix("torch.")
+    return tensor_line(name, dtype, wide.shape, tensor_bytes(wide).data)
+
+
+def digest_tensors(tensors: Tensors) -> str:
+    """The digest of `store.digest` over torch tensors of any type and device."""
+    return digest_stream(tensors.items())
+
+
+def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
+    """The same of tensors that come one at a time. Arguments as of `lines_of_stream`."""
+    return combine(lines_of_stream(tensors, look))
+
+
+def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> list[str]:
+    """The lines in a digest of tensors that come one at a time; large ones are hashed by threads meanwhile.
+
+    Args:
+        look: what is to look at each tensor first.
+    """
+    lines: list[str] = []
+    waiting: deque[Future[str]] = deque()
+    with ThreadPoolExecutor(max(HASHERS.values())) as pool:
+        for name, tensor in tensors:
+            if look is not None:
+                look(name, tensor)
+            if tensor.nbytes < LARGE:
+                lines.append(line_of(name, tensor))
+                continue
+            if len(waiting) >= HASHERS.get(tensor.device.type, 1):  # no more of them are kept in memory
+                lines.append(waiting.popleft().result())
+            waiting.append(pool.submit(line_of, name, tensor))
+        lines += [line.result() for line in waiting]
+    return lines
+
+
+def checksums(tensors: Tensors) -> dict[str, str]:
+    """SGLang's checksum of each tensor where it runs on a CPU: the first 8 bytes of SHA-256, hexadecimal."""
+    return {name: hashlib.sha256(tensor_bytes(t).data).hexdigest()[:16] for name, t in tensors.items()}
+
+
+def read_weights(model: Path) -> Tensors:
+    """The tensors of a Hugging Face model directory's safetensors files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    return dict(stream_files(model))
+
+
+def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, one tensor at a time.
+
+    Raises:
+        ModelError: as `read_weights`.
+    """
+    with reading(model):
+        files = weight_files(model)
+        if not files:
+            raise ModelError(f"{model}: holds no safetensors weights")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    for name in handle.keys():  # noqa: SIM118
+                        yield name, handle.get_tensor(name)
+            except Exception as error:
+                raise ModelError(f"{file}: cannot be read: {error}") from error
+
+
+def read_unchanged(model: Path) -> Tensors:
+    """As `read_weights`; of a checkpoint, or a model that was exported, only what it says that it holds.
+
+    Raises:
+        ModelError: as `read_weights`; or the weights were changed after they were written.
+    """
+    weights, origin = read_weights(model), origin_of(model)
+    if origin is not None:
+        check_unchanged(model, origin, digest_tensors(weights))
+    return weights
+
+
+def widened(tensors: Tensors) -> Tensors:
+    """The tensors in float32: exact for bfloat16 and float16, and nothing new where they are float32."""
+    return {name: tensor.float() for name, tensor in tensors.items()}

@@ -1,0 +1,333 @@
+"""Scores of ended rollouts: components, each by a function, a program or a judge, and their weighted sum.
+
+Judges of what agents did: somebody's service, and a model that is asked through a proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.rollouts.agents.agentic import LLM
+from rollbook.rollouts.config import JudgeConfig, RolloutConfig, ScoreConfig
+from rollbook.rollouts.launchers.agent_environment import Address, passed, placed
+from rollbook.rollouts.launchers.launching import Launch, Launcher
+from rollbook.rollouts.outcome import Attempt
+from rollbook.rollouts.proxy import FAILURES, Http, Proxy, bearer
+from rollbook.rollouts.tasks import Task
+from rollbook.store.errors import RolloutError
+from rollbook.store.events import VOID, Json
+from rollbook.store.ids import new_id
+from rollbook.store.load_object import called, imported
+
+SHOWN = 2000
+"""Characters of a scorer's error that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What scorers said.
+
+    Attributes:
+        values: component -> number.
+        errors: component -> why it has none. Then there is no sum: a scorer that fails is no reward of 0.
+        total: the weighted sum; None without a component, or with one that failed.
+    """
+
+    values: Mapping[str, float]
+    errors: Mapping[str, str]
+    total: float | None
+
+    @property
+    def described(self) -> Json:
+        """As the log has it."""
+        return {**self.values, **{name: {"error": why} for name, why in self.errors.items()}}
+
+
+class Scorers:
+    """The scorers of a CONFIG. As a context manager it closes its connections.
+
+    Args:
+        proxy: of the agents.
+        launcher: of programs.
+
+    Raises:
+        ConfigError: it names a function, and there is none such, or a variable that is not set.
+    """
+
+    def __init__(self, config: RolloutConfig, proxy: Proxy, launcher: Launcher | None) -> None:
+        self._config, self._proxy, self._launcher = config, proxy, launcher
+        self._close = contextlib.AsyncExitStack()
+        self._score = {one.name: self._scorer(one) for one in config.score}
+
+    async def __aenter__(self) -> Scorers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close.aclose()
+
+    async def score(self, task: Task, trajectory: str, folder: Path) -> Scores | None:
+        """Have every component scored, side by side; None: there are none.
+
+        Raises:
+            RolloutError: the agents' proxy does not say what the agent said.
+        """
+        components, limit_s = self._config.score, self._config.clocks.scoring_s
+        if not components:
+            return None
+        attempt = Attempt(trajectory, folder)
+        if not all(one.command for one in components):  # a program is given no more than the folder
+            said = await self._proxy.trajectory(trajectory)
+            attempt = replace(
+                attempt, conversations=said["conversations"], trajectory_id=said["trajectory_id"]
+            )
+
+        async def one(component: ScoreConfig) -> float:
+            async with asyncio.timeout(limit_s):
+                number: float = await self._score[component.name](task, attempt)
+                return number
+
+        found = await asyncio.gather(*map(one, components), return_exceptions=True)
+        return _summed(components, found, limit_s)
+
+    def _scorer(self, one: ScoreConfig) -> Callable[[Task, Attempt], Any]:
+        if one.function is not None:
+            return _by_function(one.function)
+        if one.url is not None:
+            http = HttpJudge(one.name, one.url, one.token_variable)
+            self._close.push_async_callback(http.close)
+            return http.score
+        if one.judge is not None:
+            proxy = self._proxy
+            if one.judge.proxy is not None:
+                proxy = Proxy(one.judge.proxy, os.environ.get(one.judge.key_variable))
+                self._close.push_async_callback(proxy.http.close)
+            return ModelJudge(one.name, one.judge, proxy).score
+        assert self._launcher is not None
+        return _ByProgram(one, self._launcher, passed(self._config.agent, os.environ)).score
+
+
+def _summed(components: Sequence[ScoreConfig], found: Sequence[Any], limit_s: float) -> Scores:
+    values: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for component, said in zip(components, found, strict=True):
+        if isinstance(said, BaseException):
+            if not isinstance(said, Exception):
+                raise said
+            late = isinstance(said, TimeoutError)
+            why = f"it took longer than {limit_s:g} s" if late else f"{type(said).__name__}: {said}"
+            errors[component.name] = why[:SHOWN]
+        else:
+            values[component.name] = said
+    total = None if errors else math.fsum(one.weight * values[one.name] for one in components)
+    return Scores(values, errors, total)
+
+
+def _by_function(name: str) -> Callable[[Task, Attempt], Any]:
+    function = imported(name, "score.function")
+
+    async def score(task: Task, attempt: Attempt) -> float:
+        return number_of(await called(function, task, attempt), name)
+
+    return score
+
+
+class _ByProgram:
+    """A program in the agent's folder."""
+
+    def __init__(self, component: ScoreConfig, launcher: Launcher, environment: Mapping[str, str]) -> None:
+        self._component, self._launcher, self._environment = component, launcher, environment
+        self._command = placed(component.command)
+
+    async def score(self, task: Task, attempt: Attempt) -> float:
+        """What its last line says."""
+        name = self._component.command[0]
+        folder = attempt.folder / f"score-{self._component.name}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        told = {
+            "ROLLBOOK_TASK_FILE": str(attempt.folder / "task.json"),
+            "ROLLBOOK_TRAJECTORY_ID": attempt.trajectory,
+            "ROLLBOOK_FOLDER": str(attempt.folder),
+        }
+        launch = Launch(
+            launch_id=f"score-{uuid.uuid4()}",
+            command=self._command,
+            environment={**self._environment, **told},
+            folder=attempt.folder,
+            output=folder,
+        )
+        running = await self._launcher.start(launch)
+        try:
+            ended = await running.wait()
+        except BaseException:
+            await running.stop(0)
+            raise
+        said = (folder / "stdout.log").read_text(errors="replace").strip()
+        if ended.code != 0:
+            errors = (folder / "stderr.log").read_text(errors="replace")[-SHOWN:]
+            how = f"signal {ended.signal}" if ended.code is None else f"exit code {ended.code}"
+            raise RolloutError(f"{name} ended with {how}: {errors}")
+        return read_number(said, name)
+
+
+PAUSE_S = 0.5
+"""Before a request is sent again; twice as long before each further time."""
+ANSWER_SHOWN = 300
+_PASSING = frozenset({408, 409, 425, 429})
+"""Answers that pass by themselves, beside those of 500 and more."""
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+class HttpJudge:
+    """A service that is sent what an agent was to do and what it said.
+
+    Raises:
+        ConfigError: the variable that holds its token is not set.
+    """
+
+    def __init__(self, name: str, url: str, token_variable: str | None) -> None:
+        self._name, self._url = name, url
+        self._client = Http(bearer(token_variable, "score.token_variable"))
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.close()
+
+    async def score(self, task: Task, attempt: Attempt) -> float:
+        """Its number; asked again for as long as it is away.
+
+        Raises:
+            RolloutError: it refuses, or answers no number.
+        """
+        body = {
+            "task": task.values,
+            "names": {"task": task.name, "trajectory": attempt.trajectory, "scorer": self._name},
+            "trajectory_id": attempt.trajectory_id,
+            "conversations": list(attempt.conversations),
+        }
+        key = {"idempotency-key": f"{attempt.trajectory_id}.{self._name}.{new_id()[-8:]}"}
+        pause = PAUSE_S
+        while True:
+            try:
+                answer = await self._client.send("POST", self._url, body, key)
+            except FAILURES:
+                pass
+            else:
+                if answer.status < 300:
+                    return read_number(answer.text, self._url, whole=True)
+                if answer.status < 500 and answer.status not in _PASSING:
+                    said = answer.text[:ANSWER_SHOWN]
+                    raise RolloutError(f"{self._url} answered {answer.status}: {said}")
+            await asyncio.sleep(pause)
+            pause *= 2
+
+
+class ModelJudge:
+    """A model that is asked; what it is asked and says is a trajectory of split `judge`.
+
+    Args:
+        proxy: that has the model.
+    """
+
+    def __init__(self, name: str, judge: JudgeConfig, proxy: Proxy) -> None:
+        self._name, self._judge, self._proxy = name, judge, proxy
+
+    async def score(self, task: Task, attempt: Attempt) -> float:
+        """The number in its reply.
+
+        Raises:
+            RolloutError: the proxy or its engine is away, or there is no number in the reply.
+        """
+        own = f"{attempt.trajectory}.{self._name}.{new_id()[-8:]}"
+        labels = {"scorer": self._name, "judges": attempt.trajectory}
+        opened = await self._proxy.open_judge(own, attempt.trajectory_id, labels)
+        status = VOID  # of what somebody stops, or the engine fails
+        try:
+            address = Address(self._proxy.url, own, opened.key)
+            model = LLM(self._proxy.http, address.openai, address.key, own)
+            said = await model.chat(
+                self._asked(task, attempt), **{"model": self._judge.model, **self._judge.options}
+            )
+            status = "failed"
+            found = self._number(str(said.get("content") or ""))
+            status = "completed"
+            return found
+        finally:
+            await self._proxy.finish(own, {"status": status})
+
+    def _asked(self, task: Task, attempt: Attempt) -> list[Json]:
+        values = {name: _text(value) for name, value in task.values.items()}
+        values |= {"answer": attempt.answer, "conversation": _spoken(attempt.messages)}
+        system = [] if self._judge.system is None else [{"role": "system", "content": self._judge.system}]
+        return [*system, {"role": "user", "content": filled(self._judge.prompt, values)}]
+
+    def _number(self, said: str) -> float:
+        if self._judge.parse is None:
+            return read_number(said, self._judge.model)
+        found = re.findall(self._judge.parse, said)
+        if not found:
+            text = f"{self._judge.model} said {said[-ANSWER_SHOWN:]!r}, in which {self._judge.parse!r} finds nothing"
+            raise RolloutError(text)
+        return read_number(found[-1], self._judge.model)
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """A template with its `{name}`s replaced, of which there are values. What values hold is no template."""
+    return _PLACE.sub(lambda found: values.get(found[1], found[0]), template)
+
+
+def read_number(said: str, name: str, *, whole: bool = False) -> float:
+    """The number that a text ends with, on a line of its own, or has as `reward` of an object there.
+
+    Args:
+        name: who said it.
+        whole: all of it is that, whatever its lines.
+
+    Raises:
+        RolloutError: it does not.
+    """
+    lines = said.strip().splitlines()
+    line = said if whole else lines[-1] if lines else ""
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        where = "answered" if whole else "said, as its last line,"
+        text = f"{name} {where} {line[:100]!r}: a number, or an object with `reward`, is wanted"
+        raise RolloutError(text) from error
+    return number_of(found["reward"] if isinstance(found, dict) and "reward" in found else found, name)
+
+
+def number_of(said: Any, name: str) -> float:
+    """What somebody gave, as a number.
+
+    Raises:
+        RolloutError: it is none, or is not finite.
+    """
+    if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
+        raise RolloutError(f"{name} gave {said!r}: a finite number is wanted")
+    return float(said)
+
+
+def _spoken(messages: Sequence[Json]) -> str:
+    """A conversation as text."""
+    return "\n\n".join(f"{message.get('role', '?')}:\n{_said(message)}" for message in messages)
+
+
+def _said(message: Json) -> str:
+    calls = message.get("tool_calls")
+    parts = [_text(message.get("content") or "")] + ([orjson.dumps(calls).decode()] if calls else [])
+    return "\n".join(part for part in parts if part)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()

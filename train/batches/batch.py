@@ -1,0 +1,356 @@
+"""The batch of one optimizer step as aligned arrays, a pure function of its samples' experience.
+
+Mini-batches: the parts of a rollout batch that its optimizer steps take.
+
+Shares out samples so that forward passes are of about equal work.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store.digest import digest_arrays
+from rollbook.store.events import Json
+from rollbook.store.events.routed_experts import ExpertIds
+from rollbook.train.algorithms.algorithm import Demand
+from rollbook.train.algorithms.rollouts import Floats, Singles
+from rollbook.train.batches.experience import Experience
+from rollbook.train.select.routing import FREE, Mixture, experts_of
+from rollbook.train.select.samples import Sample
+
+Partition = list[list[list[int]]]
+"""Data-parallel rank -> micro-batch -> positions of its samples in the batch."""
+
+
+def micro_batches_of(parts: Partition) -> list[list[int]]:
+    """The micro-batches of all data-parallel ranks, rank by rank."""
+    return [part for rank in parts for part in rank]
+
+
+def shares_of(parts: Partition) -> tuple[int, ...]:
+    """How many micro-batches each data-parallel rank takes."""
+    return tuple(map(len, parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """B samples padded to the longest (T), all [B, T]; tokens, versions int64, loss_mask bool, else float32.
+
+    `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples without
+    logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
+    and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
+    `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and
+    `batch_score` of the whole batch: for reward models. `lengths`, int64 [B], are how many tokens the samples
+    have, of a micro-batch that the model is given packed, without the padding; None: it is given [B, T].
+    `experts`, int16 [B, T, layers, topk], are those that each token is sent to, `FREE` where routers choose;
+    None: they always do.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_logprobs: Singles
+    temperatures: Singles
+    advantages: Singles
+    versions: npt.NDArray[np.int64]
+    old_logprobs: Singles | None = None
+    reference_logprobs: Singles | None = None
+    weights: Singles | None = None
+    old_values: Singles | None = None
+    returns: Singles | None = None
+    margins: Singles | None = None
+    rewards: Singles | None = None
+    batch_score: float | None = None
+    lengths: npt.NDArray[np.int64] | None = None
+    experts: ExpertIds | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The experience of a step's samples, their micro-batches rank by rank, and how many are each rank's."""
+
+    experience: Experience
+    micro_batches: tuple[MicroBatch, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples, in order."""
+        return self.experience.samples
+
+    @property
+    def rewards(self) -> Floats:
+        """The reward of each, float64 [N]; NaN where it has none."""
+        return self.experience.rewards
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with loss, over the whole batch."""
+        return int(sum(m.loss_mask.sum() for m in self.micro_batches))
+
+    @property
+    def trained_samples(self) -> int:
+        """Samples with a token that has loss."""
+        return int(sum(m.loss_mask.any(-1).sum() for m in self.micro_batches))
+
+    def digests(self) -> Json:
+        """Digests of the stages that come before the loss.
+
+        Each stage holds what the others do not, so that a change names its own stage.
+        """
+        what = ("tokens", "loss_mask", "versions", "temperatures")
+        arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.samples) for name in what}
+        layout = {f"micro.{i}": m.tokens for i, m in enumerate(self.micro_batches)}
+        routed = {f"micro.{i}": m.experts for i, m in enumerate(self.micro_batches) if m.experts is not None}
+        found = {"samples": digest_arrays(arrays | layout)}
+        found |= {"routed_experts": digest_arrays(routed)} if routed else {}
+        return found | self.experience.digests()
+
+
+def partition(count: int, micro_batch_size: int | None, ranks: int = 1, unit: int = 1) -> Partition:
+    """Samples in order, shared out evenly over the ranks; `micro_batch_size` (default: all) to a micro-batch.
+
+    Args:
+        unit: samples that lie together in one micro-batch, as the two of a pair do.
+    """
+    size = max((micro_batch_size or max(count, 1)) // unit, 1)
+    shares = evenly(range(count // unit), ranks)
+    return [
+        [
+            [at * unit + i for at in share[start : start + size] for i in range(unit)]
+            for start in range(0, len(share), size)
+        ]
+        for share in shares
+    ]
+
+
+def packed_partition(
+    samples: Sequence[Sample], most: int, work: Callable[[int], int], unit: int, ranks: int = 1
+) -> Partition:
+    """Ranks of about equal work, and on each micro-batches of at most `most` tokens, of about equal work, as
+    many on each rank. A longer sample is one of its own.
+
+    Args:
+        work: of a forward pass over a sample of so many tokens.
+        unit: samples that lie together in one micro-batch, as the two of a pair do.
+    """
+    starts = range(0, len(samples), unit)
+    units = [[len(sample) for sample in samples[start : start + unit]] for start in starts]
+    lengths, works = [sum(one) for one in units], [sum(map(work, one)) for one in units]
+    return [
+        [[at * unit + i for at in part for i in range(unit)] for part in parts]
+        for parts in packs_of_ranks(lengths, works, most, ranks)
+    ]
+
+
+def build_batch(
+    experience: Experience, parts: Partition, *, packed: bool = False, mixture: Mixture | None = None
+) -> Batch:
+    """The batch of ordered samples, each token weighed by its advantage.
+
+    Args:
+        packed: the model is given the samples of a micro-batch one after the other, without padding.
+        mixture: of a model that replays the routing that the samples' turns record; None: it does not.
+    """
+    micro_batches = tuple(_collate(experience, part, packed, mixture) for part in micro_batches_of(parts))
+    return Batch(experience, micro_batches, shares_of(parts))
+
+
+def collate_tokens(
+    samples: Sequence[Sample],
+    masks: Sequence[npt.NDArray[np.bool_]],
+    *,
+    packed: bool = False,
+    mixture: Mixture | None = None,
+) -> MicroBatch:
+    """Samples as one micro-batch for a forward pass alone: advantages are 0.
+
+    Args:
+        masks: the trained tokens of each sample, bool [T]; never the first, which nothing precedes.
+        packed: the model is given the samples one after the other, without padding.
+        mixture: of a model that replays the routing that the samples' turns record; None: it does not.
+    """
+    shape = (len(samples), max(len(s) for s in samples))
+    micro = MicroBatch(
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.bool_),
+        np.zeros(shape, np.float32),
+        np.ones(shape, np.float32),
+        np.zeros(shape, np.float32),
+        np.full(shape, -1, np.int64),
+        lengths=np.array([len(sample) for sample in samples], np.int64) if packed else None,
+        experts=None if mixture is None else _experts(samples, shape, mixture),
+    )
+    for row, sample in enumerate(samples):
+        length = len(sample)
+        micro.tokens[row, :length] = sample.tokens
+        micro.loss_mask[row, :length] = masks[row]
+        micro.rollout_logprobs[row, :length] = sample.logprobs
+        micro.temperatures[row, :length] = sample.temperatures
+        micro.versions[row, :length] = sample.versions
+    if not np.isfinite(micro.rollout_logprobs).all():
+        np.nan_to_num(micro.rollout_logprobs, copy=False, nan=0.0)
+    return micro
+
+
+def _experts(samples: Sequence[Sample], shape: tuple[int, int], mixture: Mixture) -> ExpertIds:
+    placed = np.full((*shape, mixture.layers, mixture.topk), FREE, np.int16)
+    for row, sample in enumerate(samples):
+        placed[row, : len(sample)] = experts_of(sample, mixture)
+    return placed
+
+
+def free(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches for a model whose routers choose for themselves."""
+    return [replace(micro, experts=None) for micro in micro_batches]
+
+
+def _collate(of: Experience, part: list[int], packed: bool, mixture: Mixture | None) -> MicroBatch:
+    samples, masks = [of.samples[i] for i in part], [of.masks[i] for i in part]
+    micro = collate_tokens(samples, masks, packed=packed, mixture=mixture)
+    for row, i in enumerate(part):
+        if not of.advantages.per_token:
+            micro.advantages[row, : len(of.masks[i])] = of.advantages.values[i]
+    by_token = _spread(of, part, micro, of.advantages.values if of.advantages.per_token else None)
+    return replace(
+        micro,
+        advantages=micro.advantages if by_token is None else by_token,
+        old_logprobs=_spread(of, part, micro, of.scores.old_logprobs),
+        reference_logprobs=_spread(of, part, micro, of.scores.reference_logprobs),
+        weights=_spread(of, part, micro, of.weights),
+        old_values=_spread(of, part, micro, of.scores.values),
+        returns=_spread(of, part, micro, of.advantages.returns),
+        margins=of.margins[part].astype(np.float32),
+        rewards=of.rewards[part].astype(np.float32),
+        batch_score=of.scores.batch_score,
+    )
+
+
+def _spread(
+    of: Experience, part: list[int], micro: MicroBatch, values: npt.NDArray[np.floating] | None
+) -> Singles | None:
+    """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere."""
+    if values is None:
+        return None
+    placed = np.zeros(micro.tokens.shape, np.float32)
+    for row, i in enumerate(part):
+        placed[row, np.flatnonzero(of.masks[i])] = of.of(values, i)
+    return placed
+
+
+def in_sample_order(
+    micro_batches: Sequence[MicroBatch], parts: Partition, values: Sequence[npt.NDArray[np.float32]]
+) -> Singles:
+    """The values of the trained tokens of all samples, in the order of samples, float32 [P].
+
+    Args:
+        values: of each micro-batch float32 [B, T - 1]; column t is of token t + 1.
+    """
+    found: dict[int, Singles] = {}
+    for micro, part, of in zip(micro_batches, micro_batches_of(parts), values, strict=True):
+        found |= zip(part, token_values(micro, of), strict=True)
+    return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
+
+
+def token_values(micro: MicroBatch, values: npt.NDArray[np.float32]) -> list[Singles]:
+    """Of each sample of a micro-batch the values of its trained tokens.
+
+    Args:
+        values: float32 [B, T - 1]; column t is of token t + 1.
+    """
+    masks = micro.loss_mask[:, 1:]
+    return [row[mask] for row, mask in zip(values, masks, strict=True)]
+
+
+def mini_batches(count: int, demand: Demand, seed: int) -> list[list[int]]:
+    """Positions of the samples of each step on a rollout batch of `count` samples, in order.
+
+    Each epoch is a permutation of all samples, decided by the seed and its number, in `demand.mini_batches`
+    parts whose sizes differ by at most one; parts without a sample are left out. A single step takes all, in
+    their order.
+    """
+    if demand.steps == 1:
+        return [list(range(count))]
+    parts: list[list[int]] = []
+    for epoch in range(demand.epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        parts += [part.tolist() for part in np.array_split(order, demand.mini_batches) if len(part)]
+    return parts
+
+
+T = TypeVar("T")
+
+
+def balanced(work: Sequence[int], parts: int) -> list[list[int]]:
+    """Places of the items in `parts` parts whose sums of work are about equal; parts may be empty.
+
+    The largest differencing method (Karmarkar and Karp 1982): each item begins as a partition of its own,
+    and the two partitions whose parts differ most are joined, the heaviest part of one with the lightest of
+    the other. Ties are decided by place.
+
+    Returns:
+        Parts by their first place, empty ones last; the places of each in order.
+    """
+    none: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
+    heap = [(-of, place, [(of, [place]), *none]) for place, of in enumerate(work)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, one = heapq.heappop(heap)
+        _, second, other = heapq.heappop(heap)
+        joined = [(a + b, [*held, *more]) for (a, held), (b, more) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
+    found = [sorted(places) for _, places in heap[0][2]] if heap else []
+    found += [[] for _ in range(parts - len(found))]
+    return sorted(found, key=lambda places: (not places, places))
+
+
+def evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """The items in order, in `parts` parts of as equal size as can be; the first ones are the larger."""
+    each, more = divmod(len(items), parts)
+    ends = [at * each + min(at, more) for at in range(parts + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
+
+
+def packs(lengths: Sequence[int], work: Sequence[int], most: int, least: int = 1) -> list[list[int]]:
+    """Places of the items in few parts of at most `most` tokens each, of about equal work.
+
+    An item that is longer is a part of its own.
+
+    Args:
+        lengths: tokens of each item.
+        least: number of parts, where there are so many items.
+    """
+    if not lengths:
+        return []
+    count = min(max(-(-sum(lengths) // most), least), len(lengths))
+    while True:
+        parts = [part for part in balanced(work, count) if part]
+        fullest = max((sum(lengths[i] for i in part) for part in parts if len(part) > 1), default=0)
+        if fullest <= most:
+            return parts
+        count = min(max(count + 1, count * fullest // most), len(lengths))
+
+
+def packs_of_ranks(
+    lengths: Sequence[int], work: Sequence[int], most: int, ranks: int
+) -> list[list[list[int]]]:
+    """Places of the items by rank, of about equal work, and for each rank in parts as of `packs`: as many on
+    every rank that has so many items."""
+    places = balanced(work, ranks) if ranks > 1 else [list(range(len(lengths)))]
+    least, found = 1, list[list[list[int]]]()
+    while True:
+        found = [packs([lengths[i] for i in own], [work[i] for i in own], most, least) for own in places]
+        fullest = max(map(len, found), default=0)
+        if all(
+            len(parts) == fullest or len(parts) == len(own) for parts, own in zip(found, places, strict=True)
+        ):
+            break
+        least = fullest
+    return [[[own[i] for i in part] for part in parts] for parts, own in zip(found, places, strict=True)]

@@ -1,0 +1,150 @@
+"""Units of training, at a cut: the samples that a recipe keeps, or pairs of them.
+
+Pairs of samples from recorded preferences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store import Store
+from rollbook.store.cut import Cut
+from rollbook.store.events import Json, PreferenceAdded
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.batches.materialize import Materializer
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.select.recipe import Drop, ModelLimits
+from rollbook.train.select.references import References
+from rollbook.train.select.samples import Sample
+from rollbook.train.select.sorting import sort_out
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """What a recipe makes of the samples of a cut, by their numbers among the references.
+
+    Attributes:
+        units: int64 [U, 1], a sample each; or [U, 2], the chosen and the rejected sample of a pair.
+        drops: (number, rule, detail).
+        margins: float64 [U], by how much each pair's chosen sample was recorded as better, NaN where that was
+            not said; None where the algorithm does not ask.
+    """
+
+    units: Ints
+    drops: Iterable[tuple[int, str, Json]]
+    margins: npt.NDArray[np.float64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def samples(self, at: Ints, materializer: Materializer) -> list[Sample]:
+        """The samples of some units, one after the other.
+
+        Raises:
+            CorruptionError, TrainError: as `Materializer.samples`.
+        """
+        found = materializer.samples(self.units[at].ravel().tolist())
+        if self.margins is None:
+            return found
+        margins = np.nan_to_num(self.margins[at], nan=0.0).tolist()
+        chosen = (replace(s, margin=m) for s, m in zip(found[0::2], margins, strict=True))
+        return [sample for pair in zip(chosen, found[1::2], strict=True) for sample in pair]
+
+    def named(self, found: References) -> list[Drop]:
+        """The drops, by name."""
+        drops = list(self.drops)
+        refs = found.refs([number for number, _, _ in drops])
+        return [Drop(ref, rule, detail) for ref, (_, rule, detail) in zip(refs, drops, strict=True)]
+
+
+def sort_units(
+    found: References,
+    log: Store,
+    cut: Cut,
+    run: str,
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
+) -> Units:
+    """The units that the recipe keeps for an algorithm, in order of their samples' names or of preferences.
+
+    Args:
+        version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
+
+    Raises:
+        CorruptionError: a file is damaged.
+    """
+    numbers, candidates = found.candidates()
+    kept, drops = sort_out(candidates, recipe, algorithm, version, limits)
+    drops = drops.called(numbers)
+    if "pairs" not in algorithm.needs:
+        return Units(numbers[kept][:, None], drops)
+    if "groups" in algorithm.needs:
+        return Units(numbers[kept].reshape(-1, 2), drops)
+    ids = found.trajectories["trajectory_id"].to_pylist()
+    of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
+    made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
+    concerned = [drop for drop in drops if ids[found.trajectory[drop[0]]] in made.named]
+    broken: list[tuple[int, str, Json]] = [(int(number), "pair_broken", {}) for number in made.alone]
+    return Units(made.pairs, concerned + broken, made.margins if "margins" in algorithm.needs else None)
+
+
+def _preferences(log: Store, cut: Cut, runs: Collection[str], recipe: RecipeConfig) -> list[PreferenceAdded]:
+    """The preferences of these runs that the recipe takes, lane by lane, each in order."""
+    return [
+        event.record
+        for event in log.events_of({PreferenceAdded.KIND}, cut)
+        if event.run in runs
+        and isinstance(event.record, PreferenceAdded)
+        and recipe.takes_preference(event.record.source)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paired:
+    """What became of preferences.
+
+    Attributes:
+        pairs: int64 [P, 2], numbers of the chosen and the rejected sample; in the order of first record.
+        margins: float64 [P], as first recorded; NaN where none was.
+        alone: samples that are kept, and in preferences whose other side is not, in ascending order.
+        named: ids of all trajectories that preferences name.
+    """
+
+    pairs: Ints
+    margins: npt.NDArray[np.float64]
+    alone: Ints
+    named: frozenset[str]
+
+
+def paired(preferences: Iterable[PreferenceAdded], kept: Mapping[str, int]) -> Paired:
+    """Pairs of samples whose two sides are kept. A preference that was recorded twice counts once.
+
+    Args:
+        kept: trajectory -> number of its only sample.
+    """
+    pairs: dict[tuple[int, int], float | None] = {}
+    named, alone = set[str](), set[int]()
+    for one in preferences:
+        ids = (one.trajectory_id, one.rejected_trajectory_id)
+        named.update(ids)
+        sides = [kept[i] for i in ids if i in kept]
+        if len(sides) == 2:
+            pairs.setdefault((sides[0], sides[1]), one.margin)
+        else:
+            alone.update(sides)
+    alone -= {side for pair in pairs for side in pair}
+    return Paired(
+        np.array(list(pairs), np.int64).reshape(-1, 2),
+        np.array([np.nan if margin is None else margin for margin in pairs.values()], np.float64),
+        np.array(sorted(alone), np.int64),
+        frozenset(named),
+    )

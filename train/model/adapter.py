@@ -1,0 +1,135 @@
+"""Low-rank factors as part of Megatron's linear layers. Imported once Megatron's device is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.nn.functional import linear
+
+from rollbook.train.config.lora import LoraConfig, Target
+from rollbook.train.model.lora import ADAPTED, is_row, linears, matrices_in, size_of
+from rollbook.train.model.reshard import RankLayout
+from rollbook.train.model.shape import ModelShape
+
+
+class Factors(torch.nn.Module):
+    """The factors of one matrix, or a rank's part of them: A [rank, in] and B [out, rank].
+
+    Ranks that share a matrix by its outputs share B by rows and have all of A; those that share it by inputs
+    share A by columns and have all of B. With sequences that they share, too, the gradients of what all have
+    are sums over ranks, which Megatron is told by a mark.
+    """
+
+    def __init__(
+        self, size: tuple[int, int], rank: int, like: torch.Tensor, layout: RankLayout, *, row: bool
+    ) -> None:
+        super().__init__()
+        rows, columns = size
+        made = {
+            "A": ((rank, columns // layout.tensor if row else columns), row, 1),
+            "B": ((rows if row else rows // layout.tensor, rank), not row, 0),
+        }
+        for name, (dims, split, dim) in made.items():
+            parameter: Any = torch.nn.Parameter(torch.zeros(dims, dtype=like.dtype))
+            # By these Megatron counts what all ranks have once in the gradient's norm, and sums the rest.
+            marks = {"partition_dim": dim if split else -1, "partition_stride": 1, "allreduce": True}
+            marks |= {"tensor_model_parallel": split and layout.tensor > 1}
+            marks |= {"sequence_parallel": layout.sequence and not split}
+            vars(parameter).update(marks)
+            self.register_parameter(name, parameter)
+
+
+class Adapter(torch.nn.Module):
+    """The factors of a linear layer's matrices, whose products are added to what the layer gives.
+
+    Attributes:
+        active: whether they are; else the layer gives what it would without.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        of: dict[Target, Factors],
+        shape: ModelShape,
+        lora: LoraConfig,
+        layout: RankLayout,
+    ) -> None:
+        super().__init__()
+        self._targets, self._scale, self._layout = tuple(targets), lora.scale, layout
+        self._widths = [size_of(shape, target)[0] // layout.tensor for target in targets]
+        self._groups = shape.kv_heads // layout.tensor if "q_proj" in targets else 0
+        self.active = True
+        for target, factors in of.items():
+            self.add_module(target, factors)
+
+    def added(self, _: torch.nn.Module, given: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What the layer gives, (output, bias), with the products added: a hook of its forward pass."""
+        if not self.active:
+            return output
+        found = self._by_inputs(given[0]) if is_row(self._targets[0]) else self._by_outputs(given[0])
+        return output[0] + self._scale * found, output[1]
+
+    def _by_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        factors: Any = self.get_submodule(self._targets[0])
+        inner = linear(x, factors.A)  # a sum over ranks, as narrow as the rank of the factors
+        if self._layout.sequence:
+            inner = reduce_scatter_to_sequence_parallel_region(inner)
+        else:
+            inner = reduce_from_tensor_model_parallel_region(inner)
+        return linear(inner, factors.B)
+
+    def _by_outputs(self, x: torch.Tensor) -> torch.Tensor:
+        if self._layout.sequence:
+            x = gather_from_sequence_parallel_region(x)
+        parts = [
+            self._part(x, target, width) for target, width in zip(self._targets, self._widths, strict=True)
+        ]
+        if self._groups:  # query heads, key head and value head of each group lie together
+            parts = [part.unflatten(-1, (self._groups, -1)) for part in parts]
+            return torch.cat(parts, -1).flatten(-2)
+        return torch.cat(parts, -1)
+
+    def _part(self, x: torch.Tensor, target: Target, width: int) -> torch.Tensor:
+        factors: Any = getattr(self, target, None)
+        if factors is None:
+            return x.new_zeros(*x.shape[:-1], width)
+        inner = linear(x, factors.A)
+        if not self._layout.sequence:  # what comes back to A and to x is a sum over ranks
+            inner = copy_to_tensor_model_parallel_region(inner)
+        return linear(inner, factors.B)
+
+
+def adapt(module: Any, shape: ModelShape, lora: LoraConfig, layout: RankLayout) -> list[Adapter]:
+    """Give the layers of a rank's GPTModel their factors, and leave all else untrained; before it is wrapped.
+
+    Raises:
+        ModelError: a target is a matrix of experts.
+    """
+    module.requires_grad_(False)
+    made: list[Adapter] = []
+    for layer in module.decoder.layers:
+        for name, targets in linears(shape, lora).items():
+            of = layer.get_submodule(name)
+            factors = {
+                target: Factors(size_of(shape, target), lora.rank, of.weight, layout, row=is_row(target))
+                for target in targets
+            }
+            adapter = Adapter(matrices_in(name), factors, shape, lora, layout)
+            of.add_module(ADAPTED.strip("."), adapter)
+            of.register_forward_hook(adapter.added)
+            made.append(adapter)
+    if layout.first:  # else layers that are computed again in the backward pass have nothing to come back to
+        module.embedding.register_forward_hook(_with_gradient)
+    return made
+
+
+def _with_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,0 +1,107 @@
+"""Packed micro-batches: samples one after the other in one row, in which no padding is computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollbook.train.batches.batch import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The S tokens of a micro-batch's samples, one sample after the other, and P - S more of nothing.
+
+    Attributes:
+        tokens, positions: int64 [1, P]; positions begin anew with each sample.
+        documents: where samples begin and end, as Megatron's attention takes it.
+        before_trained: int64 [N], the places whose next token is trained.
+        rows: int64 [S], the sample of each token.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    documents: Any
+    before_trained: torch.Tensor
+    rows: torch.Tensor
+
+
+def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
+    """The samples of a micro-batch as one row.
+
+    Args:
+        multiple: what the row's length is one of: as many zeros as it takes follow, as one more document.
+    """
+    assert micro.lengths is not None
+    real = np.arange(micro.tokens.shape[1]) < micro.lengths[:, None]
+    rows, columns = np.nonzero(real)
+    next_trained = np.zeros_like(real)
+    next_trained[:, :-1] = micro.loss_mask[:, 1:]
+    more = -len(rows) % multiple
+    ends = np.cumsum([0, *micro.lengths, *([more] if more else [])])
+    row = np.append(micro.tokens[real], np.zeros(more, micro.tokens.dtype))
+    columns = np.append(columns, np.arange(more))
+    places = (row, columns, np.flatnonzero(next_trained[real]), rows)
+    tokens, positions, before, at = (torch.from_numpy(array).to(device) for array in places)
+    return Pack(tokens[None], positions[None], documents(ends, device), before, at)
+
+
+def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:
+    """Where documents lie in a pack, by their ends, as Megatron's `PackedSeqParams`; the first is 0."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cumulative = torch.from_numpy(ends.astype(np.int32)).to(device)
+    # Not the pack's length: with it, rotary positions would run on from one document to the next.
+    longest = int(np.diff(ends).max())
+    found = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    found.ends = ends.tolist()  # on the host: else every layer waits for them
+    return found
+
+
+class OutputPlaces:
+    """Has an output layer compute some places of a pack only: the vocabulary is wide, and of prompts and of
+    tools' results nothing is asked.
+
+    Args:
+        layer: Megatron's; None where it is another stage's.
+        sequence: ranks have some of the tokens each: here all are gathered, in place of in the layer.
+    """
+
+    def __init__(self, layer: Any, *, sequence: bool) -> None:
+        self._places: torch.Tensor | None = None
+        self._sequence = sequence
+        if layer is None:
+            return
+        layer.register_forward_pre_hook(self._choose)
+        if sequence:
+            vars(layer).update(sequence_parallel=False, allreduce_dgrad=True)
+
+    @contextlib.contextmanager
+    def only(self, places: torch.Tensor | None) -> Iterator[None]:
+        """Within, the layer sees these places of [P, 1, hidden]; None: all."""
+        self._places = places
+        try:
+            yield
+        finally:
+            self._places = None
+
+    def _choose(self, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = given
+        if self._sequence:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every rank has the whole gradient of the layer's input, and keeps that of its own tokens.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden if self._places is None else hidden[self._places], *rest

@@ -1,0 +1,51 @@
+"""What a manifest follows from beside its samples and weights: settings of the training, and how far it is.
+
+Recorded with a step, so that a replay can compute learning rate, seed and micro-batches again, instead of
+taking them from where they are to be proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.batches.batch import Partition, packed_partition, partition
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.select.samples import Sample
+
+
+def schedule_of(config: TrainConfig, number: int, slice_: int | None) -> Json:
+    """What `step.planned` says of it.
+
+    Args:
+        number: of the step in its training, from 0.
+        slice_: of the epochs, that its rollout batch is; None where samples are used once.
+    """
+    return {
+        "number": number,
+        "steps": config.steps,
+        "seed": config.seed,
+        "micro_batch_size": config.micro_batch_size,
+        "tokens_per_micro_batch": config.tokens_per_micro_batch,
+        "slice": slice_,
+    }
+
+
+def divided(
+    samples: Sequence[Sample],
+    algorithm: Algorithm,
+    schedule: Json,
+    copies: int,
+    work: Callable[[int], int],
+) -> Partition:
+    """Micro-batches of samples, by data-parallel rank.
+
+    Args:
+        copies: of the model, between which the samples are shared out.
+        work: of a forward pass over a sample of so many tokens.
+    """
+    unit, most = 2 if "pairs" in algorithm.needs else 1, schedule["tokens_per_micro_batch"]
+    if most is None:
+        return partition(len(samples), schedule["micro_batch_size"], copies, unit)
+    return packed_partition(samples, most, work, unit, copies)

@@ -1,0 +1,381 @@
+"""`rollbook score`: rewards of finished trajectories by a reward model, appended to the log.
+
+A reward model as transformers reads it, which gives whole paths of tokens a score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rollbook.engines.model_files import check_unchanged, origin_of, require_folder
+from rollbook.engines.weights.digests import digest_stream
+from rollbook.store import Event, Store
+from rollbook.store.cut import Cut
+from rollbook.store.errors import ConfigError, ModelError, NotFiniteError
+from rollbook.store.events import (
+    SPLITS,
+    EvalFinished,
+    Json,
+    Record,
+    RewardAssigned,
+    RunOpened,
+    TokenIds,
+    TrajectoryFinished,
+)
+from rollbook.store.fold.versions import BINDING, VersionDigests
+from rollbook.store.interchange.destination import Progress
+from rollbook.store.log.tail import Filter
+from rollbook.store.log.writer import LaneWriter
+from rollbook.train.batches.materialize import Materializer
+from rollbook.train.checkpoints.checkpoint import stream_checkpoint
+from rollbook.train.checkpoints.export import model_directory
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.model.shape import SCORE_LABELS, SCORES
+from rollbook.train.select.references import References, find_references
+from rollbook.train.select.samples import Sample, samples_of
+
+AT_A_TIME = 64
+"""Trajectories whose rewards become durable together."""
+LOOK_S = 0.5
+"""Seconds between looks at the tail."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What is scored, and how a score becomes a reward.
+
+    Attributes:
+        run: whose finished trajectories are scored.
+        source: that the rewards are of.
+        splits: of the trajectories.
+        penalty: of each standard deviation of a score (PURM); 0: none.
+        temperature: that scores are divided by.
+    """
+
+    run: str
+    source: str
+    splits: tuple[str, ...] = tuple(sorted(SPLITS))
+    penalty: float = 0.0
+    temperature: float = 1.0
+
+    def reward(self, score: Score) -> float:
+        """The lower bound of a score, at its temperature."""
+        return (score.mean - self.penalty * (score.deviation or 0.0)) / self.temperature
+
+
+@dataclass(slots=True)
+class Scored:
+    """What was done: rewards appended, trajectories that had one, and those left out, by reason."""
+
+    scored: int = 0
+    already: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def score_run(
+    log: Store,
+    model: RewardClassifier,
+    scoring: Scoring,
+    *,
+    lane: str,
+    idle_timeout_s: float | None,
+    progress: Progress,
+) -> Scored:
+    """Give every finished trajectory that has no reward of the source one, by its last path.
+
+    Each reward is durable before the next ones are computed, so that an interrupted command goes on where it
+    was.
+
+    Args:
+        idle_timeout_s: go on with trajectories that finish later, until none has for so long; None: do not.
+
+    Raises:
+        ConfigError: the source has rewards of another model, or of this one made otherwise.
+        NotFiniteError: the model gives a trajectory a score that is not finite.
+        LaneLockedError: another process writes the lane, or scores the run by this source.
+    """
+    what = f"scoring run {scoring.run} as {scoring.source!r}"
+    with log.claim(what, "let it finish, or name another --source"):
+        said = asdict(scoring) | {"splits": list(scoring.splits), "model_digest": model.digest}
+        _check_source(log, scoring, said)
+        cut, done = log.head(), Scored()
+        with log.writer(lane) as writer:
+            scorer = _Scorer(model, scoring, writer, done, RunOpened("score", said))
+            found = find_references(log, cut, scoring.run, _recipe(scoring))
+            numbers = _last_paths(found, done)
+            paths = Materializer(log, cut, found, scoring.run)
+            with progress(f"score run {scoring.run}", len(numbers)) as advance:
+                for part in _chunks(numbers):
+                    scorer.add(paths.samples(part))
+                    advance(len(part))
+            if idle_timeout_s is not None:
+                _follow(log, cut, scorer, idle_timeout_s)
+    return done
+
+
+def calibrated(log: Store, folder: Path) -> float:
+    """The temperature of a checkpoint's newest evaluation in this store.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or its evaluation fitted none.
+    """
+    origin, versions = origin_of(folder), VersionDigests()
+    for event in log.events_of(BINDING):
+        versions.add(event)
+    if origin is None or versions.own(origin.run, origin.policy, origin) is None:
+        raise ConfigError(f"--calibrated: {folder} is no checkpoint of a training that was evaluated here")
+    run, policy, version = origin.run, origin.policy, origin.version
+    found = [
+        event.record.metrics.get("calibration_temperature")
+        for event in log.events_of({EvalFinished.KIND})
+        if event.run == run
+        and isinstance(event.record, EvalFinished)
+        and (event.record.policy, event.record.policy_version) == (policy, version)
+    ]
+    if not found or found[-1] is None:
+        why = "fitted no temperature" if found else "is not there"
+        raise ConfigError(
+            f"--calibrated: the evaluation of version {version} of policy {policy!r} in run {run!r} {why}: "
+            "train it with [evaluation] on pairs of which some are rated wrongly, or leave the option out"
+        )
+    return float(found[-1])
+
+
+class _Scorer:
+    """Scores samples and appends their rewards; the first time it says by what."""
+
+    def __init__(
+        self,
+        model: RewardClassifier,
+        scoring: Scoring,
+        writer: LaneWriter,
+        done: Scored,
+        opened: RunOpened,
+    ) -> None:
+        self.model, self.scoring, self.done = model, scoring, done
+        self._writer, self._opened = writer, [opened]
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Score samples, one of each trajectory, and wait until their rewards are durable."""
+        kept: list[tuple[Sample, TokenIds]] = []
+        for sample in samples:
+            ended = np.flatnonzero(sample.loss_mask)
+            tokens = sample.tokens[: ended[-1] + 1] if len(ended) else sample.tokens[:0]
+            why = _unscorable(sample) or self.model.unfit(tokens)
+            if why is None:
+                kept.append((sample, tokens))
+            else:
+                self.done.left_out[why] += 1
+        scores = self.model.scores([tokens for _, tokens in kept])
+        rewards = [self._reward(s, score) for (s, _), score in zip(kept, scores, strict=True)]
+        if rewards:
+            records: list[Record] = [*self._opened, *rewards]
+            self._writer.append([Event(record, self.scoring.run) for record in records]).result()
+            self._opened = []
+        self.done.scored += len(rewards)
+
+    def _reward(self, sample: Sample, score: Score) -> RewardAssigned:
+        reward = self.scoring.reward(score)
+        if not np.isfinite(reward):
+            raise NotFiniteError(
+                f"the model gives trajectory {sample.name} ({sample.trajectory_id}) the score {score}: it is "
+                "not appended, nor any after it; use a version whose weights are sound",
+                "scores",
+            )
+        return RewardAssigned(sample.trajectory_id, None, reward, self.scoring.source)
+
+
+def _unscorable(sample: Sample) -> str | None:
+    if sample.erased:
+        return "erased"
+    return None if sample.loss_mask.any() else "nothing_sampled"
+
+
+def _follow(log: Store, cut: Cut, scorer: _Scorer, idle_timeout_s: float) -> None:
+    """Score trajectories as they finish, until none has for so long."""
+    scoring = scorer.scoring
+    with log.tail(cut, Filter(kinds=frozenset({TrajectoryFinished.KIND}), run=scoring.run)) as tail:
+        last = time.monotonic()
+        while time.monotonic() < last + idle_timeout_s:
+            ids = {e.record.trajectory_id for e in tail.poll() if isinstance(e.record, TrajectoryFinished)}
+            for part in _chunks(sorted(ids)):
+                scorer.add(_finished(log, tail.cut(), part, scorer))
+                last = time.monotonic()
+            tail.wait(LOOK_S)
+
+
+def _finished(log: Store, cut: Cut, ids: Sequence[str], scorer: _Scorer) -> Iterator[Sample]:
+    """The last sample of each of these trajectories that is to be scored."""
+    for trajectory in log.trajectories(cut, set(ids)).values():
+        scoring = scorer.scoring
+        samples = [s for s in samples_of(trajectory, scoring.source) if s.trained or s.erased]
+        if trajectory.split not in scoring.splits:
+            continue
+        if trajectory.reward(scoring.source) is not None:
+            scorer.done.already += 1
+        elif samples:
+            yield samples[-1]
+        else:
+            scorer.done.left_out["nothing_sampled"] += 1
+
+
+def _last_paths(found: References, done: Scored) -> list[int]:
+    """Of each finished trajectory without a reward the number of its last path with sampled tokens."""
+    rewarded = found.trajectories["reward"].is_valid().to_numpy()
+    done.already = int(rewarded.sum())
+    last: dict[int, int] = {}
+    for number in np.flatnonzero((found.trained_tokens > 0) | found.erased).tolist():
+        row = int(found.trajectory[number])
+        if not rewarded[row] and (row not in last or found.leaf[number] > found.leaf[last[row]]):
+            last[row] = number
+    done.left_out["nothing_sampled"] += int((~rewarded).sum()) - len(last)
+    return list(last.values())
+
+
+def _recipe(scoring: Scoring) -> RecipeConfig:
+    """A recipe that leaves nothing out, and knows which trajectories have a reward of the source."""
+    return RecipeConfig(reward_source=scoring.source).model_copy(update={"splits": scoring.splits})
+
+
+def _check_source(log: Store, scoring: Scoring, said: Json) -> None:
+    """Check that the source's rewards are all of this model, made in this way.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for event in log.events_of({RunOpened.KIND}):
+        record = event.record
+        if not isinstance(record, RunOpened) or (event.run, record.command) != (scoring.run, "score"):
+            continue
+        if record.config.get("source") != scoring.source:
+            continue
+        for key in ("model_digest", "penalty", "temperature"):
+            if (there := record.config.get(key)) != said[key]:
+                raise ConfigError(
+                    f"--source {scoring.source!r}: run {scoring.run!r} has rewards of it with {key} {there}, "
+                    f"not {said[key]}: name another source, which the recipe's reward_source then names"
+                )
+
+
+def _chunks(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), AT_A_TIME):
+        yield items[start : start + AT_A_TIME]
+
+
+BATCH_TOKENS = 16384
+"""Most tokens in a forward pass, padding included, unless one path has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model gives a path: a score, and its standard deviation where the model has one (PURM)."""
+
+    mean: float
+    deviation: float | None = None
+
+
+class RewardClassifier:
+    """A `ForSequenceClassification` model of transformers with one score, or with a mean and a log-deviation.
+
+    Args:
+        folder: a checkpoint that algorithm `reward_model` trained, or another reward model.
+        device: `cpu`, `cuda`, or `auto`.
+
+    Raises:
+        ModelError: it is no reward model, or transformers cannot read it.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto") -> None:
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        require_folder(folder, "the command")
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            self._check(folder, config)
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            dtype = torch.float32 if device == "cpu" else config.dtype or torch.float32
+            with model_directory(folder) as whole:
+                model: Any = AutoModelForSequenceClassification.from_pretrained(
+                    whole, local_files_only=True, use_safetensors=True, dtype=dtype
+                )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder}: transformers cannot read this reward model: {error}") from error
+        if not hasattr(model, "score"):
+            raise ModelError(f"{folder}: a {type(model).__name__} has no head named score")
+        self._model, self._device = model.to(device).eval(), device
+        self._distribution = config.num_labels == 2
+        self.vocabulary, self.context = int(config.vocab_size), int(config.max_position_embeddings)
+        self.digest = digest_stream(stream_checkpoint(folder))
+        """Digest of its weights."""
+        check_unchanged(folder, origin_of(folder), self.digest)
+
+    @staticmethod
+    def _check(folder: Path, config: Any) -> None:
+        named = [str(name) for name in getattr(config, "architectures", None) or ()]
+        labels = [str(name) for name in config.id2label.values()]
+        if not any(name.endswith(SCORES) for name in named):
+            raise ModelError(
+                f"{folder}: a {' or '.join(named) or 'model of no named architecture'} gives no scores: name "
+                "a reward model, such as a checkpoint that algorithm reward_model trained"
+            )
+        if len(labels) != 1 and labels[1:] != [*SCORE_LABELS[1:]]:
+            raise ModelError(
+                f"{folder}: gives {len(labels)} values ({', '.join(labels)}): a reward model gives one score"
+            )
+
+    @property
+    def gives_deviations(self) -> bool:
+        """Whether its scores have a standard deviation."""
+        return self._distribution
+
+    def unfit(self, tokens: TokenIds) -> str | None:
+        """Why it cannot be given a path; None if it can."""
+        if len(tokens) > self.context:
+            return "too_long"
+        return "outside_vocabulary" if int(tokens.max()) >= self.vocabulary else None
+
+    def scores(self, paths: Sequence[TokenIds]) -> list[Score]:
+        """The scores of paths, each of its last token. Paths of about one length share a forward pass."""
+        order = sorted(range(len(paths)), key=lambda i: len(paths[i]))
+        found: dict[int, Score] = {}
+        for part in _parts(order, [len(path) for path in paths]):
+            found |= zip(part, self._forward([paths[i] for i in part]), strict=True)
+        return [found[i] for i in range(len(paths))]
+
+    def _forward(self, paths: Sequence[TokenIds]) -> list[Score]:
+        lengths = np.array([len(path) for path in paths])
+        ids = np.zeros((len(paths), lengths.max()), np.int64)
+        for row, path in enumerate(paths):
+            ids[row, : len(path)] = path
+        mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+        with torch.inference_mode():
+            hidden = self._model.base_model(
+                input_ids=torch.from_numpy(ids).to(self._device),
+                attention_mask=torch.from_numpy(mask).to(self._device),
+            ).last_hidden_state
+            # The head by itself: its class would look for the last token by that of the padding.
+            last = hidden[torch.arange(len(paths)), torch.from_numpy(lengths - 1)]
+            values = self._model.score(last).float().cpu()
+        if self._distribution:
+            return [Score(float(mean), float(log.exp())) for mean, log in values]
+        return [Score(float(mean)) for (mean,) in values]
+
+
+def _parts(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Paths from the shortest on, in parts of at most `BATCH_TOKENS` when padded."""
+    parts: list[list[int]] = [[]]
+    for i in order:
+        if parts[-1] and (len(parts[-1]) + 1) * lengths[i] > BATCH_TOKENS:
+            parts.append([])
+        parts[-1].append(i)
+    return [part for part in parts if part]

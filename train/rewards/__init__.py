@@ -1,1 +1,0 @@
-"""Rewards that a model gives: `rollbook score`."""

@@ -1,0 +1,130 @@
+"""What a policy says of the tokens of a micro-batch, padded or packed, as arrays of one form.
+
+A reward model's scores of a micro-batch, and their loss.
+
+Log-probabilities of tokens, and the entropy of the distributions that they are of. Pure torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollbook.train.algorithms.algorithm import Algorithm, ScoreInputs
+from rollbook.train.batches.batch import MicroBatch
+
+ROWS = 512
+"""Distributions whose entropy is computed at once, which bounds the memory."""
+
+
+def logprobs_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Log-probability of each token that came, [B, T - 1]. Other processes are sent it."""
+    return Predictions(logits, micro).logprobs()
+
+
+class Predictions:
+    """The distributions that the tokens of a micro-batch are drawn from, by the policy.
+
+    Args:
+        logits: [B, T, V]; or of a packed micro-batch [N, V], of its N trained tokens.
+    """
+
+    def __init__(self, logits: torch.Tensor, micro: MicroBatch) -> None:
+        self._device, packed = logits.device, micro.lengths is not None
+        self._mask = self._placed(micro.loss_mask[:, 1:]) if packed else None
+        if self._mask is None:
+            self._of = log_distributions(logits, self._placed(micro.temperatures))
+            self._tokens = self._placed(micro.tokens)
+        else:
+            self._of = row_distributions(logits, self._placed(micro.temperatures[:, 1:])[self._mask])
+            self._tokens = self._placed(micro.tokens[:, 1:])[self._mask]
+
+    def logprobs(self) -> torch.Tensor:
+        """Log-probability of each token that came, [B, T - 1]; of a packed micro-batch 0 where none is
+        trained."""
+        if self._mask is None:
+            return picked(self._of, self._tokens)
+        return self._spread(self._of.gather(-1, self._tokens.unsqueeze(-1)).squeeze(-1))
+
+    def entropies(self) -> torch.Tensor:
+        """Entropy of each distribution in nats, [B, T - 1]; of a packed micro-batch 0 where no token is
+        trained."""
+        if self._mask is None:
+            return entropies(self._of)
+        rows = [-(some.exp() * some).sum(-1) for some in self._of.split(ROWS)]
+        return self._spread(torch.cat(rows))
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of trained tokens [N] at their places, [B, T - 1]."""
+        assert self._mask is not None
+        placed = torch.zeros(self._mask.shape, dtype=values.dtype, device=self._device)
+        return placed.index_put((self._mask,), values)
+
+    def _placed(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """What the head gives each sample's last trained token, [B, k] of scores [B, T, k].
+
+    That token ends the path unless a tool's result does, so this is what transformers' models for sequence
+    classification give.
+    """
+    last = np.where(micro.loss_mask, np.arange(micro.loss_mask.shape[1]), 0).max(-1)
+    at = torch.from_numpy(last).to(scores.device)
+    return scores[torch.arange(len(last), device=scores.device), at]
+
+
+def score_inputs(scores: torch.Tensor, micro: MicroBatch) -> ScoreInputs:
+    """What the loss of a micro-batch is computed from, of scores [B, T, k]."""
+    assert micro.margins is not None
+    assert micro.rewards is not None
+    margins, rewards = (torch.from_numpy(of).to(scores.device) for of in (micro.margins, micro.rewards))
+    return ScoreInputs(sample_scores(scores, micro), margins, rewards, micro.batch_score)
+
+
+def score_loss(
+    scores: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(losses [B], scores [B, k], what the algorithm measures) of scores [B, T, k]."""
+    inputs = score_inputs(scores, micro)
+    loss = algorithm.score_loss(inputs)
+    with torch.no_grad():
+        measured = algorithm.score_measures(inputs)
+    return loss, inputs.scores, measured
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each next token, float32 [B, T - 1], of softmax(logits / temperature).
+
+    Args:
+        logits: [B, T, V]; tokens: int64 [B, T]; temperatures: float32 [B, T], of the token sampled.
+    """
+    return picked(log_distributions(logits, temperatures), tokens)
+
+
+def log_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every token in the next place, float32 [B, T - 1, V]."""
+    scaled = logits[:, :-1].float() / temperatures[:, 1:].unsqueeze(-1)
+    return scaled.log_softmax(-1)
+
+
+def row_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every token in one place each, float32 [N, V]; `temperatures` are [N]."""
+    scaled = logits.float()
+    if bool((temperatures != 1).any()):  # else the same bits, and one copy of the logits less
+        scaled = scaled / temperatures.unsqueeze(-1)
+    return scaled.log_softmax(-1)
+
+
+def picked(distributions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of each distribution [B, T - 1, V] the value of the token [B, T] that came."""
+    return distributions.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def entropies(distributions: torch.Tensor) -> torch.Tensor:
+    """Entropy of each distribution in nats, [B, T - 1]. One sample at a time, which bounds the memory."""
+    return torch.stack([-(one.exp() * one).sum(-1) for one in distributions])

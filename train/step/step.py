@@ -1,0 +1,331 @@
+"""One optimizer step: the same code for training and for its replay.
+
+A step is a function of its manifest, the samples the manifest names, and the policy's state. Its
+result is a digest per stage, in the order in which the stages depend on each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollbook.engines.weights.digests import Look, digest_tensors, lines_of_stream
+from rollbook.store.events import Json, StepPlanned
+from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
+from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.parts import shaped
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
+from rollbook.train.ranks.kept_digests import digest_of
+from rollbook.train.ranks.policy import Policy
+from rollbook.train.step import evidence, metrics
+from rollbook.train.step.critic import run_critic
+from rollbook.train.step.evidence import Evidence
+from rollbook.train.step.finite import check_batch, check_samples, check_tokens, finite_values
+from rollbook.train.step.metrics import of_routing
+from rollbook.train.step.predictions import Predictions, score_loss
+
+STAGES = (
+    "input_weights",
+    "input_optimizer",
+    "reference_weights",
+    "critic_input_weights",
+    "critic_input_optimizer",
+    "rng",
+    "samples",
+    "routed_experts",
+    "old_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "importance_weights",
+    "values",
+    "rewards",
+    "margins",
+    "batch_score",
+    "advantages",
+    "returns",
+    "logprobs",
+    "scores",
+    "losses",
+    "gradients",
+    "optimizer",
+    "weights",
+    "value_losses",
+    "critic_gradients",
+    "critic_optimizer",
+    "critic_weights",
+)
+"""Every stage that a step may have, each after those it depends on, so that the first one that differs is the
+cause.
+
+`old_logprobs` are the engine's; `proximal_logprobs` those of the trainer's weights as the rollout batch
+began."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Digest of each stage after the input ones, and the step's metrics.
+
+    Attributes:
+        evidence: of the parts of stages.
+    """
+
+    digests: Json
+    metrics: Json
+    evidence: Evidence
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Seed of a step's random generators: a pure function of the run's seed and the step."""
+    digest = hashlib.sha256(struct.pack("<qq", seed, step)).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def rng_digest(device: torch.device) -> str:
+    """Digest of torch's generator state, and of CUDA's where the policy is on such a device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return digest_tensors(states)
+
+
+def input_digests(policy: Policy, seed: int) -> Json:
+    """Seed the generators and digest what the step starts from."""
+    policy.seed_step(seed)
+    return {
+        "input_weights": policy.weights_digest().digest,
+        "input_optimizer": policy.optimizer_digest().digest,
+        "rng": rng_digest(policy.device),
+    }
+
+
+def run_step(
+    policy: Policy,
+    plan: StepPlanned,
+    batch: Batch,
+    *,
+    finite: bool = True,
+    critic: Policy | None = None,
+    look: Look | None = None,
+) -> StepResult:
+    """Forward, backward, optimizer, and then the critic's. The generators were seeded by `input_digests`.
+
+    Args:
+        critic: of an algorithm that has one.
+        finite: end before the optimizer's step where a number is not finite. Steps that were committed with
+            such numbers, by an earlier Rollbook, are run again without it.
+        look: what is to look at each of the policy's gradients, before clipping.
+
+    Raises:
+        NotFiniteError: it names the stage, and the sample or tensor, in which it began.
+    """
+    algorithm = recorded_algorithm(plan.algorithm)
+    result = _run_policy(policy, plan, algorithm, batch, finite=finite, look=look)
+    if critic is None:
+        return result
+    learnt = run_critic(critic, plan, algorithm, batch, finite=finite)
+    metrics_of_both = result.metrics | learnt.metrics
+    return StepResult(result.digests | learnt.digests, metrics_of_both, result.evidence | learnt.evidence)
+
+
+def _run_policy(
+    policy: Policy,
+    plan: StepPlanned,
+    algorithm: Algorithm,
+    batch: Batch,
+    *,
+    finite: bool,
+    look: Look | None,
+) -> StepResult:
+    """The policy's part of a step; its weights stay as they are while the critic learns alone."""
+    totals = Totals(batch.trained_tokens, batch.trained_samples)
+    loss_of = PolicyLoss(algorithm, plan.policy_version, totals)
+    given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
+    if finite:
+        check_batch(batch, exact="logprobs" in algorithm.needs)
+    routed = of_routing(policy, algorithm, batch, plan.policy_version)
+    told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
+    values, losses = [one.values for one in told], [one.losses for one in told]
+    if finite:
+        check(given, values, batch, plan.partition)
+        check("losses", losses, batch, plan.partition)
+    looks = [one for one in (finite_values("gradients") if finite else None, look) if one is not None]
+    gradients = digest_of(lines_of_stream(policy.stream_gradients(), _each(looks)))
+    if plan.critic is not None and plan.critic["alone"]:
+        norm = policy.gradient_norm()
+    else:
+        norm = policy.optimizer_step(plan.learning_rate)
+    weights = policy.weights_digest(finite_values("weights") if finite else None)
+    digests = batch.digests() | {
+        given: digest_tensors({str(i): t for i, t in enumerate(values)}),
+        "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
+        "gradients": gradients.digest,
+        "optimizer": policy.optimizer_digest().digest,
+        "weights": weights.digest,
+    }
+    parts = evidence.of_batch(batch) | _of_passes(batch, plan, given, values, losses)
+    parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
+    found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
+    seen = metrics.all_of([one.seen for one in told])
+    found |= metrics.of_batch(batch) | metrics.of_tokens(seen) | routed
+    return StepResult(digests, found, parts)
+
+
+def _each(looks: Sequence[Look]) -> Look | None:
+    """What has each of these look; None where there are none."""
+
+    def look(name: str, tensor: torch.Tensor) -> None:
+        for one in looks:
+            one(name, tensor)
+
+    return look if looks else None
+
+
+def _of_passes(
+    batch: Batch,
+    plan: StepPlanned,
+    given: str,
+    values: Sequence[torch.Tensor],
+    losses: Sequence[torch.Tensor],
+) -> Evidence:
+    """What the passes over a batch gave, by sample."""
+    arrays = {stage: [t.cpu().numpy() for t in of] for stage, of in ((given, values), ("losses", losses))}
+    if given == "logprobs":
+        whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
+        return evidence.of_tokens(batch, **whole)
+    order = np.argsort([i for part in micro_batches_of(plan.partition) for i in part])
+    return evidence.of_samples(**{s: np.concatenate(of)[order] for s, of in arrays.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """What is kept of a micro-batch's loss.
+
+    Attributes:
+        values: logprobs [B, T - 1], or the scores [B, k] of a reward model; losses: [B, T - 1], or [B]. Both
+            are 0 where nothing is trained.
+        total: what the micro-batch adds to the sum that is divided for the loss.
+        seen: what metrics are made of.
+    """
+
+    values: torch.Tensor
+    losses: torch.Tensor
+    total: torch.Tensor
+    seen: metrics.TokenValues
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The loss of a policy's micro-batches. Other ranks are sent it.
+
+    Attributes:
+        version: the policy's, which ages of tokens count from.
+        totals: of the whole batch.
+    """
+
+    algorithm: Algorithm
+    version: int
+    totals: Totals
+
+    @property
+    def divisor(self) -> int:
+        """What the sum over the whole batch is divided by."""
+        return max(self.algorithm.divisor(self.totals), 1)
+
+    def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss]:
+        """The micro-batch's part of the loss, and what is kept of it."""
+        algorithm, seen = self.algorithm, metrics.TokenValues()
+        if algorithm.head_width:
+            losses, values, measured = score_loss(outputs, micro, algorithm)
+            seen.measure(measured)
+        else:
+            losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen, self.totals)
+        total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
+        return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), seen)
+
+
+def _micro_loss(
+    logits: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    version: int,
+    seen: metrics.TokenValues,
+    totals: Totals,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
+    predictions = Predictions(logits, micro)
+    with torch.set_grad_enabled("entropy" in algorithm.needs):
+        entropy = predictions.entropies()
+    given = entropy if "entropy" in algorithm.needs else None
+    inputs = loss_inputs(predictions.logprobs(), micro, given, totals)
+    named = f"algorithm {algorithm.algorithm_name!r}: loss"
+    loss = shaped(named, algorithm.loss(inputs), tuple(inputs.mask.shape))
+    with torch.no_grad():
+        _note(seen, inputs, entropy, micro, algorithm, version)
+    return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
+
+
+def loss_inputs(
+    logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None, totals: Totals | None = None
+) -> LossInputs:
+    """What the loss of a micro-batch is computed from.
+
+    Args:
+        logprobs: of its tokens, float32 [B, T - 1].
+        entropy: of their distributions, [B, T - 1], for a loss that needs it.
+        totals: counts of the whole batch; absent: the micro-batch is the batch.
+    """
+
+    def placed(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array[:, 1:]).to(logprobs.device)
+
+    def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
+        return None if array is None else placed(array)
+
+    old, behaviour = placed_if_any(micro.old_logprobs), placed(micro.rollout_logprobs)
+    mask = placed(micro.loss_mask)
+    return LossInputs(
+        logprobs,
+        behaviour if old is None else old,
+        placed(micro.advantages),
+        mask,
+        behaviour,
+        Totals(int(mask.sum()), int(mask.any(-1).sum())) if totals is None else totals,
+        weights=placed_if_any(micro.weights),
+        reference_logprobs=placed_if_any(micro.reference_logprobs),
+        entropy=entropy,
+        values=placed_if_any(micro.old_values),
+    )
+
+
+def _note(
+    seen: metrics.TokenValues,
+    inputs: LossInputs,
+    entropy: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    version: int,
+) -> None:
+    """Keep what the metrics of a micro-batch are made of."""
+    exact = "logprobs" in algorithm.needs
+    seen.measure(algorithm.measures(inputs))
+    low, high = algorithm.clipped(inputs) or (None, None)
+    reference = inputs.reference_logprobs
+    seen.add(
+        inputs.mask,
+        micro,
+        version,
+        engine_gaps=inputs.logprobs - inputs.behaviour if exact else None,
+        log_ratios=inputs.logprobs - inputs.old_logprobs if exact else None,
+        reference_gaps=None if reference is None else inputs.logprobs - reference,
+        entropies=entropy,
+        low=low,
+        high=high,
+    )
