@@ -1,12 +1,8 @@
 """The fingerprint of a step's environment, and how two of them differ.
 
-What computes here, and how it is set: the processor, the libraries, torch's threads and flags, the GPU.
-
-Environment variables that numerical libraries obey, as a fingerprint has them.
-
-Digests of the sources that a step runs: a version tells nothing of a file that was edited.
-
-The sources that a step ran, file by file, as its training recorded them when it started.
+It says what computes here and how it is set (processor, libraries, torch's threads and flags, the GPU), the
+environment variables that numerical libraries obey, and digests of the sources that a step runs: a version
+tells nothing of a file that was edited. Those sources are recorded file by file as a training starts.
 """
 
 from __future__ import annotations
@@ -234,13 +230,12 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "algorithms": ("train/algorithms",),
     "checkpoints": ("train/checkpoints",),
     "config": ("train/config",),
-    "data": ("train/data",),
-    "loop": ("train/loop",),
-    "megatron": ("train/megatron",),
+    "data": ("train/select", "train/batches", "train/sources"),
+    "loop": ("train/step", "train/loop", "train/resume", "train/publish", "train/environment.py"),
+    "megatron": ("train/model", "train/ranks"),
     "events": ("store/events",),
     "fold": ("store/fold",),
-    "digests": ("store/digest.py", "src/rollbook/engines/weights"),
-    "staleness": ("ingest/staleness",),
+    "digests": ("store/digest.py", "engines/weights"),
 }
 """Name in a fingerprint -> the files and folders of Rollbook whose sources it is the digest of.
 
@@ -249,7 +244,7 @@ How the log is read is no part of it: what is read is checked against its own ch
 MEGATRON = "megatron-core"
 """The one package whose files are read as well: it is Python, which is edited where it is installed. What
 others compute is compiled, and named by their versions."""
-_HERE = Path(__file__).parents[2]
+_HERE = Path(__file__).parents[1]
 """The package `rollbook`."""
 
 _DIGITS = 16
@@ -262,7 +257,11 @@ def file_digests() -> dict[str, dict[str, str]]:
     Some 6 kB, which a training records once, as it starts; its steps record `source_digests`.
     """
     return {
-        room: {name: digest for place in places for name, digest in _files(_HERE / place).items()}
+        room: {
+            name: digest
+            for place in places
+            for name, digest in _files(_HERE / place, len(places) > 1).items()
+        }
         for room, places in ROOMS.items()
     }
 
@@ -273,13 +272,18 @@ def source_digests() -> dict[str, str]:
     found = {room: _combined(files) for room, files in file_digests().items()}
     spec = importlib.util.find_spec("megatron.core")
     if spec is not None and spec.origin is not None:
-        found[MEGATRON] = _combined(_files(Path(spec.origin).parent))
+        found[MEGATRON] = _combined(_files(Path(spec.origin).parent, False))
     return found
 
 
-def _files(place: Path) -> dict[str, str]:
-    """Path within a folder -> digest, of each Python file in it and in those within it; or of one file."""
-    paths, folder = ([place], place.parent) if place.is_file() else (place.rglob("*.py"), place)
+def _files(place: Path, named: bool) -> dict[str, str]:
+    """Path within a folder -> digest, of each Python file in it and in those within it; or of one file.
+
+    Args:
+        named: whether the paths begin with the folder's own name, for a room of several folders.
+    """
+    paths = [place] if place.is_file() else place.rglob("*.py")
+    folder = place.parent if named or place.is_file() else place
     return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
 
 

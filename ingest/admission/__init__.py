@@ -1,1 +1,5 @@
-"""Admission: which trajectories may begin, so that none becomes too old to be trained on."""
+"""Which trajectories may begin, so that none becomes too old to be trained on.
+
+In: what trajectories ask to begin, and the log of the training that uses them. Out: leave at once, or a wait
+until the training has room.
+"""

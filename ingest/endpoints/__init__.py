@@ -1,1 +1,5 @@
-"""The APIs that agents speak: each request is read into one form, and answered in its own."""
+"""The APIs that agents speak, a module each.
+
+In: a request's body. Out: the one form that the proxy works with, and a reply, whole or streamed, in the
+API's own form.
+"""

@@ -500,17 +500,17 @@ def gather(events: Sequence[Json]) -> Json | None:
     whole: Json | None = None
     blocks: dict[int, Json] = {}
     inputs: dict[int, str] = {}
-    for event in events:
-        match event.get("type"):
+    for part in events:
+        match part.get("type"):
             case "message_start":
-                whole = dict(event["message"])
+                whole = dict(part["message"])
             case "content_block_start":
-                blocks[event["index"]] = dict(event["content_block"])
-            case "content_block_delta" if event["index"] in blocks:
-                _add_block_delta(blocks[event["index"]], inputs, event)
+                blocks[part["index"]] = dict(part["content_block"])
+            case "content_block_delta" if part["index"] in blocks:
+                _add_block_delta(blocks[part["index"]], inputs, part)
             case "message_delta" if whole is not None:
-                whole |= {k: v for k, v in event["delta"].items() if v is not None}
-                usage = {k: v for k, v in (event.get("usage") or {}).items() if v is not None}
+                whole |= {k: v for k, v in part["delta"].items() if v is not None}
+                usage = {k: v for k, v in (part.get("usage") or {}).items() if v is not None}
                 whole["usage"] = (whole.get("usage") or {}) | usage
     if whole is None:
         return None

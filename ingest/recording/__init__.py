@@ -1,1 +1,5 @@
-"""From turns to events in the log, and back from the log after a restart."""
+"""Turns become events, and events turns again.
+
+In: calls, and what engines answered. Out: durable events in one lane; after a restart, the trajectories that
+they tell of.
+"""

@@ -1,1 +1,5 @@
-"""The HTTP side: who may do what, bodies, connections, routes."""
+"""The proxy's HTTP routes.
+
+In: requests that the guard let in. Out: turns, trajectories, launches and the log's events, as replies that
+end only once what they say is durable.
+"""

@@ -1,1 +1,5 @@
-"""`rollbook serve`: settings, and the parts of a proxy put together."""
+"""`rollbook serve`: the parts of a proxy put together and run.
+
+In: settings, a store, a model or an upstream. Out: one port that records what agents send, and a child that
+seals the log.
+"""

@@ -1,1 +1,5 @@
-"""Trajectories that are open here: whose a request is, and where its turn stands."""
+"""Trajectories that are open here.
+
+In: what a request says of itself. Out: the trajectory that it belongs to, with its turns, rewards and
+launches.
+"""

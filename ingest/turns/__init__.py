@@ -1,1 +1,5 @@
-"""One model call: what it asks, how it runs, and what it came to."""
+"""One model call.
+
+In: what an API's request asks for, within its limits. Out: the prompt, the completions as they grow, and the
+turn that they came to.
+"""

@@ -1,9 +1,9 @@
 """Whether the recipe, applied to the log at a step's cut, keeps and drops what the step's manifest says.
 
-Of samples that are used once, the choice is made again (`replay.claims.choices`); of algorithms that go over their
-samples in epochs, all samples of the cut are gone over. Where that cannot be, as in an excerpt, what is named
-is decided again: whether it may be trained on, which samples of it the recipe keeps, and which rule drops the
-others.
+Of samples that are used once, the choice is made again (`replay.claims.choices`); of algorithms that go
+over their samples in epochs, all samples of the cut are gone over. Where that cannot be, as in an excerpt,
+what is named is decided again: whether it may be trained on, which samples of it the recipe keeps, and which
+rule drops the others.
 """
 
 from __future__ import annotations

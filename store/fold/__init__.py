@@ -1,1 +1,5 @@
-"""Folds of events into state: trajectories, ownership, policy versions, training history. Pure."""
+"""Folds of events into state.
+
+In: events in their order. Out: trajectories, ownership, versions, a training's history, what is too stale:
+values, without I/O. Pure.
+"""

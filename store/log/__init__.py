@@ -1,1 +1,4 @@
-"""The log: lanes opened, written, recovered and read, over segments and sealed units alike."""
+"""The log over segments and sealed units alike.
+
+In: appends of one writer a lane. Out: events by lane, tail, kind, trajectory or turn, at one cut.
+"""

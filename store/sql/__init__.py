@@ -1,1 +1,4 @@
-"""SQL over the log: DuckDB views and their documentation."""
+"""SQL over the log.
+
+In: a store and a cut. Out: a DuckDB connection with the views of docs/sql.md, that reaches nothing else.
+"""

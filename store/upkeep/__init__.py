@@ -1,1 +1,5 @@
-"""Jobs over a whole store: seal, merge, retain, erase, upload, attach, verify."""
+"""Jobs over a whole store.
+
+In: a store, and a rule or a name. Out: sealed, merged, retained, erased, uploaded or verified files, and what
+was done.
+"""

@@ -1,1 +1,4 @@
-"""The write-ahead log of a lane: frames in segments, and how they are written durably."""
+"""The write-ahead log of a lane.
+
+In: encoded events. Out: checksummed, chained frames in segments, acknowledged once the disk has them.
+"""

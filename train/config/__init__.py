@@ -1,1 +1,4 @@
-"""The configuration of a training, and the part of it that identifies a phase."""
+"""The configuration of a training.
+
+In: TOML and `--set`. Out: typed, frozen settings, and the digest of the part that names the training.
+"""

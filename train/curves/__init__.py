@@ -1,1 +1,4 @@
-"""The course of trainings for TensorBoard and Weights & Biases, from the log."""
+"""Curves for TensorBoard and Weights & Biases.
+
+In: steps and evaluations of the log. Out: points, each written once.
+"""

@@ -1,1 +1,4 @@
-"""The training loop: plan, run, commit and publish steps, and rerun recorded ones."""
+"""A training from its first step to its last: `loop` says in order what happens.
+
+In: a configuration and a source of samples. Out: committed steps, evaluations, published versions.
+"""

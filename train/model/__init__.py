@@ -1,1 +1,5 @@
-"""The model in training: Megatron-core, with weights under Hugging Face names."""
+"""The model in training.
+
+In: a Hugging Face folder. Out: Megatron-core's model under the same names of tensors, with its low-rank
+factors, optimizer and memory.
+"""

@@ -1,1 +1,4 @@
-"""TODO room."""
+"""A policy's versions for others.
+
+In: the weights after a step. Out: checkpoints in the store, and engines that serve the version.
+"""

@@ -1,1 +1,4 @@
-"""Weight syncs: sends engines new weights, and verifies them by the engines' own checksums."""
+"""Weight syncs.
+
+In: a policy's tensors. Out: engines that hold them, verified by the engines' own checksums.
+"""

@@ -1,1 +1,5 @@
-"""Cassettes: an agent is answered from recorded trajectories instead of by an engine."""
+"""Cassettes: agents are answered from recorded trajectories instead of by an engine.
+
+In: trajectories of a store. Out: an HTTP server that gives each known request its recorded reply, and says of
+an unknown one which came nearest.
+"""

@@ -1,1 +1,4 @@
-"""Engines: ids in, ids out, and which policy version made each."""
+"""What samples tokens.
+
+In: prompt ids and sampling parameters. Out: ids, their logprobs, and which policy version made each.
+"""

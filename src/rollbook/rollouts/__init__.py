@@ -1,1 +1,5 @@
-"""Agents started, watched and scored: `rollbook rollout`. What it tells the log goes through the proxy."""
+"""Agents started, watched and scored.
+
+In: tasks, and a CONFIG that says what is run for each. Out: launches, ends and rewards, told to a proxy over
+HTTP alone.
+"""

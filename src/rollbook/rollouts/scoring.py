@@ -276,7 +276,8 @@ class ModelJudge:
             return read_number(said, self._judge.model)
         found = re.findall(self._judge.parse, said)
         if not found:
-            text = f"{self._judge.model} said {said[-ANSWER_SHOWN:]!r}, in which {self._judge.parse!r} finds nothing"
+            text = f"{self._judge.model} said {said[-ANSWER_SHOWN:]!r}, in which "
+            text += f"{self._judge.parse!r} finds nothing"
             raise RolloutError(text)
         return read_number(found[-1], self._judge.model)
 

@@ -1,4 +1,4 @@
-"""`rollbook replay rollout`: its options. What it does is imported when it runs: `cli.replay.rollout_report`."""
+"""`rollbook replay rollout`: its options. What it does is imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollbook replay what-if`: its options. What it does is imported when it runs: see `cli.replay.what_if_report`."""
+"""`rollbook replay what-if`: its options. What it does is imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""`rollbook train`, `score`, `plot`, `preflight` and `doctor`: trainings begun, watched and judged."""

@@ -35,7 +35,7 @@ from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan
 
 
-class SeededManager(ContinuousBatchingManager):  # type: ignore[misc]
+class SeededManager(ContinuousBatchingManager):
     """Continuous batching whose sampler draws per request."""
 
     def __init__(self, model: Any, generation_config: Any, config: Any) -> None:

@@ -1,1 +1,5 @@
-"""SGLang behind HTTP: sampling, its servers, and which weights they hold."""
+"""SGLang behind HTTP.
+
+In: prompt ids for its native `/generate`. Out: ids, logprobs and weight versions, from one server or from
+those behind a router.
+"""

@@ -1,1 +1,5 @@
-"""Which weights an engine holds: digests, checksums, layouts and names of versions."""
+"""Which weights an engine holds.
+
+In: model folders, tensors and engines' checksums. Out: digests, the checksums that an engine must give, and
+the version that it serves by the log.
+"""

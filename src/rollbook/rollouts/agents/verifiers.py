@@ -1,4 +1,4 @@
-"""Agents that are rollouts of a verifiers environment, played by `worker.py` in a process of its own."""
+"""Agents that are rollouts of a verifiers environment, played by `verifiers_worker.py` in a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollbook.rollouts.outcome import Ended, Outcome
 from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
 
-WORKER = Path(__file__).with_name("worker.py").resolve()
+WORKER = Path(__file__).with_name("verifiers_worker.py").resolve()
 TOKEN = "ROLLBOOK_WORKER_TOKEN"
 READY_S = 120.0
 LONGEST = 1 << 30

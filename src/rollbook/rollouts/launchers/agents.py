@@ -94,7 +94,7 @@ def _files_for(config: RolloutConfig) -> Files:
     words = [*agents, *(word for one in config.score for word in one.command)]
     beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
     if config.agent.launcher == "verifiers":
-        beside.add(Path(__file__).resolve().with_name("verifiers"))
+        beside.add(Path(__file__).resolve().parents[1] / "agents")
     readable = tuple(Path(os.path.abspath(path)) for path in (*config.agent.readable, *sorted(beside)))
     return Files(readable, hidden=(config.folder.resolve(),))
 

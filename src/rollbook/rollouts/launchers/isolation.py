@@ -218,7 +218,7 @@ def _own_files(
 def _visible(files: Files) -> Iterator[tuple[str, str]]:
     """What can be read: where it is here, and where there."""
     wanted = [Path(path) for path in SYSTEM] + [Path(sys.prefix), Path(sys.base_prefix), *files.readable]
-    wanted += [Path(interpreter()), Path(__file__).resolve().with_name("keeper.py")]
+    wanted += [Path(interpreter()), Path(__file__).resolve().with_name("reaper.py")]
     # A virtual environment's interpreter is a link, often to others before the file itself.
     step = Path(sys.executable)
     while step.is_symlink():

@@ -1,4 +1,4 @@
-"""Starts one agent, tells how it ended, and leaves nothing of it. A program: `python -I -S keeper.py`.
+"""Starts one agent, tells how it ended, and leaves nothing of it. A program: `python -I -S reaper.py`.
 
 It stands between a launcher and its agent since only a parent, and in a namespace only process 1, adopts what
 a daemon leaves behind, sees how it ends and what it took. As process 1 the agent itself would also be deaf to

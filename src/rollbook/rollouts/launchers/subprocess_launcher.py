@@ -1,4 +1,4 @@
-"""Agents as processes of this host, each with a keeper (`keeper.py`) between it and this process.
+"""Agents as processes of this host, each with a keeper (`reaper.py`) between it and this process.
 
 What a launch takes of the disk, which no kernel bounds by folder: it is measured, every few seconds.
 """
