@@ -70,21 +70,16 @@ class Side:
 
     def step(self) -> dict[str, Any]:
         """Take a step; its loss and gradient norm."""
-        from rollbook.store.events import StepPlanned
         from rollbook.train.algorithms.sft import Sft
         from rollbook.train.batches.batch import build_batch, packed_partition
         from rollbook.train.batches.experience import experience_of
-        from rollbook.train.step.step import run_step
+        from rollbook.train.step.step import StepSettings, run_step
 
         some = samples()[:SAMPLES]
         parts = packed_partition(some, MOST, self._policy.shape.work, 1, self._ranks.copies)
         algorithm = Sft(name="sft", batch_size=SAMPLES)
-        said = algorithm.model_dump(mode="json")
-        plan = StepPlanned(
-            *(0, 1, "actor", 0, "", "", {}, "", [], parts, said, {}, LR, 0, {}, {}), packed=True
-        )
         batch = build_batch(experience_of(some, algorithm), parts, packed=True)
-        loss = run_step(self._policy, plan, batch).metrics["loss"]
+        loss = run_step(self._policy, StepSettings(algorithm, LR), batch).metrics["loss"]
         # The step's own norm is a float32 sum, whose rounding depends on how it is split among ranks.
         squares = [float(gradient.double().square().sum()) for _, gradient in self._policy.stream_gradients()]
         return {"loss": loss, "gradient_norm": math.sqrt(math.fsum(squares))}

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.cli.train.training import run_train
-from rollbook.store.events import StepPlanned
 from rollbook.train.config.files import load_config
 from rollbook.train.loop import trainer
-from rollbook.train.step.step import StepResult, run_step
+from rollbook.train.step.step import StepResult, StepSettings, run_step
 
 TIMES = 1.001
 """What the learning rate becomes."""
@@ -26,9 +25,10 @@ def main() -> None:
     """Train, wrongly from a step on."""
     config, log, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
-    def wrongly(policy: Any, plan: StepPlanned, batch: Any, **options: Any) -> StepResult:
-        taken = plan if plan.step < first else replace(plan, learning_rate=plan.learning_rate * TIMES)
-        return run_step(policy, taken, batch, **options)
+    def wrongly(policy: Any, settings: StepSettings, batch: Any, **options: Any) -> StepResult:
+        if settings.version >= first:
+            settings = replace(settings, learning_rate=settings.learning_rate * TIMES)
+        return run_step(policy, settings, batch, **options)
 
     trainer.run_step = wrongly  # type: ignore[attr-defined]
     run_train(load_config(config, []), log, "cut", "head", "train", None, None)

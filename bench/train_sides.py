@@ -132,11 +132,10 @@ def _policy(model: Path, way: Way) -> tuple[Any, int]:
 
 def ours(model: Path, way: Way) -> Step:
     """The trainer's own step of SFT, with the digests of its stages."""
-    from rollbook.store.events import StepPlanned
     from rollbook.train.algorithms.sft import Sft
     from rollbook.train.batches.batch import build_batch, packed_partition, partition
     from rollbook.train.batches.experience import experience_of
-    from rollbook.train.step.step import input_digests, run_step
+    from rollbook.train.step.step import StepSettings, input_digests, run_step
 
     given = samples()[: way.samples]
     policy, copies = _policy(model, way)
@@ -145,16 +144,13 @@ def ours(model: Path, way: Way) -> Step:
     else:
         parts = partition(len(given), ROWS)
     algorithm = Sft(name="sft", batch_size=len(given))
-    plan = StepPlanned(
-        *(0, 1, "actor", 0, "", "", {}, "", [], parts, algorithm.model_dump(mode="json"), {}, LR, 0, {}, {}),
-        packed=way.packed,
-    )
+    settings = StepSettings(algorithm, LR)
 
     def step() -> float:
         input_digests(policy, 0)
         with timed("data"):
             batch = build_batch(experience_of(given, algorithm), parts, packed=way.packed)
-        result = run_step(policy, plan, batch)
+        result = run_step(policy, settings, batch)
         result.evidence.described()
         return float(result.metrics["loss"])
 

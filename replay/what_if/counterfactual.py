@@ -28,7 +28,7 @@ from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.schedule import divided
+from rollbook.train.resume.schedule import divided, settings_of
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop
 from rollbook.train.select.samples import Sample
@@ -104,7 +104,8 @@ class OtherSide:
         manifest = self._manifest(plan, rule, at)
         self.policy.seed_step(plan.seed)
         batch = self.experiences.batch(manifest, {s.leaf_turn_id: s for s in held.samples})
-        result = run_step(self.policy, manifest, batch, critic=self.experiences.critic, look=look)
+        critic = self.experiences.critic
+        result = run_step(self.policy, settings_of(manifest), batch, critic=critic, look=look)
         if rule.algorithm.adapts:
             self._adapted = rule.algorithm.after(result.metrics)
         return OtherStep(chosen, held.dropped, batch, result.metrics)

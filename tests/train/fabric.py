@@ -312,10 +312,10 @@ def killed_at(step: int, error: type[BaseException] = KeyboardInterrupt) -> Iter
 
     run_step = trainer.run_step
 
-    def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
-        if plan.step == step:
+    def killed(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
+        if settings.version == step:
             raise error
-        return run_step(policy, plan, batch, **options)
+        return run_step(policy, settings, batch, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollbook.train.loop.trainer.run_step", killed)

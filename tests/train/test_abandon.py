@@ -237,10 +237,10 @@ def test_a_machine_that_computes_otherwise(
     _stop(fabric, log, settings, 6)
     run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
 
-    def noisy(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+    def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         for micro in batch.micro_batches:
             micro.temperatures[:] *= 1.001
-        return run_step(policy, plan, batch, **options)
+        return run_step(policy, settings, batch, **options)
 
     monkeypatch.setattr("rollbook.train.resume.rerun.run_step", noisy)
     with pytest.raises(TrainError, match="without the steps since: --abandon-after 4"):

@@ -182,10 +182,10 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
     with pytest.MonkeyPatch.context() as patch:
         run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
 
-        def noisy(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+        def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
             for micro in batch.micro_batches:
                 micro.temperatures[:] *= 1.001
-            return run_step(policy, plan, batch, **options)
+            return run_step(policy, settings, batch, **options)
 
         patch.setattr("rollbook.train.resume.rerun.run_step", noisy)
         with pytest.raises(TrainError, match="running step 0 again differs in logprobs"):

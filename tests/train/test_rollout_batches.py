@@ -156,12 +156,12 @@ def test_a_step_that_is_not_finite_leaves_the_rest(
     run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
     spoilt: list[int] = []
 
-    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+    def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         if not spoilt:
-            spoilt.append(plan.step)
+            spoilt.append(settings.version)
             for micro in batch.micro_batches:
                 micro.advantages[micro.loss_mask] = np.nan
-        return run_step(policy, plan, batch, **options)
+        return run_step(policy, settings, batch, **options)
 
     monkeypatch.setattr("rollbook.train.loop.trainer.run_step", spoils)
     fabric.train(log, settings.model_copy(update={"on_not_finite": "skip", "steps": 3}))

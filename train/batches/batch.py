@@ -73,11 +73,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The experience of a step's samples, their micro-batches rank by rank, and how many are each rank's."""
+    """The experience of a step's samples, and their micro-batches, rank by rank.
+
+    Attributes:
+        partition: the places of the samples of each micro-batch, by rank.
+    """
 
     experience: Experience
     micro_batches: tuple[MicroBatch, ...]
-    shares: tuple[int, ...]
+    partition: Partition
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many micro-batches are each rank's."""
+        return shares_of(self.partition)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -159,7 +168,7 @@ def build_batch(
         mixture: of a model that replays the routing that the samples' turns record; None: it does not.
     """
     micro_batches = tuple(_collate(experience, part, packed, mixture) for part in micro_batches_of(parts))
-    return Batch(experience, micro_batches, shares_of(parts))
+    return Batch(experience, micro_batches, parts)
 
 
 def collate_tokens(

@@ -32,7 +32,7 @@ from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.base import folder_to_copy
 from rollbook.train.resume.rerun import samples_at_cut
 from rollbook.train.resume.restore import adapted, fingerprint_of, restored
-from rollbook.train.resume.schedule import divided, schedule_of
+from rollbook.train.resume.schedule import divided, schedule_of, settings_of
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop, decided
 from rollbook.train.select.samples import Sample
@@ -190,7 +190,7 @@ class Trainer:
         try:
             with timed("data"):
                 batch = self._experiences.batch(plan, {s.leaf_turn_id: s for s in in_hand.samples})
-            result = run_step(self.policy, plan, batch, critic=self.critic)
+            result = run_step(self.policy, settings_of(plan), batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
             if not isinstance(error, Skipped) or not self._drops.may_skip(error, self._config.on_not_finite):

@@ -18,6 +18,7 @@ from rollbook.store.fold.history import CommittedStep, all_samples
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Batch
 from rollbook.train.ranks.policy import Policy
+from rollbook.train.resume.schedule import settings_of
 from rollbook.train.select.samples import Sample, of_another_run, samples_of
 from rollbook.train.step.evidence import Evidence, of_tensors
 from rollbook.train.step.experiences import Experiences, begins
@@ -117,7 +118,9 @@ def rerun_steps(
         inputs = input_evidence(policy, experiences.critic)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
-        result = run_step(policy, plan, batch, finite=False, critic=experiences.critic, look=look)
+        result = run_step(
+            policy, settings_of(plan), batch, finite=False, critic=experiences.critic, look=look
+        )
         recorded = plan.input_digests | step.committed.digests
         yield RerunStep(
             plan.step, recorded, found | result.digests, result.metrics, inputs | result.evidence, batch

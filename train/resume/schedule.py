@@ -1,4 +1,4 @@
-"""What a manifest follows from beside its samples and weights: settings of the training, and how far it is.
+"""What a manifest says beside its samples and weights: what its step needs, and what that follows from.
 
 Recorded with a step, so that a replay can compute learning rate, seed and micro-batches again, instead of
 taking them from where they are to be proved.
@@ -8,11 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollbook.store.events import Json
+from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Partition, packed_partition, partition
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.select.samples import Sample
+from rollbook.train.step.step import StepSettings
+
+
+def settings_of(plan: StepPlanned) -> StepSettings:
+    """What a step needs to know beside its batch, as its manifest has it."""
+    critic = plan.critic or {}
+    return StepSettings(
+        recorded_algorithm(plan.algorithm),
+        plan.learning_rate,
+        plan.policy_version,
+        critic.get("learning_rate"),
+        bool(critic.get("alone")),
+    )
 
 
 def schedule_of(config: TrainConfig, number: int, slice_: int | None) -> Json:

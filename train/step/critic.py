@@ -82,21 +82,20 @@ class CriticResult:
 
 
 def run_critic(
-    critic: Policy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+    critic: Policy, algorithm: Algorithm, learning_rate: float, batch: Batch, *, finite: bool
 ) -> CriticResult:
     """The critic's forward, backward and optimizer step: the mean loss over the batch's trained tokens.
 
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
-    assert plan.critic is not None
     tokens = max(batch.trained_tokens, 1)
     losses = critic.forward_backward(free(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares)
     if finite:
-        check_tokens("value_losses", losses, batch, plan.partition)
+        check_tokens("value_losses", losses, batch, batch.partition)
     look = finite_values("critic_gradients") if finite else None
     gradients = digest_of(lines_of_stream(critic.stream_gradients(), look))
-    norm = critic.optimizer_step(plan.critic["learning_rate"])
+    norm = critic.optimizer_step(learning_rate)
     weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
@@ -106,7 +105,7 @@ def run_critic(
     }
     arrays = [loss.cpu().numpy() for loss in losses]
     parts = evidence.of_tokens(
-        batch, value_losses=in_sample_order(batch.micro_batches, plan.partition, arrays)
+        batch, value_losses=in_sample_order(batch.micro_batches, batch.partition, arrays)
     ) | evidence.of_tensors(
         critic_gradients=gradients, critic_optimizer=critic.optimizer_digest(), critic_weights=weights
     )

@@ -1,7 +1,8 @@
 """One optimizer step: the same code for training and for its replay.
 
-A step is a function of its manifest, the samples the manifest names, and the policy's state. Its
-result is a digest per stage, in the order in which the stages depend on each other.
+A step is a function of a batch, of settings, and of the policy's state. Its result is a digest per stage, in
+the order in which the stages depend on each other. Where the batch and the settings come from, a manifest of
+the log or a client's data, is the caller's matter.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import numpy.typing as npt
 import torch
 
 from rollbook.engines.weights.digests import Look, digest_tensors, lines_of_stream
-from rollbook.store.events import Json, StepPlanned
+from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.parts import shaped
-from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
 from rollbook.train.ranks.kept_digests import digest_of
 from rollbook.train.ranks.policy import Policy
@@ -82,6 +82,24 @@ class StepResult:
     evidence: Evidence
 
 
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step needs to know beside its batch.
+
+    Attributes:
+        learning_rate: of the policy's optimizer.
+        version: the policy's as the step begins, which ages of tokens count from.
+        critic_learning_rate: of the critic's optimizer, where the algorithm has a critic.
+        critic_alone: whether only the critic's weights move.
+    """
+
+    algorithm: Algorithm
+    learning_rate: float
+    version: int = 0
+    critic_learning_rate: float | None = None
+    critic_alone: bool = False
+
+
 def step_seed(seed: int, step: int) -> int:
     """Seed of a step's random generators: a pure function of the run's seed and the step."""
     digest = hashlib.sha256(struct.pack("<qq", seed, step)).digest()
@@ -108,7 +126,7 @@ def input_digests(policy: Policy, seed: int) -> Json:
 
 def run_step(
     policy: Policy,
-    plan: StepPlanned,
+    settings: StepSettings,
     batch: Batch,
     *,
     finite: bool = True,
@@ -126,42 +144,40 @@ def run_step(
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
-    algorithm = recorded_algorithm(plan.algorithm)
-    result = _run_policy(policy, plan, algorithm, batch, finite=finite, look=look)
+    result = _run_policy(policy, settings, batch, finite=finite, look=look)
     if critic is None:
         return result
-    learnt = run_critic(critic, plan, algorithm, batch, finite=finite)
+    assert settings.critic_learning_rate is not None
+    learnt = run_critic(critic, settings.algorithm, settings.critic_learning_rate, batch, finite=finite)
     metrics_of_both = result.metrics | learnt.metrics
     return StepResult(result.digests | learnt.digests, metrics_of_both, result.evidence | learnt.evidence)
 
 
 def _run_policy(
     policy: Policy,
-    plan: StepPlanned,
-    algorithm: Algorithm,
+    settings: StepSettings,
     batch: Batch,
     *,
     finite: bool,
     look: Look | None,
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
+    algorithm, version = settings.algorithm, settings.version
     totals = Totals(batch.trained_tokens, batch.trained_samples)
-    loss_of = PolicyLoss(algorithm, plan.policy_version, totals)
+    loss_of = PolicyLoss(algorithm, version, totals)
     given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
         check_batch(batch, exact="logprobs" in algorithm.needs)
-    routed = of_routing(policy, algorithm, batch, plan.policy_version)
+    routed = of_routing(policy, algorithm, batch, version)
     told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
     values, losses = [one.values for one in told], [one.losses for one in told]
     if finite:
-        check(given, values, batch, plan.partition)
-        check("losses", losses, batch, plan.partition)
+        check(given, values, batch, batch.partition)
+        check("losses", losses, batch, batch.partition)
     looks = [one for one in (finite_values("gradients") if finite else None, look) if one is not None]
     gradients = digest_of(lines_of_stream(policy.stream_gradients(), _each(looks)))
-    if plan.critic is not None and plan.critic["alone"]:
-        norm = policy.gradient_norm()
-    else:
-        norm = policy.optimizer_step(plan.learning_rate)
+    alone = settings.critic_alone
+    norm = policy.gradient_norm() if alone else policy.optimizer_step(settings.learning_rate)
     weights = policy.weights_digest(finite_values("weights") if finite else None)
     digests = batch.digests() | {
         given: digest_tensors({str(i): t for i, t in enumerate(values)}),
@@ -170,7 +186,7 @@ def _run_policy(
         "optimizer": policy.optimizer_digest().digest,
         "weights": weights.digest,
     }
-    parts = evidence.of_batch(batch) | _of_passes(batch, plan, given, values, losses)
+    parts = evidence.of_batch(batch) | _of_passes(batch, given, values, losses)
     parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
     found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
     seen = metrics.all_of([one.seen for one in told])
@@ -190,7 +206,6 @@ def _each(looks: Sequence[Look]) -> Look | None:
 
 def _of_passes(
     batch: Batch,
-    plan: StepPlanned,
     given: str,
     values: Sequence[torch.Tensor],
     losses: Sequence[torch.Tensor],
@@ -198,9 +213,9 @@ def _of_passes(
     """What the passes over a batch gave, by sample."""
     arrays = {stage: [t.cpu().numpy() for t in of] for stage, of in ((given, values), ("losses", losses))}
     if given == "logprobs":
-        whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
+        whole = {s: in_sample_order(batch.micro_batches, batch.partition, of) for s, of in arrays.items()}
         return evidence.of_tokens(batch, **whole)
-    order = np.argsort([i for part in micro_batches_of(plan.partition) for i in part])
+    order = np.argsort([i for part in micro_batches_of(batch.partition) for i in part])
     return evidence.of_samples(**{s: np.concatenate(of)[order] for s, of in arrays.items()})
 
 

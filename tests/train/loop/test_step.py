@@ -21,6 +21,7 @@ from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape
 from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.resume.schedule import settings_of
 from rollbook.train.select.samples import Sample, all_samples
 from rollbook.train.step.step import StepResult, input_digests, run_step, step_seed
 
@@ -75,7 +76,7 @@ def _run(
     )
     input_digests(policy, 0)
     batch = build_batch(experience_of(samples, recorded_algorithm(algorithm)), plan.partition)
-    return policy, run_step(policy, plan, batch)
+    return policy, run_step(policy, settings_of(plan), batch)
 
 
 def _same_gradient(policy: TrainablePolicy, model: Any) -> None:
