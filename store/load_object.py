@@ -1,4 +1,4 @@
-"""Parts of somebody's own, named `module:name` or `file.py:name`."""
+"""Objects of somebody's own code, named `module:name` or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import xxhash
 from rollbook.store.errors import ConfigError
 
 
-def imported(text: str, what: str) -> Any:
+def load_object(text: str, what: str) -> Any:
     """The object of that name; its module is run.
 
     Args:
@@ -55,8 +55,8 @@ def _of_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, whole)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(str(path))
+    if spec is None or spec.loader is None or not whole.exists():
+        raise FileNotFoundError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
     if str(whole.parent) not in sys.path:
         sys.path.append(str(whole.parent))

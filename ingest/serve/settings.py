@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
 from rollbook.engines.address import EngineAddress
-from rollbook.store.config import MISSING, Refused, part_of, read_toml, refused
+from rollbook.store.config import MISSING, Refused, Table, part_of, read_toml, refused
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -38,12 +38,8 @@ SECRETS: Mapping[str, str] = {
 """Options that are no keys of the file, and what to do instead."""
 
 
-class ServeSettings(BaseModel):
+class ServeSettings(Table):
     """All of a file of settings."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
     store: Path
     """Folder of the store."""

@@ -11,7 +11,6 @@ A part of one's own that gives another shape would otherwise be spread over the 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import re
 import sys
@@ -22,8 +21,9 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import Field
 
-from rollbook.store.errors import RollbookError, TrainError
+from rollbook.store.errors import ConfigError, RollbookError, TrainError
 from rollbook.store.events import Json
+from rollbook.store.load_object import load_object
 from rollbook.train.algorithms.algorithm import NEEDS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 
@@ -96,14 +96,13 @@ def load_part(name: str) -> Any:
         TrainError: there is none of that name, or it cannot be imported.
     """
     if name not in _loaded:
-        module, _, attribute = name.partition(":")
         here = str(Path.cwd())
         if here not in sys.path:  # a command has only its own folder there; what is installed comes first
             sys.path.append(here)
         try:
-            _loaded[name] = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # the part's own code ran
-            raise TrainError(f"part {name!r} cannot be loaded: {error!r}") from error
+            _loaded[name] = load_object(name, f"part {name!r} cannot be loaded")
+        except ConfigError as error:
+            raise TrainError(str(error)) from error
     return _loaded[name]
 
 

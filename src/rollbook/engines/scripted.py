@@ -11,8 +11,6 @@ template shapes it, each piece is tokenized alone, and the end-of-turn token fol
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -22,8 +20,9 @@ import orjson
 from fastapi import APIRouter
 
 from rollbook.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
-from rollbook.store.errors import EngineError, ReplyError, RequestError
+from rollbook.store.errors import ConfigError, EngineError, ReplyError, RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
+from rollbook.store.load_object import load_object
 
 Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
 DigestOf = Callable[[Sequence[Json]], bytes]
@@ -154,28 +153,15 @@ def load_script(spec: str, digest_of: DigestOf) -> Script:
     """
     if spec.endswith(".jsonl"):
         return _from_file(Path(spec), digest_of)
-    source, _, name = spec.rpartition(":")
-    if not source:
+    if ":" not in spec:
         raise EngineError(f"--script {spec!r}: write file.py:function, module:function or file.jsonl")
     try:
-        module = _load_module(source)
-        script = getattr(module, name)
-    except Exception as error:  # the script's own code ran
-        raise EngineError(f"--script {spec!r}: {error!r}") from error
+        script = load_object(spec, "--script")
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
     if not callable(script):
-        raise EngineError(f"--script {spec!r}: {name} is not callable")
+        raise EngineError(f"--script {spec!r}: {spec.rpartition(':')[2]} is not callable")
     return script  # type: ignore[no-any-return]
-
-
-def _load_module(source: str) -> Any:
-    if not source.endswith(".py"):
-        return importlib.import_module(source)
-    spec = importlib.util.spec_from_file_location("rollbook_script", source)
-    if spec is None or spec.loader is None or not Path(source).exists():
-        raise ImportError(f"no file {source}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_file(path: Path, digest_of: DigestOf) -> Script:

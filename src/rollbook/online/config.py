@@ -16,11 +16,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rollbook.ingest.serve.settings import ServeSettings, parse_settings
-from rollbook.rollouts.config import RolloutConfig, Seconds, Table, parse_rollouts, typed
+from rollbook.rollouts.config import RolloutConfig, Seconds, parse_rollouts, typed
 from rollbook.store.config import (
     ENGINE,
     TABLES,
     WAIT_S,
+    Table,
     check_whole,
     is_whole,
     override,

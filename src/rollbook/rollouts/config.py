@@ -24,14 +24,13 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
 )
 
 from rollbook.rollouts.launchers.launching import Isolation, Level
-from rollbook.store.config import override, part_of, read_toml, refused, told, written_key
+from rollbook.store.config import Table, override, part_of, read_toml, refused, told, written_key
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -42,14 +41,6 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
-
-
-class Table(BaseModel):
-    """A table of a CONFIG: unknown keys are errors, and types are strict."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def typed(

@@ -28,7 +28,7 @@ from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 from rollbook.store.events import VOID, Json
 from rollbook.store.ids import new_id
-from rollbook.store.load_object import called, imported
+from rollbook.store.load_object import called, load_object
 
 SHOWN = 2000
 """Characters of a scorer's error that are kept."""
@@ -134,7 +134,7 @@ def _summed(components: Sequence[ScoreConfig], found: Sequence[Any], limit_s: fl
 
 
 def _by_function(name: str) -> Callable[[Task, Attempt], Any]:
-    function = imported(name, "score.function")
+    function = load_object(name, "score.function")
 
     async def score(task: Task, attempt: Attempt) -> float:
         return number_of(await called(function, task, attempt), name)

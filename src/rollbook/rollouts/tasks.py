@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.load_object import imported
+from rollbook.store.load_object import load_object
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RANGE = re.compile(r"range:([0-9]{1,9})")
@@ -84,7 +84,7 @@ def _values(source: str) -> Iterator[Json]:
     elif (few := _RANGE.fullmatch(source)) is not None:
         yield from ({"id": f"{number}", "idx": number} for number in range(int(few[1])))
     elif ":" in source:
-        made = imported(source, "tasks")
+        made = load_object(source, "tasks")
         values = made() if callable(made) else made
         if not isinstance(values, Iterable):
             raise ConfigError(f"tasks: {source!r} gives {type(values).__name__}; it must give objects")

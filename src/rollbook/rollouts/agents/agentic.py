@@ -18,7 +18,7 @@ from rollbook.rollouts.proxy import FAILURES, Http, failure
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError, RequestError, RolloutError
 from rollbook.store.events import Json
-from rollbook.store.load_object import called, imported
+from rollbook.store.load_object import called, load_object
 
 Rollout = TypeVar("Rollout", bound=type["AgenticRollout"])
 REGISTERED: dict[str, type[AgenticRollout]] = {}
@@ -204,7 +204,7 @@ def rollout_class(name: str) -> type[AgenticRollout]:
     Raises:
         ConfigError: there is none, or it is no AgenticRollout.
     """
-    found = REGISTERED.get(name) or imported(OURS.get(name, name), "agent.rollout")
+    found = REGISTERED.get(name) or load_object(OURS.get(name, name), "agent.rollout")
     if not (inspect.isclass(found) and issubclass(found, AgenticRollout)):
         raise ConfigError(f"agent.rollout: {name!r} is {found!r}, no class derived from AgenticRollout")
     return found
