@@ -35,7 +35,7 @@ def load_object(text: str, what: str) -> Any:
     except Exception as error:
         raise ConfigError(f"{what}: {place!r} cannot be imported: {error!r}") from error
     if not hasattr(module, name):
-        raise ConfigError(f"{what}: {place!r} has no {name!r}")
+        raise ConfigError(f"{what}: {place!r} has no attribute {name!r}")
     return getattr(module, name)
 
 

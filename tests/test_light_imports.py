@@ -13,7 +13,7 @@ HELP = "import sys; sys.argv = ['rollbook', '--help']\nfrom rollbook.cli.app imp
 HELP += "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
 
 
-PARTS = ["store", "ingest.serve.proxy", "cli.cassette", "testing.pytest_cassette"]
+PARTS = ["store", "ingest.serve.proxy", "cli.replay.cassette", "testing.pytest_cassette"]
 
 
 @pytest.mark.more_but("import rollbook.ingest.serve.proxy*", "import rollbook.store*")

@@ -152,7 +152,7 @@ def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from rollbook.rollouts import cgroups
+from rollbook.rollouts.launchers import cgroups
 from rollbook.rollouts.launchers.launching import Launch, Limits
 from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 

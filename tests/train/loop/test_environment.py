@@ -42,7 +42,7 @@ DATA = Path(__file__).parents[2] / "data"
 
 ELSEWHERE = """
 import sys, orjson, torch
-from rollbook.replay import step
+from rollbook.replay.step import step
 from rollbook.train.environment import fingerprint
 from rollbook.train.environment import file_digests
 torch.set_num_threads(int(sys.argv[1]))

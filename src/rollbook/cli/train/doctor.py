@@ -1,14 +1,10 @@
-"""What `rollbook doctor` prints.
-
-What `rollbook preflight` prints.
-"""
+"""What `rollbook doctor` and `rollbook preflight` print."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +15,6 @@ from rollbook.cli.terminal import Console, print_json, say, visible
 from rollbook.store.cut import Cut
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.evidence import Course, Finding, read_course
-from rollbook.train.doctor.preflight import preflight
 from rollbook.train.doctor.signs import findings
 
 
@@ -75,6 +70,10 @@ def run_preflight(
         )
     log = None if path is None else store.open(path)
     cut: Cut = {} if log is None else log.cut(as_of, config.run)
+    import psutil
+
+    from rollbook.train.doctor.preflight import preflight
+
     checks = preflight(config, log, cut, source, psutil.virtual_memory().total, reward)
     if as_json:
         print_json([asdict(check) for check in checks])
