@@ -25,7 +25,7 @@ MARGIN_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Gatekeeper:
+class GateServer:
     """Answers the other workers for a gate. Room that one keeps is given up when it dies.
 
     Attributes:
@@ -137,7 +137,7 @@ class Gatekeeper:
 
 
 @dataclass(slots=True, eq=False)
-class FarGate:
+class RemoteGate:
     """The gate of the first worker, as another one sees it.
 
     Attributes:

@@ -33,7 +33,7 @@ _OF_EACH = ("lane", "status", "policy_version", "unrecorded")
 """What is said of each worker, of what it says of itself."""
 
 
-class Whole:
+class WorkerAggregate:
     """Answers for all workers; for the only one, as itself.
 
     Args:
@@ -126,7 +126,7 @@ def merged(pages: Iterable[tuple[int, bytes]]) -> list[Metric]:
     return list(families.values())
 
 
-def add_whole(app: FastAPI, whole: Whole, recorder: Recorder) -> None:
+def add_whole(app: FastAPI, whole: WorkerAggregate, recorder: Recorder) -> None:
     """Add /healthz and /metrics."""
     own, redactor, secret = whose(recorder), recorder.redactor, store_secret(recorder.store.path, PROVING)
     named = {"store": own.store} | ({"start": own.start} if own.start else {})

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.errors import error_reply
 from rollbook.ingest.cluster.messages import MESSAGE_BYTES, PREFIX, TOKEN_HEADER, answer_of
 from rollbook.ingest.cluster.peers import SENT_AS, SENT_AS_HEADER, PassOnError, Peers, Whose
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _OF_ROUTING = frozenset({"path_params", "endpoint", "route", "router"})
 
 
-def add_sending_on(app: FastAPI, peers: Peers, room: BodyRoom, failed: Callable[[Exception], None]) -> None:
+def add_sending_on(app: FastAPI, peers: Peers, room: BodyBudget, failed: Callable[[Exception], None]) -> None:
     """Have requests sent on that belong to another proxy. Add the guards after that: they come before it.
 
     Args:
@@ -42,13 +42,13 @@ def add_sending_on(app: FastAPI, peers: Peers, room: BodyRoom, failed: Callable[
         return reply or _Here(app, error.raw, plain=error.plain)
 
     app.add_exception_handler(PassOnError, send_on)
-    app.add_middleware(SendingOn, peers=peers, room=room, failed=failed)
+    app.add_middleware(ForwardingMiddleware, peers=peers, room=room, failed=failed)
 
 
-class SendingOn:
+class ForwardingMiddleware:
     """ASGI middleware: a request whose head says that it is another proxy's goes there."""
 
-    def __init__(self, app: Any, peers: Peers, room: BodyRoom, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, app: Any, peers: Peers, room: BodyBudget, failed: Callable[[Exception], None]) -> None:
         self._app, self._peers, self._room, self._failed = app, peers, room, failed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

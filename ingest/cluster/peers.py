@@ -42,7 +42,7 @@ from rollbook.ingest.cluster.messages import (
     check_question,
     read_message,
 )
-from rollbook.ingest.cluster.shard_leases import LOOK_S, Seats, look_again
+from rollbook.ingest.cluster.shard_leases import LOOK_S, ShardLeases, look_again
 from rollbook.ingest.cluster.shared_connections import ElsewhereError
 from rollbook.ingest.cluster.siblings import KNOWS, first_known, knower_of, moves_cursor, named_by_head
 from rollbook.ingest.recording.restore import RunReader
@@ -75,7 +75,7 @@ Reply = aiohttp.ClientResponse
 
 
 @dataclass(frozen=True, slots=True)
-class To:
+class Destination:
     """Where a request belongs.
 
     Attributes:
@@ -90,7 +90,7 @@ class To:
     name: str = ""
 
 
-Whose = Callable[[], To | None]
+Whose = Callable[[], Destination | None]
 """Says where a request belongs as far as is known now; None: here."""
 
 
@@ -114,7 +114,7 @@ class Peers:
         keeps_headers: replies have no headers of the server's own.
     """
 
-    seats: Seats
+    seats: ShardLeases
     naming: Sequence[str] = (TRAJECTORY_HEADER,)
     duties: list[Duty] = field(default_factory=list)
     keeps_headers: bool = False
@@ -147,7 +147,7 @@ class Peers:
 
     # Whose it is ----------------------------------------------------------------------------------
 
-    def whose(self, name: str) -> To | None:
+    def whose(self, name: str) -> Destination | None:
         """Where a trajectory of that name belongs. Who writes it is for the holder of its seat to say."""
         live = self.seats.recorder.trajectories.get(name)
         is_open = live is not None and not live.finished
@@ -156,11 +156,11 @@ class Peers:
         to = self._at_seat(owner_of(name, len(self.seats.wire.addresses)))
         if to is None and live is not None and is_open:
             writer = self.seats.writer_of(live.lane)
-            return None if writer is None else To(writer, "writer", name)
+            return None if writer is None else Destination(writer, "writer", name)
         return to
 
-    def _at_seat(self, seat: int) -> To | None:
-        return None if seat in self.seats.place.holds else To(seat, "holder")
+    def _at_seat(self, seat: int) -> Destination | None:
+        return None if seat in self.seats.place.holds else Destination(seat, "holder")
 
     def of_head(self, method: str, raw_path: str, headers: list[tuple[bytes, bytes]]) -> Whose | None:
         """Says where a request belongs, if its head does."""
@@ -195,7 +195,7 @@ class Peers:
             return
         known, number = await knower_of(reply_ids, self.knows, self.bus)
         if number is not None:
-            found = To(number, "knower")
+            found = Destination(number, "knower")
             raise PassOnError(lambda: found, raw, plain=plain)
         if not known and kept and self._at_seat(FIRST) is not None:
             raise PassOnError(lambda: self._at_seat(FIRST), raw, plain=plain)
@@ -296,7 +296,7 @@ class _Call:
                 await seats.looked(number if reply is None else None, LOOK_S)
         return None
 
-    async def _asked(self, number: int, to: To) -> aiohttp.ClientResponse | None:
+    async def _asked(self, number: int, to: Destination) -> aiohttp.ClientResponse | None:
         """The reply of a proxy; None: it has not got the request.
 
         Raises:
@@ -319,7 +319,7 @@ class _Call:
                 sending.cancel()
         return reply
 
-    async def _send(self, number: int, to: To) -> aiohttp.ClientResponse:
+    async def _send(self, number: int, to: Destination) -> aiohttp.ClientResponse:
         scope, wire = self.request.scope, self.peers.seats.wire
         left_out = _NOT_SENT_ON | ({b"content-encoding"} if self.plain else set())
         headers: CIMultiDict[str] = CIMultiDict()
@@ -398,7 +398,7 @@ class ProxyAwayError(RequestError):
 class PeerBus:
     """One proxy's end: see `workers.asks.Asks`; numbers are those of seats."""
 
-    seats: Seats
+    seats: ShardLeases
     _handlers: dict[str, Handler] = field(default_factory=dict)
 
     def on(self, kind: str, handler: Handler) -> Callable[[], object]:
@@ -505,7 +505,7 @@ class Duty(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def first_does(seats: Seats, duties: Sequence[Duty]) -> AsyncIterator[None]:
+async def first_does(seats: ShardLeases, duties: Sequence[Duty]) -> AsyncIterator[None]:
     """Do the duties within the context, while this proxy holds the first seat, its own or another's."""
     doing: list[Duty] = []
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
 from rollbook.ingest.cluster.doors import add_peers, add_sending_on, counted
 from rollbook.ingest.cluster.peers import Peers
@@ -17,15 +17,15 @@ from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.store.events import Json
 
-Company = Siblings | Peers
+Cluster = Siblings | Peers
 
 
 def join(
     app: FastAPI,
-    others: Company | None,
+    others: Cluster | None,
     options: ProxyOptions,
     knows: Callable[[str], bool],
-    room: BodyRoom,
+    room: BodyBudget,
     metrics: Metrics,
 ) -> None:
     """Let the others know what this one knows, and have what is another proxy's sent on.
@@ -40,7 +40,7 @@ def join(
 
 
 def add_all_guards(
-    app: FastAPI, others: Company | None, options: ProxyOptions, guard: Guard, metrics: Metrics
+    app: FastAPI, others: Cluster | None, options: ProxyOptions, guard: Guard, metrics: Metrics
 ) -> None:
     """Put before every route whatever comes before it. Add this last."""
     add_guards(app, guard, options.own, metrics.failed, error_body)
@@ -48,7 +48,7 @@ def add_all_guards(
         add_peers(app, others)
 
 
-def stops(app: FastAPI, others: Company | None, *more: Callable[[], None]) -> None:
+def stops(app: FastAPI, others: Cluster | None, *more: Callable[[], None]) -> None:
     """Let the server tell all who keep requests waiting when the application is to end."""
     of_peers = (others.stop,) if isinstance(others, Peers) else ()
 
@@ -60,7 +60,7 @@ def stops(app: FastAPI, others: Company | None, *more: Callable[[], None]) -> No
 
 
 @asynccontextmanager
-async def meeting(others: Company | None) -> AsyncIterator[None]:
+async def meeting(others: Cluster | None) -> AsyncIterator[None]:
     """Speak with the others while the context lasts."""
     if isinstance(others, Peers):
         async with others.running():
@@ -72,6 +72,6 @@ async def meeting(others: Company | None) -> AsyncIterator[None]:
         yield
 
 
-def health(others: Company | None) -> Json:
+def health(others: Cluster | None) -> Json:
     """What /healthz says of other proxies; of other workers `http.whole` does."""
     return {"proxies": others.seats.states()} if isinstance(others, Peers) else {}

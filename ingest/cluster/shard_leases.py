@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.cluster.messages import GIVE_BACK, HOLDS, UnreachableError, Wire
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.recovery import GoingOn
+from rollbook.ingest.recording.recovery import RunRecovery
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.trajectories.place import FIRST, Place
 from rollbook.ingest.trajectories.registry import Trajectories
@@ -96,7 +96,7 @@ Lost = Callable[[int], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
-class Seats:
+class ShardLeases:
     """One proxy's view of them, and its hold on its own.
 
     Attributes:
@@ -393,7 +393,7 @@ async def take_place(recorder: Recorder, place: Place) -> RunReader:
     """
     store, run, known = recorder.store, recorder.run, recorder.trajectories
     # Without a bound, as it is taken by the registry that has one: that also keeps who has which turn.
-    begun = GoingOn(store, recorder.writer, run, place, sys.maxsize, running=True)
+    begun = RunRecovery(store, recorder.writer, run, place, sys.maxsize, running=True)
 
     def read() -> tuple[RunReader, Trajectories]:
         runs = RunReader(store, run)

@@ -37,7 +37,7 @@ from rollbook.store.events import Json
 KNOWS = "knows"
 
 
-class Others(Protocol):
+class RequestRouter(Protocol):
     """Whoever else may own what a request is about: workers of the same proxy, or proxies of the run."""
 
     def check_name(self, request: Request, name: str, raw: bytes, *, plain: bool = True) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from rollbook.ingest.fields import FinishTrajectory, OpenTrajectory
-from rollbook.ingest.recording.recovery import GoingOn
+from rollbook.ingest.recording.recovery import RunRecovery
 from rollbook.ingest.recording.restore import RunReader, restored
 from rollbook.ingest.recording.run_writer import RunWriter, all_durable
 from rollbook.ingest.trajectories.live import LiveTrajectory
@@ -77,7 +77,7 @@ class Recorder(RunWriter):
         try:
             self.known_run = RunReader(store, run)
             if goes_on:
-                begun = GoingOn(store, self.writer, run, place, budget)
+                begun = RunRecovery(store, self.writer, run, place, budget)
                 self.trajectories, self.adopted = begun.restored(self.known_run), begun.adopted
         except BaseException:
             self.writer.close()

@@ -19,7 +19,7 @@ from rollbook.store.log.writer import LaneWriter
 
 
 @dataclass(slots=True, eq=False)
-class GoingOn:
+class RunRecovery:
     """Reads back what a recorder owns.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Requests for completions, through whichever API: `ModelRoutes.answer` is the whole way of one.
 
-1. `FrontDoor.address`: the caller, the endpoint, and what the path says of the trajectory.
-2. `BodyRoom.plain`: the body, within its limits.
+1. `RequestResolver.address`: the caller, the endpoint, and what the path says of the trajectory.
+2. `BodyBudget.plain`: the body, within its limits.
 3. `CallReader.read`: what is asked, in which trajectory, and the prompt's plan. Nothing is recorded so far.
 4. `TurnRunner.begin`: the request is recorded, and a task has an engine answer it and records that.
 5. `TurnResponse`: the reply is sent, as it grows or whole, its end once everything is durable.
@@ -31,7 +31,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.bounds import beside
 from rollbook.edge.errors import describe
 from rollbook.edge.requests import RequestSlots
@@ -44,7 +44,7 @@ from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.family import Parsed
-from rollbook.ingest.routes.resolver import Address, FrontDoor
+from rollbook.ingest.routes.resolver import Address, RequestResolver
 from rollbook.ingest.trajectories.identity import Identity
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.turns.images import ImageLinks
@@ -60,16 +60,16 @@ class ModelRoutes:
     """Answers requests for completions."""
 
     turn_runner: TurnRunner
-    door: FrontDoor
-    room: BodyRoom
+    resolver: RequestResolver
+    room: BodyBudget
     metrics: Metrics
     slots: RequestSlots = field(init=False)
     reader: CallReader = field(init=False)
 
     def __post_init__(self) -> None:
-        options = self.door.options
+        options = self.resolver.options
         self.slots = RequestSlots(options.max_running)
-        self.reader = CallReader(self.door, self.turn_runner, ImageLinks(options.image_hosts), self.slots)
+        self.reader = CallReader(self.resolver, self.turn_runner, ImageLinks(options.image_hosts), self.slots)
 
     def add(self, app: FastAPI) -> None:
         """Add the APIs' paths, each with a trajectory in front of it and without."""
@@ -79,7 +79,7 @@ class ModelRoutes:
 
     async def answer(self, request: Request) -> Response:
         """Answer a request for a completion."""
-        address = self.door.address(request)
+        address = self.resolver.address(request)
         api = APIS.get(unquote(address.path))
         if api is None:
             text = f"{address.path}: write /t/ID/v1/..., with the path as it is"
@@ -92,7 +92,7 @@ class ModelRoutes:
                     with contextlib.ExitStack() as reservation:
                         asked = await self.reader.read(api, address, request, raw, reservation)
                         in_flight = await self._in_flight(asked)
-                    label = self.door.label(asked.live, asked.identity, address.caller.name)
+                    label = self.resolver.label(asked.live, asked.identity, address.caller.name)
                     in_flight.depends_on.append(label)
         except ElsewhereError:
             raise
@@ -101,7 +101,7 @@ class ModelRoutes:
             raise
         asked.live.sending += 1
         exchange = Exchange(api, asked.live, in_flight, self.turn_runner, self.metrics, self.slots)
-        return TurnResponse(exchange, self.door.options.keep_alive)
+        return TurnResponse(exchange, self.resolver.options.keep_alive)
 
     async def _in_flight(self, asked: ReadCall) -> InFlightCall:
         """What answers a request: the one that it repeats, which may run or be stored, or one of its own."""
@@ -150,7 +150,7 @@ class ReadCall:
 class CallReader:
     """Reads requests for completions."""
 
-    door: FrontDoor
+    resolver: RequestResolver
     turn_runner: TurnRunner
     images: ImageLinks
     slots: RequestSlots
@@ -173,19 +173,19 @@ class CallReader:
         """
         size = len(raw)
         sent = await beside(size, json_object, raw)
-        body = await self.door.redacted(sent, size)
-        identity = self.door.identity(address, request, body)
+        body = await self.resolver.redacted(sent, size)
+        identity = self.resolver.identity(address, request, body)
         retry = retry_count(request)
         arrival = await beside(size, Arrival.kept, api.path, raw, sent, body, retry, address.caller.name)
         named = () if api.ids is None else api.ids.in_body(body)
-        await self.door.stay(request, identity.name, named, raw)
+        await self.resolver.ensure_local(request, identity.name, named, raw)
         identity, known = await self._known(api, identity, body)
         call = await beside(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
-        check_call(call, size, self.door.options.max_body_bytes)
+        check_call(call, size, self.resolver.options.max_body_bytes)
         call = replace(call, messages=await self.images.resolved(call.messages))
         if identity.name is not None and known is None:
             with self.slots.lent():  # a held request must not keep those out that others wait for
-                await self.door.admit(identity.name, self.door.wanted(identity), request, reservation)
+                await self.resolver.admit(identity.name, self.resolver.wanted(identity), request, reservation)
         live, plan = await self._planned(identity, call, size, address.caller.name)
         return ReadCall(live, call, arrival, plan, identity)
 
@@ -197,7 +197,7 @@ class CallReader:
         Raises:
             RequestError: 409, another proxy writes it.
         """
-        recorder = self.door.recorder
+        recorder = self.resolver.recorder
         if identity.name is None and api.ids is not None:
             turns = (api.ids.turn_of(named) for named in api.ids.in_body(body))
             turn_id = next((turn_id for turn_id in turns if turn_id is not None), None)
@@ -216,13 +216,13 @@ class CallReader:
 
         Nothing waits once the trajectory is found: one that is new is drafted once, and recorded next.
         """
-        live = await self.door.trajectory(identity, call.messages, size, by)
+        live = await self.resolver.trajectory(identity, call.messages, size, by)
         while True:
             tree = live.tree
             plan = await self.turn_runner.planned(tree, call, size)
             if plan is None:
                 return live, None
-            live = await self.door.trajectory(identity, call.messages, size, by)
+            live = await self.resolver.trajectory(identity, call.messages, size, by)
             if live.tree is tree or not (live.tree.turns or tree.turns):
                 return live, plan  # else the trajectory was read back meanwhile: plan anew
 

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from starlette.responses import Response
 
-from rollbook.edge.memory import GivingBack, give_back
+from rollbook.edge.memory import MemoryTrimmer, give_back
 from rollbook.edge.requests import ClientGone, ClientWatch
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.errors import LimitError, RollbookError
@@ -286,7 +286,7 @@ class EventStreams:
         self._warming = Lock()
         self._held = self._pressed = 0
         self._room = asyncio.Condition()
-        self._memory = GivingBack(self._give_back)
+        self._memory = MemoryTrimmer(self._give_back)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Do work in a reading thread."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import caller_of
 from rollbook.ingest.access import JUDGES_KINDS, may_read_kinds
 from rollbook.ingest.recording.recorder import Recorder
@@ -28,7 +28,7 @@ CURSOR_BYTES = 1 << 20
 Query = Mapping[str, str]
 
 
-def add_event_routes(app: FastAPI, recorder: Recorder, room: BodyRoom, most: int = 64) -> EventStreams:
+def add_event_routes(app: FastAPI, recorder: Recorder, room: BodyBudget, most: int = 64) -> EventStreams:
     """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application.
 
     Args:
@@ -140,7 +140,7 @@ def _bad_query(what: str, remedy: str) -> RequestError:
 # Cursors ------------------------------------------------------------------------------------
 
 
-def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams, room: BodyRoom) -> None:
+def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams, room: BodyBudget) -> None:
     cursors = Cursors(recorder.store.path)
     moving = asyncio.Lock()
 

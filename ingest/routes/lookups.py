@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.bounds import beside
 from rollbook.ingest.endpoints.api import AgentApi, ResponseIds
 from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.fields import SamplingFields, json_object
 from rollbook.ingest.recording.runner import TurnRunner
-from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_call
 from rollbook.store.errors import RequestError
@@ -30,8 +30,8 @@ class LookupRoutes:
     """
 
     turn_runner: TurnRunner
-    door: FrontDoor
-    room: BodyRoom
+    resolver: RequestResolver
+    room: BodyBudget
     model_name: str
 
     def add(self, app: FastAPI) -> None:
@@ -49,26 +49,26 @@ class LookupRoutes:
 
     async def count(self, request: Request, *, api: AgentApi) -> Response:
         """How many tokens a message's prompt would hold."""
-        self.door.address(request)
+        self.resolver.address(request)
         async with self.room.plain(request) as raw:
             return JSONResponse({"input_tokens": await beside(len(raw), self._prompt_length, api, raw)})
 
     def _prompt_length(self, api: AgentApi, raw: bytes) -> int:
         assert api.count is not None
         call = api.count(json_object(raw))
-        check_call(call, len(raw), self.door.options.max_body_bytes)
+        check_call(call, len(raw), self.resolver.options.max_body_bytes)
         tokenizer = self.turn_runner.bridges.tokenizer
         text = tokenizer.render(call.messages, call.tools, generate=True, **call.template_kwargs)
         return len(tokenizer.encode(text))
 
     async def response(self, request: Request, *, api: AgentApi, ids: ResponseIds) -> Response:
         """An earlier response, from the log."""
-        recorder = self.door.recorder
-        identity = self.door.identity(self.door.address(request), request, {})
+        recorder = self.resolver.recorder
+        identity = self.resolver.identity(self.resolver.address(request), request, {})
         response_id = request.path_params["response_id"]
         turn_id = ids.turn_of(response_id)
         if turn_id is not None:
-            await self.door.stay(request, identity.name, [response_id], b"", kept=False)
+            await self.resolver.ensure_local(request, identity.name, [response_id], b"", kept=False)
         live = None if turn_id is None else recorder.of_turn(turn_id)
         other = live is not None and identity.explicit and identity.name != live.opened.name
         if live is None or turn_id is None or other:
@@ -79,7 +79,7 @@ class LookupRoutes:
 
     async def models(self, request: Request) -> Response:
         """The model that is served."""
-        self.door.address(request)
+        self.resolver.address(request)
         tokenizer, version = self.turn_runner.bridges.tokenizer, self.turn_runner.engine.policy_version()
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollbook"}
         model |= {"policy_version": version, "max_model_len": tokenizer.context_length}

@@ -13,7 +13,7 @@ from rollbook.edge.bounds import aside, beside
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Caller
 from rollbook.ingest.admission.gate import Gate
-from rollbook.ingest.cluster.siblings import Others
+from rollbook.ingest.cluster.siblings import RequestRouter
 from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
@@ -40,14 +40,14 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
+class RequestResolver:
     """Finds the trajectory that a request belongs to."""
 
     recorder: Recorder
     options: ProxyOptions
     gate: Gate | None = None
     """Holds new trajectories while an online training could not use them in time."""
-    others: Others | None = None
+    others: RequestRouter | None = None
     """Who else may own what a request is about, if there are any."""
 
     def address(self, request: Request) -> Address:
@@ -73,7 +73,7 @@ class FrontDoor:
             return identity
         return replace(identity, name=self.options.redactor.text(identity.name))
 
-    async def stay(
+    async def ensure_local(
         self,
         request: Request,
         name: str | None,

@@ -21,7 +21,7 @@ import orjson
 from cachetools import TTLCache
 from fastapi import FastAPI, Request, Response
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.bounds import beside
 from rollbook.edge.guard import Guard, caller_of
 from rollbook.ingest.access import check_source, check_trajectory, check_unfinished
@@ -42,7 +42,7 @@ from rollbook.ingest.fields import (
 )
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import all_durable
-from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.trajectories.launches import Launch, rollout_course
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.rewards import assigned_reward, description, repeated, turn_of_reply
@@ -54,45 +54,45 @@ from rollbook.store.ids import new_id
 
 
 def add_trajectory_routes(
-    app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard, room: BodyRoom
+    app: FastAPI, recorder: Recorder, resolver: RequestResolver, guard: Guard, room: BodyBudget
 ) -> None:
     """Add the routes under /v1/trajectories."""
-    desk = Desk(recorder, door, guard, room)
-    book = Book(desk)
-    _add_course(app, desk, book)
-    _add_reading(app, desk)
-    _add_remarks(app, desk)
-    _add_preferences(app, desk)
-    add_launch_routes(app, desk, book)
+    context = TrajectoryRouteContext(recorder, resolver, guard, room)
+    book = Book(context)
+    _add_course(app, context, book)
+    _add_reading(app, context)
+    _add_remarks(app, context)
+    _add_preferences(app, context)
+    add_launch_routes(app, context, book)
 
 
 OPENING = "opening"
 """Label by which a client knows its own request to open a trajectory, and may repeat it."""
 
 
-def _add_course(app: FastAPI, desk: Desk, book: Book) -> None:
+def _add_course(app: FastAPI, context: TrajectoryRouteContext, book: Book) -> None:
     """A trajectory's beginning and end."""
 
     def said(live: LiveTrajectory) -> Json:
         name = live.opened.name
-        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": desk.guard.key_of(name)}
+        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": context.guard.key_of(name)}
 
     @app.post("/v1/trajectories", status_code=201)
     async def open_trajectory(request: Request, response: Response) -> Json:
-        body, caller = await desk.read(request, OpenTrajectory), caller_of(request)
+        body, caller = await context.read(request, OpenTrajectory), caller_of(request)
         check_trajectory(caller, body.id)
-        if (known := await _opened_so(desk, body)) is not None:
+        if (known := await _opened_so(context, body)) is not None:
             response.status_code = 200
             return said(known)
         # Refuses a name that is taken before there is anything to wait for.
-        live = desk.recorder.draft(body, caller.name)
+        live = context.recorder.draft(body, caller.name)
         with contextlib.ExitStack() as places:
-            await desk.door.admit(live.opened.name, body, request, places)
-            if (known := await _opened_so(desk, body)) is not None:
+            await context.resolver.admit(live.opened.name, body, request, places)
+            if (known := await _opened_so(context, body)) is not None:
                 response.status_code = 200
                 return said(known)
-            desk.recorder.draft(body)  # refuses a name that was taken meanwhile
-            opening = desk.recorder.record_opening(live)
+            context.recorder.draft(body)  # refuses a name that was taken meanwhile
+            opening = context.recorder.record_opening(live)
             book.opened(live.opened.trajectory_id)
         await all_durable([opening])
         return said(live)
@@ -101,16 +101,18 @@ def _add_course(app: FastAPI, desk: Desk, book: Book) -> None:
     async def finish(name: str, request: Request) -> Json:
         caller = caller_of(request)
         check_trajectory(caller, name)
-        turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory), caller.name)
+        turns = await context.recorder.finish(
+            name, await context.read(request, FinishTrajectory), caller.name
+        )
         return {"id": name, "status": "finished", "turns": turns}
 
 
-async def _opened_so(desk: Desk, body: OpenTrajectory) -> LiveTrajectory | None:
+async def _opened_so(context: TrajectoryRouteContext, body: OpenTrajectory) -> LiveTrajectory | None:
     """The trajectory that this very request opened before: its client did not hear of it, and asks again.
 
     Only a client that said by which word it asks can be told apart from another of the same name.
     """
-    live = None if body.id is None else await desk.recorder.look_up(body.id)
+    live = None if body.id is None else await context.recorder.look_up(body.id)
     word = body.labels.get(OPENING)
     if live is None or live.finished or word is None or live.opened.labels.get(OPENING) != word:
         return None
@@ -119,17 +121,17 @@ async def _opened_so(desk: Desk, body: OpenTrajectory) -> LiveTrajectory | None:
     return live
 
 
-def _add_reading(app: FastAPI, desk: Desk) -> None:
+def _add_reading(app: FastAPI, context: TrajectoryRouteContext) -> None:
     """What the log has of one trajectory, for who judges it."""
 
     @app.get("/v1/trajectories/{name:path}")
     async def read(name: str) -> Response:
-        trajectory = await desk.recorded(name)
+        trajectory = await context.recorded(name)
         said = await asyncio.to_thread(lambda: orjson.dumps(description(trajectory)))
         return Response(said, media_type="application/json")
 
 
-def _add_remarks(app: FastAPI, desk: Desk) -> None:
+def _add_remarks(app: FastAPI, context: TrajectoryRouteContext) -> None:
     """What anybody says of a trajectory, at any time; but its agent until its end, and as itself.
 
     A reward that is sent again is one reward: 201 for what is new, 200 for a repetition.
@@ -140,16 +142,16 @@ def _add_remarks(app: FastAPI, desk: Desk) -> None:
     async def reward(name: str, request: Request, response: Response) -> Json:
         caller = caller_of(request)
         check_trajectory(caller, name)
-        body = await desk.read(request, AssignReward)
+        body = await context.read(request, AssignReward)
         check_source(caller, body.source)
         async with turns.setdefault(name, asyncio.Lock()):
-            trajectory = await desk.recorded(name)
+            trajectory = await context.recorded(name)
             record = assigned_reward(trajectory, body, caller.name)
-            check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
+            check_unfinished(caller, name, finished=_is_finished(context.recorder, trajectory))
             if (event_id := repeated(trajectory, record)) is not None:
                 response.status_code = 200
             else:
-                [event] = await desk.recorder.write(record)
+                [event] = await context.recorder.write(record)
                 event_id = event.event_id
         return {"id": name, "trajectory_id": record.trajectory_id, "event_id": event_id}
 
@@ -157,32 +159,32 @@ def _add_remarks(app: FastAPI, desk: Desk) -> None:
     async def label(name: str, request: Request) -> Json:
         caller = caller_of(request)
         check_trajectory(caller, name)
-        body = await desk.read(request, AddLabel)
+        body = await context.read(request, AddLabel)
         check_source(caller, body.source)
-        trajectory = await desk.recorded(name)
+        trajectory = await context.recorded(name)
         trajectory_id = trajectory.opened.trajectory_id
         turn_id = turn_of_reply(trajectory, body.turn)
         record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source, caller.name)
-        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
-        [event] = await desk.recorder.write(record)
+        check_unfinished(caller, name, finished=_is_finished(context.recorder, trajectory))
+        [event] = await context.recorder.write(record)
         return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
 
 
-def _add_preferences(app: FastAPI, desk: Desk) -> None:
+def _add_preferences(app: FastAPI, context: TrajectoryRouteContext) -> None:
     """What judges say of two trajectories, at any time."""
 
     @app.post("/v1/preferences", status_code=201)
     async def prefer(request: Request) -> Json:
-        caller, body = caller_of(request), await desk.read(request, AddPreference)
+        caller, body = caller_of(request), await context.read(request, AddPreference)
         check_source(caller, body.source)
         chosen, rejected = [
-            (await desk.recorded(name)).opened.trajectory_id for name in (body.chosen, body.rejected)
+            (await context.recorded(name)).opened.trajectory_id for name in (body.chosen, body.rejected)
         ]
         if chosen == rejected:
             text = f"chosen and rejected are both {body.chosen!r}: a preference is between two trajectories"
             raise RequestError(422, "same_trajectory", text)
         record = PreferenceAdded(chosen, rejected, body.margin, body.source, caller.name)
-        [event] = await desk.recorder.write(record)
+        [event] = await context.recorder.write(record)
         return {"trajectory_id": chosen, "rejected_trajectory_id": rejected, "event_id": event.event_id}
 
 
@@ -201,13 +203,13 @@ _IDS = frozenset({"id", "launch_id"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Desk:
+class TrajectoryRouteContext:
     """What these routes work with."""
 
     recorder: Recorder
-    door: FrontDoor
+    resolver: RequestResolver
     guard: Guard
-    room: BodyRoom
+    room: BodyBudget
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as the model, without secrets; an id is never taken for one."""
@@ -215,10 +217,14 @@ class Desk:
             body = await beside(len(raw), json_object, raw)
             check_recordable(body)
             names = {k: v for k, v in body.items() if k in _IDS}
-            fields = await beside(len(raw), self.door.options.redactor.fields, body)
+            fields = await beside(len(raw), self.resolver.options.redactor.fields, body)
             found = validated(model, fields | names)
-            if self.door.others is not None and isinstance(found, OpenTrajectory) and found.id is not None:
-                self.door.others.check_name(request, found.id, raw)
+            if (
+                self.resolver.others is not None
+                and isinstance(found, OpenTrajectory)
+                and found.id is not None
+            ):
+                self.resolver.others.check_name(request, found.id, raw)
             return found
 
     async def recorded(self, name: str) -> Trajectory:
@@ -270,8 +276,8 @@ class Book:
     one proxy; of two ends told to two proxies at the same time the view takes the first.)
     """
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: TrajectoryRouteContext) -> None:
+        self._desk = context
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._said: TTLCache[str, tuple[Event, ...]] = TTLCache(REMEMBERED, REMEMBERED_S)
         """Trajectory -> what was said of its launches since its opening."""
@@ -312,33 +318,33 @@ class Book:
         return event.event_id
 
 
-def add_launch_routes(app: FastAPI, desk: Desk, book: Book) -> None:
+def add_launch_routes(app: FastAPI, context: TrajectoryRouteContext, book: Book) -> None:
     """Add the routes under /v1/trajectories/{name}/launches: 201 for what is new, 200 for a repetition."""
 
     @app.post("/v1/trajectories/{name:path}/launches", status_code=201)
     async def start(name: str, request: Request, response: Response) -> Json:
-        body, by = await desk.read(request, StartLaunch), caller_of(request).name
+        body, by = await context.read(request, StartLaunch), caller_of(request).name
         return await book.say(name, body.launch_id or new_id(), response, lambda one: one.started(body, by))
 
     @app.post("/v1/trajectories/{name:path}/launches/{launch_id}/end", status_code=201)
     async def end(name: str, launch_id: str, request: Request, response: Response) -> Json:
-        body, by = await desk.read(request, EndLaunch), caller_of(request).name
+        body, by = await context.read(request, EndLaunch), caller_of(request).name
         return await book.say(name, launch_id, response, lambda one: one.ended(body, by))
 
     @app.post("/v1/trajectories/{name:path}/launches/{launch_id}/leaks", status_code=201)
     async def leaks(name: str, launch_id: str, request: Request, response: Response) -> Json:
-        body, by = await desk.read(request, TellLeaks), caller_of(request).name
+        body, by = await context.read(request, TellLeaks), caller_of(request).name
         return await book.say(name, launch_id, response, lambda one: one.leaked(body, by))
 
     @app.get("/v1/rollouts/{name}")
     async def course(name: str) -> Response:
-        recorder = desk.recorder
+        recorder = context.recorder
         await recorder.settle()
         said = await asyncio.to_thread(rollout_course, recorder.store, recorder.run, name)
         return Response(orjson.dumps(said), media_type="application/json")
 
     @app.post("/v1/evaluations", status_code=201)
     async def evaluated(request: Request) -> Json:
-        body, by = await desk.read(request, TellEvaluated), caller_of(request).name
-        [event] = await desk.recorder.write(EvalSampled(**body.model_dump(), by=by))
+        body, by = await context.read(request, TellEvaluated), caller_of(request).name
+        [event] = await context.recorder.write(EvalSampled(**body.model_dump(), by=by))
         return body.model_dump() | {"event_id": event.event_id}

@@ -22,7 +22,7 @@ from pathlib import Path
 import rollbook
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
-from rollbook.ingest.cluster.admitting import Gatekeeper
+from rollbook.ingest.cluster.admitting import GateServer
 from rollbook.ingest.cluster.peers import PeerBus
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.recording.runner import TurnRunner
@@ -34,7 +34,7 @@ SIBLINGS_GATHER_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class KeepsGate:
+class GateDuty:
     """Keeps the gate of admission for all proxies: by all that is in the log, this one's part too."""
 
     bus: PeerBus
@@ -50,7 +50,7 @@ class KeepsGate:
         follower = Follower(recorder.store, runs.cut, wanted, gate.take, self.on_error, SIBLINGS_GATHER_S)
         follower.start()
         self._kept.push_async_callback(follower.stop)
-        self._kept.callback(Gatekeeper(gate, self.bus, follower.caught_up).close)
+        self._kept.callback(GateServer(gate, self.bus, follower.caught_up).close)
 
     async def end(self) -> None:
         """Another one does."""

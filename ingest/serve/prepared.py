@@ -13,7 +13,7 @@ from rollbook.engines.engine import Engine
 from rollbook.engines.hub import model_said, name_at_hub
 from rollbook.engines.startup_check import check_engines
 from rollbook.engines.weights.identify import Identity
-from rollbook.ingest.cluster.setup import Company
+from rollbook.ingest.cluster.setup import Cluster
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
@@ -41,7 +41,7 @@ class Prepared(Protocol):
             RollbookError: an engine cannot be used.
         """
 
-    def app(self, recorder: Recorder, others: Company | None = None) -> FastAPI:
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
         """The application; with others, if it is not the only process that records the run."""
 
 
@@ -73,7 +73,7 @@ class ForUpstream:
         recorder.append(RunOpened("serve", self.options.as_json())).result()
         return {"upstream": self.upstream.url}
 
-    def app(self, recorder: Recorder, others: Company | None = None) -> FastAPI:
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
         """The record-only proxy."""
         shared = self.options.proxy.share(self.options.workers)
         return build_upstream_app(recorder, self.upstream, shared, self.options.policy, others)
@@ -101,7 +101,7 @@ class ForTokens:
         recorder.append(RunOpened("serve", config, str(self.model), *digests)).result()
         return {"reply_format": self.family.name, "refused": self.bridges.refused, "notes": notes}
 
-    def app(self, recorder: Recorder, others: Company | None = None) -> FastAPI:
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
         """The proxy."""
         engine, identity = self._engine(recorder)
         turn_runner = TurnRunner(recorder, engine, self.bridges, self.family, self.options.hold_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 
-from rollbook.edge.bodies import BodyRoom, PacedBodies
+from rollbook.edge.bodies import BodyBudget, PacedBodies
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Keys
 from rollbook.engines.engine import Engine
@@ -19,10 +19,10 @@ from rollbook.engines.weights.log import WeightLog
 from rollbook.ingest.access import run_guard
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
-from rollbook.ingest.cluster.admitting import FarGate, Gatekeeper
-from rollbook.ingest.cluster.aggregate import OK, Whole, add_whole, only_for, whose
+from rollbook.ingest.cluster.admitting import GateServer, RemoteGate
+from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_whole, only_for, whose
 from rollbook.ingest.cluster.peers import Peers
-from rollbook.ingest.cluster.setup import Company, add_all_guards, health, join, meeting, stops
+from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
 from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.options import ProxyOptions
@@ -33,10 +33,10 @@ from rollbook.ingest.routes.calls import ModelRoutes
 from rollbook.ingest.routes.events import add_event_routes
 from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
 from rollbook.ingest.routes.lookups import LookupRoutes
-from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.routes.trajectories import add_trajectory_routes
 from rollbook.ingest.serve.follow import GATHER_S, Follower
-from rollbook.ingest.serve.leader_duties import SIBLINGS_GATHER_S, KeepsGate
+from rollbook.ingest.serve.leader_duties import SIBLINGS_GATHER_S, GateDuty
 from rollbook.store.events import EngineControlled, Event, Json, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.log.tail import Filter
 
@@ -59,15 +59,15 @@ def build_app(
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
-    others: Company | None = None,
+    others: Cluster | None = None,
 ) -> FastAPI:
     """The proxy as an ASGI application, beside other workers or other proxies of the run perhaps; it starts
     and stops the engine, and closes the recorder."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
     gate = _gate(turn_runner, others)
-    door = FrontDoor(recorder, options, gate if options.admission else None, others)
-    metrics, room = Metrics(), BodyRoom(**options.body_limits)
+    resolver = RequestResolver(recorder, options, gate if options.admission else None, others)
+    metrics, room = Metrics(), BodyBudget(**options.body_limits)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
@@ -90,10 +90,10 @@ def build_app(
     answer_errors(app, metrics)
     join(app, others, options, _knows(recorder), room, metrics)
     guard = run_guard(options.keys, recorder.run, recorder.store.path)
-    add_trajectory_routes(app, recorder, door, guard, room)
+    add_trajectory_routes(app, recorder, resolver, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    ModelRoutes(turn_runner, door, room, metrics).add(app)
-    LookupRoutes(turn_runner, door, room, model_name).add(app)
+    ModelRoutes(turn_runner, resolver, room, metrics).add(app)
+    LookupRoutes(turn_runner, resolver, room, model_name).add(app)
     details = partial(_details, turn_runner, follow_error, options.keys, others)
     _add_health(app, turn_runner, details, metrics, gate, others)
     _add_control(app, recorder, engine, options)
@@ -102,26 +102,26 @@ def build_app(
     return app
 
 
-def _gate(turn_runner: TurnRunner, others: Company | None) -> AdmissionGate | FarGate:
+def _gate(turn_runner: TurnRunner, others: Cluster | None) -> AdmissionGate | RemoteGate:
     """What admits trajectories: one of several workers or proxies does for all."""
     recorder, engine, hold_s = turn_runner.recorder, turn_runner.engine, turn_runner.hold_s
     if others is None or (isinstance(others, Siblings) and others.place.is_first):
         return AdmissionGate(recorder.known_run.outstanding, engine.policy_version, hold_s)
-    return FarGate(others.bus, recorder.trajectories.get, hold_s)
+    return RemoteGate(others.bus, recorder.trajectories.get, hold_s)
 
 
 def _keep_gate(
-    others: Company | None,
+    others: Cluster | None,
     turn_runner: TurnRunner,
-    gate: AdmissionGate | FarGate,
+    gate: AdmissionGate | RemoteGate,
     follower: Follower,
     follow_error: list[str],
 ) -> None:
     """Keep the gate for all workers or proxies, if that is this one's to do, or comes to be."""
     if isinstance(others, Siblings) and isinstance(gate, AdmissionGate):
-        Gatekeeper(gate, others.bus, follower.caught_up)
+        GateServer(gate, others.bus, follower.caught_up)
     if isinstance(others, Peers):
-        others.duties.append(KeepsGate(others.bus, turn_runner, partial(_keep, follow_error)))
+        others.duties.append(GateDuty(others.bus, turn_runner, partial(_keep, follow_error)))
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
@@ -142,7 +142,7 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: Prox
         app.include_router(control, prefix="/engine", dependencies=[Depends(only_for(whose(recorder)))])
 
 
-def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, metrics: Metrics) -> None:
+def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | RemoteGate, metrics: Metrics) -> None:
     """Connect those who act on what the recorder writes, and on what it could not write."""
     if isinstance(gate, AdmissionGate):
         recorder.on_events = KeyWatch(metrics.registry, gate.take).take
@@ -157,8 +157,8 @@ def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate | FarGate, 
 def _follow(
     recorder: Recorder,
     engine: Engine,
-    gate: AdmissionGate | FarGate,
-    others: Company | None,
+    gate: AdmissionGate | RemoteGate,
+    others: Cluster | None,
     follow_error: list[str],
 ) -> tuple[Follower, Follower]:
     """Follow what the trainer and other proxies write, from where the recorder has read.
@@ -216,7 +216,7 @@ def _knows(recorder: Recorder) -> Callable[[str], bool]:
 
 
 def _details(
-    turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys, others: Company | None
+    turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys, others: Cluster | None
 ) -> Json:
     """What is known of this process's health."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
@@ -239,8 +239,8 @@ def _add_health(
     turn_runner: TurnRunner,
     details: Callable[[], Json],
     metrics: Metrics,
-    gate: AdmissionGate | FarGate,
-    others: Company | None,
+    gate: AdmissionGate | RemoteGate,
+    others: Cluster | None,
 ) -> None:
     siblings = others if isinstance(others, Siblings) else None
 
@@ -249,4 +249,4 @@ def _add_health(
         return turn_runner.engine.policy_version()
 
     recorder = turn_runner.recorder
-    add_whole(app, Whole(siblings, metrics, recorder, details, version), recorder)
+    add_whole(app, WorkerAggregate(siblings, metrics, recorder, details, version), recorder)

@@ -26,7 +26,7 @@ from rollbook.edge.web_pages import is_loopback
 from rollbook.ingest.cluster.bus import Bus, Inboxes
 from rollbook.ingest.cluster.messages import Wire, token_of
 from rollbook.ingest.cluster.peers import Peers
-from rollbook.ingest.cluster.shard_leases import Seats, seat_claimed
+from rollbook.ingest.cluster.shard_leases import ShardLeases, seat_claimed
 from rollbook.ingest.cluster.shared_connections import shared_http, take_connections
 from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.recording.recorder import Recorder
@@ -163,7 +163,7 @@ def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announc
         recorder = _recorder(log, options, place, options.proxy.memory_bytes, patience_s=ADOPTED_S)
         said = proxy.looked_at(recorder)
         announce(_started(options, listener, log.path, recorded_by(recorder), said))
-        peers = Peers(Seats(wire, recorder, claims), options.proxy.naming)
+        peers = Peers(ShardLeases(wire, recorder, claims), options.proxy.naming)
         peers.keeps_headers = bool(proxy.headers)
         if options.seal:
             peers.duties.append(Seals(log.path))

@@ -12,22 +12,22 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.forwarding import plain_session
 from rollbook.ingest.access import run_guard
-from rollbook.ingest.cluster.aggregate import OK, Whole, add_whole
-from rollbook.ingest.cluster.setup import Company, add_all_guards, health, join, meeting, stops
+from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_whole
+from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.routes.events import add_event_routes
 from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
-from rollbook.ingest.routes.resolver import FrontDoor
+from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.routes.trajectories import add_trajectory_routes
 from rollbook.ingest.upstream.paths import Upstream as Upstream
 from rollbook.ingest.upstream.paths import paths_of
-from rollbook.ingest.upstream.recorder import ReplyRoom, UpstreamRecorder
+from rollbook.ingest.upstream.recorder import ReplyBudget, UpstreamRecorder
 from rollbook.ingest.upstream.routes import UpstreamRoutes
 from rollbook.store.events import Json
 
@@ -41,7 +41,7 @@ def build_upstream_app(
     upstream: Upstream,
     options: ProxyOptions | None = None,
     policy: str = "actor",
-    others: Company | None = None,
+    others: Cluster | None = None,
 ) -> FastAPI:
     """The record-only proxy as an ASGI application.
 
@@ -49,18 +49,18 @@ def build_upstream_app(
         others: its other workers, or the other proxies of the run, if there are any.
     """
     options = (options or ProxyOptions()).recorded_by(recorder)
-    metrics, door, room = (
+    metrics, resolver, room = (
         Metrics(),
-        FrontDoor(recorder, options, None, others),
-        BodyRoom(**options.body_limits),
+        RequestResolver(recorder, options, None, others),
+        BodyBudget(**options.body_limits),
     )
     guard = run_guard(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
-    recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
+    recording.room = ReplyBudget(options.max_reply_bytes, 4 * options.max_reply_bytes)
     paths = paths_of(upstream.passes) if upstream.secrets else None
-    routes = UpstreamRoutes(upstream, door, room, recording, paths)
+    routes = UpstreamRoutes(upstream, resolver, room, recording, paths)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -72,11 +72,11 @@ def build_upstream_app(
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
     join(app, others, options, recording.knows, room, metrics)
-    add_trajectory_routes(app, recorder, door, guard, room)
+    add_trajectory_routes(app, recorder, resolver, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     details = partial(_details, recorder, routes, others)
     siblings = others if isinstance(others, Siblings) else None
-    add_whole(app, Whole(siblings, metrics, recorder, details), recorder)
+    add_whole(app, WorkerAggregate(siblings, metrics, recorder, details), recorder)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_all_guards(app, others, options, guard, metrics)
@@ -84,7 +84,7 @@ def build_upstream_app(
     return app
 
 
-def _details(recorder: Recorder, routes: UpstreamRoutes, others: Company | None) -> Json:
+def _details(recorder: Recorder, routes: UpstreamRoutes, others: Cluster | None) -> Json:
     """What is known of this process's health."""
     return {
         "status": recorder.writer.failure or recorder.writer.waiting or OK,
@@ -94,5 +94,5 @@ def _details(recorder: Recorder, routes: UpstreamRoutes, others: Company | None)
         "policy_version": None,
         "unrecorded": routes.recording.unrecorded,
         **health(others),
-        **routes.door.options.keys.trouble(),
+        **routes.resolver.options.keys.trouble(),
     }

@@ -104,7 +104,7 @@ class UpstreamRecorder:
     unrecorded: int = 0
     refuses: bool = False
     """Whether requests that cannot be recorded are refused; else they pass and are counted."""
-    room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
+    room: ReplyBudget = field(default_factory=lambda: ReplyBudget(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
     _owners: FIFOCache[str, Owner] = field(default_factory=lambda: FIFOCache(RESPONSES_KEPT))
     _said: int = -1
 
@@ -473,7 +473,7 @@ def _alone(
     return True
 
 
-class ReplyRoom:
+class ReplyBudget:
     """Memory for all copies. When it is full the largest copy is dropped: that reply alone is not recorded.
 
     Args:
@@ -503,7 +503,7 @@ class ReplyRoom:
 class ReplyCopy:
     """The bytes of a reply so far; nothing once they are too many."""
 
-    def __init__(self, room: ReplyRoom) -> None:
+    def __init__(self, room: ReplyBudget) -> None:
         self.size = 0
         self.given_up = False
         self._room = room

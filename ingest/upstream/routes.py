@@ -18,7 +18,7 @@ import orjson
 from fastapi import Request, Response
 from yarl import URL
 
-from rollbook.edge.bodies import BodyRoom, decoded
+from rollbook.edge.bodies import BodyBudget, decoded
 from rollbook.edge.bounds import beside, check_depth, check_weight
 from rollbook.edge.keys import Caller
 from rollbook.edge.requests import ClientGone, ClientWatch, RequestSlots
@@ -28,7 +28,7 @@ from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.fields import check_recordable
 from rollbook.ingest.recording.redact import changes_conversation
 from rollbook.ingest.recording.turn_records import Arrival
-from rollbook.ingest.routes.resolver import Address, FrontDoor
+from rollbook.ingest.routes.resolver import Address, RequestResolver
 from rollbook.ingest.trajectories.identity import Identity
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.turns.model_call import OUTSIDE_BYTES, ModelCall, check_outside
@@ -50,8 +50,8 @@ class UpstreamRoutes:
     """Passes requests on and records those that ask for completions."""
 
     upstream: Upstream
-    door: FrontDoor
-    room: BodyRoom
+    resolver: RequestResolver
+    room: BodyBudget
     recording: UpstreamRecorder
     paths: Paths | None = None
     """Those that pass; None: all."""
@@ -59,20 +59,20 @@ class UpstreamRoutes:
     slots: RequestSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = RequestSlots(self.door.options.max_running)
+        self.slots = RequestSlots(self.resolver.options.max_running)
 
     async def answer(self, request: Request) -> Response:
         """Forward a request; the reply is the upstream's."""
-        address, named = self.door.address(request), None
+        address, named = self.resolver.address(request), None
         if self.paths is not None:
             self.paths.check(request.method, address.path)
             named = response_named(request.method, meant(address.path))
-            if self.door.others is None:
+            if self.resolver.others is None:
                 self._check_response(address, request, named)
         self.slots.check()
         # A request takes a slot once its body is there: a slow sender must not keep others out.
         async with self.room.body(request) as raw:
-            if named is not None and self.door.others is not None:
+            if named is not None and self.resolver.others is not None:
                 await self._stay(address, request, named, raw)
             with self.slots.taken_by_one():
                 return await self._answered(request, address, raw)
@@ -84,8 +84,8 @@ class UpstreamRoutes:
             ElsewhereError: another worker or proxy knows the response.
             RequestError: 404, it is another's.
         """
-        identity = self.door.identity(address, request, {})
-        await self.door.stay(request, identity.name, [named], raw, plain=False, kept=False)
+        identity = self.resolver.identity(address, request, {})
+        await self.resolver.ensure_local(request, identity.name, [named], raw, plain=False, kept=False)
         self._check_response(address, request, named)
 
     async def _answered(self, request: Request, address: Address, raw: bytes) -> Response:
@@ -142,13 +142,13 @@ class UpstreamRoutes:
         found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
         with contextlib.suppress(RequestError):
             encoding = request.headers.get("content-encoding", "")
-            sent = json_of(decoded(raw, encoding, self.door.options.max_body_bytes))
+            sent = json_of(decoded(raw, encoding, self.resolver.options.max_body_bytes))
             found |= secrets_in(sent) if isinstance(sent, dict) else set()
         return found
 
     async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
         assert self.session is not None
-        own_keys = self.door.options.keys.configured
+        own_keys = self.resolver.options.keys.configured
         headers = self.upstream.headers(request.headers.raw, path, own_keys=own_keys, plain=plain)
         query = request.scope.get("query_string", b"").decode("latin-1")
         target = URL(self.upstream.target(path, query), encoded=True)
@@ -192,9 +192,9 @@ class UpstreamRoutes:
                 self.recording.metrics.refused(error.code)
             self.recording.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
-        caller, identity = address.caller, self.door.identity(address, request, body)
+        caller, identity = address.caller, self.resolver.identity(address, request, body)
         refers = () if api.ids is None else api.ids.in_body(body)
-        await self.door.stay(request, identity.name, refers, raw, plain=False)
+        await self.resolver.ensure_local(request, identity.name, refers, raw, plain=False)
         if self.paths is not None and api.ids is not None:
             for named in api.ids.in_body(body):
                 self._check_response(address, request, named)
@@ -229,7 +229,7 @@ class UpstreamRoutes:
         check_depth(sent)
         if len(plain) > OUTSIDE_BYTES:
             check_outside(sent)
-        body = self.door.options.redactor.body(sent)
+        body = self.resolver.options.redactor.body(sent)
         check_recordable(body)
         return sent, body
 
@@ -271,7 +271,7 @@ class UpstreamRoutes:
             again = await self.recording.recorder.recall(known.opened.name)
             if again is known and not known.finished:
                 return known
-        return await self.door.trajectory(identity, call.messages, size, caller.name)
+        return await self.resolver.trajectory(identity, call.messages, size, caller.name)
 
     def _recorded(
         self, api: AgentApi, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool
@@ -298,7 +298,7 @@ class UpstreamRoutes:
         """
         if not isinstance(response_id, str):
             return
-        owner, identity = self.recording.owner(response_id), self.door.identity(address, request, {})
+        owner, identity = self.recording.owner(response_id), self.resolver.identity(address, request, {})
         if owner is None or not owner.lets(address.caller, identity.name if identity.explicit else None):
             text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
             raise RequestError(404, "unknown_response", text)

@@ -32,7 +32,7 @@ from rollbook.ingest.serve.proxy import identity_of
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.replay.rollouts.compare import TurnAgain
-from rollbook.replay.rollouts.session import Course, Session, check_shaping
+from rollbook.replay.rollouts.session import ReplayCourse, Session, check_shaping
 from rollbook.replay.rollouts.source import Draws, conversation_from, recorded, turns_between
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.errors import ConfigError, ReplayError
@@ -257,7 +257,7 @@ def _origin(session: Session, rollout: Rollout, weights: Weights, version: int |
 
 def _result(
     source: Trajectory,
-    course: Course,
+    course: ReplayCourse,
     rollout: Rollout,
     weights: Weights,
     runner: TurnRunner,

@@ -37,7 +37,7 @@ STOPPED = "replay_stopped"
 
 
 @dataclass(slots=True, eq=False)
-class Course:
+class ReplayCourse:
     """What became of a replay: its trajectory, its turns so far, and why it stopped early, if it did."""
 
     opened: TrajectoryOpened
@@ -82,7 +82,7 @@ class Session:
     runner: TurnRunner
     continues: bool = False
 
-    async def run(self, origin: Json) -> Course:
+    async def run(self, origin: Json) -> ReplayCourse:
         """Sample all of it, in a new trajectory that is finished at the end, whatever happens.
 
         Args:
@@ -91,7 +91,7 @@ class Session:
         recorder, trajectory_id = self.runner.recorder, new_id()
         name = f"{REPLAY}/{trajectory_id}"
         opened = TrajectoryOpened(trajectory_id, name, split=REPLAY, origin=origin)
-        live, course = LiveTrajectory(opened, recorder.lane), Course(opened)
+        live, course = LiveTrajectory(opened, recorder.lane), ReplayCourse(opened)
         try:
             await (self._continue(live, course) if self.continues else self._repeat(live, course))
         except BaseException as error:
@@ -104,7 +104,7 @@ class Session:
         await recorder.finish(name, ended)
         return course
 
-    async def _repeat(self, live: LiveTrajectory, course: Course) -> None:
+    async def _repeat(self, live: LiveTrajectory, course: ReplayCourse) -> None:
         """Send each recorded request again, with the ids that it had."""
         same: dict[str, str] = {}
         """Recorded turn -> its replay, if that has the same tokens: what extends one extends the other."""
@@ -116,7 +116,7 @@ class Session:
             if np.array_equal(again.completed.completion_ids, turn.completed.completion_ids):
                 same[turn.turn_id] = again.turn_id
 
-    async def _continue(self, live: LiveTrajectory, course: Course) -> None:
+    async def _continue(self, live: LiveTrajectory, course: ReplayCourse) -> None:
         """Send the first request again, and go on from the reply with what the recorded agent added."""
         first, conversation = self.turns[0], self.source.messages(self.turns[0])
         plan = (plan_again(self.source, first, live.tree, None), first.requested.context_key)
@@ -137,7 +137,7 @@ class Session:
     async def _ask(
         self,
         live: LiveTrajectory,
-        course: Course,
+        course: ReplayCourse,
         turn: Turn,
         call: ModelCall,
         planned: PromptPlan | None = None,

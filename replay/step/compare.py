@@ -42,7 +42,7 @@ def nowhere(stage: str, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sides:
+class DiffContext:
     """What there is to find a place by, where a stage differs.
 
     Attributes:
@@ -104,7 +104,7 @@ def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHash
 
 
 def compared(
-    stage: str, recorded: str | None, found: str | None, sides: Sides, lenient: Lenient | None = None
+    stage: str, recorded: str | None, found: str | None, sides: DiffContext, lenient: Lenient | None = None
 ) -> StageReplay:
     """The verdict on a stage by its digests; where they differ, with the place.
 
@@ -123,7 +123,7 @@ def compared(
 
 
 def _nearly(
-    stage: str, recorded: str, found: str | None, sides: Sides, lenient: Lenient
+    stage: str, recorded: str, found: str | None, sides: DiffContext, lenient: Lenient
 ) -> StageReplay | None:
     """The verdict on a stage whose bits are not promised and are others; None where they have to be the same,
     or its numbers are too far off."""
@@ -148,7 +148,7 @@ def _nearly(
     return StageReplay(stage, Verdict.within, recorded, found, why, tolerance=tolerance)
 
 
-def _numbers(stage: str, sides: Sides) -> tuple[Arrays, Arrays] | None:
+def _numbers(stage: str, sides: DiffContext) -> tuple[Arrays, Arrays] | None:
     """(recorded, found) numbers of a stage, by name; None where they are not all there."""
     if stage in sides.values and stage in sides.evidence.values:
         return {stage: sides.values[stage]}, {stage: sides.evidence.values[stage]}
@@ -162,7 +162,7 @@ def _numbers(stage: str, sides: Sides) -> tuple[Arrays, Arrays] | None:
     return before, now
 
 
-def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | None:
+def place_in(stage: str, sides: DiffContext, sample: int | None = None) -> Place | None:
     """Where a stage begins to differ; None where nothing says.
 
     Args:
@@ -273,7 +273,7 @@ def turn_of(sample: Sample, token: int) -> str:
     return sample.turn_ids[int(np.searchsorted(sample.turn_ends, token, side="right"))]
 
 
-def _tensor_place(stage: str, sides: Sides) -> Place | None:
+def _tensor_place(stage: str, sides: DiffContext) -> Place | None:
     """The first tensor, by name, that differs, and its first element where both are there."""
     lines = sides.evidence.tensors[stage]
     names = sorted(map(name_in, lines))
@@ -289,7 +289,7 @@ def _tensor_place(stage: str, sides: Sides) -> Place | None:
     return _element_place(stage, [names[odd[0]]], sides) or Place(tensor=names[odd[0]])
 
 
-def _element_place(stage: str, names: Sequence[str], sides: Sides) -> Place | None:
+def _element_place(stage: str, names: Sequence[str], sides: DiffContext) -> Place | None:
     """The first element that differs of the first of these tensors that does, as far as both are there."""
     for name in names:
         recorded, found = sides.recorded_tensors(stage, name), sides.tensors(stage, name)

@@ -18,8 +18,8 @@ from rollbook.engines.weights.digests import digest_tensors
 from rollbook.replay.step.compare import (
     ONLY_DIGESTS,
     ORDER,
+    DiffContext,
     Lenient,
-    Sides,
     compared,
     hashes_of,
     place_in,
@@ -205,7 +205,7 @@ def part_stages(
         arrays = {s: [t.cpu().numpy() for t in of] for s, of in digests.items()}
         whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
         evidence |= of_tokens(batch, **whole)
-    sides = Sides(batch, hashes_of(step, None), evidence, asked.values)
+    sides = DiffContext(batch, hashes_of(step, None), evidence, asked.values)
     stages = [stage for stage in part.stages if stage in found or stage in evidence.samples]
     if part.samples is None:
         said = step.committed.digests
@@ -215,7 +215,9 @@ def part_stages(
     return {stage: of_some(stage, sorted(part.samples), sides, lenient) for stage in stages}
 
 
-def of_some(stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient | None = None) -> StageReplay:
+def of_some(
+    stage: str, samples: Sequence[int], sides: DiffContext, lenient: Lenient | None = None
+) -> StageReplay:
     """The verdict on a stage of some samples, by the hashes that the step recorded, and by their numbers as
     far as it recorded these."""
     recorded, found = sides.hashes.samples.get(stage), sides.evidence.samples.get(stage)
@@ -235,7 +237,7 @@ def of_some(stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient |
     return StageReplay(stage, Verdict.differs, hashes[0], hashes[1], why, places[0])
 
 
-def _odd_numbers(stage: str, samples: Sequence[int], sides: Sides) -> Iterator[Place]:
+def _odd_numbers(stage: str, samples: Sequence[int], sides: DiffContext) -> Iterator[Place]:
     """Where numbers of samples are others than the step recorded."""
     before, now = sides.values.get(stage), sides.evidence.values.get(stage)
     if before is None or now is None:
@@ -246,7 +248,7 @@ def _odd_numbers(stage: str, samples: Sequence[int], sides: Sides) -> Iterator[P
 
 
 def _some_nearly(
-    stage: str, samples: Sequence[int], sides: Sides, lenient: Lenient, hashes: Sequence[str]
+    stage: str, samples: Sequence[int], sides: DiffContext, lenient: Lenient, hashes: Sequence[str]
 ) -> StageReplay:
     """The verdict on a stage of some samples whose bits are others, and not promised."""
     recorded, found = hashes

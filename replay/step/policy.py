@@ -27,7 +27,7 @@ from rollbook.train.step.scoring import References
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class ReplayPolicy:
     """A policy in place, for the steps of one training in one layout.
 
     Attributes:
@@ -112,7 +112,7 @@ def put(
     references: References,
     *,
     goes_on: bool,
-) -> Placed:
+) -> ReplayPolicy:
     """Build a policy, and put what a checkpoint holds in place.
 
     Args:
@@ -132,7 +132,7 @@ def put(
     except BaseException:
         ranks.close()
         raise
-    return Placed(wanted, ranks, policy, experiences.critic, experiences)
+    return ReplayPolicy(wanted, ranks, policy, experiences.critic, experiences)
 
 
 def policies(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.replay.claims.training import Trainings
-from rollbook.replay.step.compare import Sides, place_of_token
+from rollbook.replay.step.compare import DiffContext, place_of_token
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store.events import Json
 from rollbook.store.fold.history import CommittedStep, History
@@ -88,7 +88,7 @@ def with_missing(stages: Mapping[str, StageReplay], due: Due) -> dict[str, Stage
 
 def evidence(
     step: CommittedStep,
-    sides: Sides,
+    sides: DiffContext,
     stages: Mapping[str, StageReplay],
     due: Due,
 ) -> StageReplay:
@@ -134,7 +134,7 @@ def _odd_hashes(
 
 
 def _odd_vectors(
-    sides: Sides, judged: Collection[str], exact: Collection[str], vectors: Collection[str] | None
+    sides: DiffContext, judged: Collection[str], exact: Collection[str], vectors: Collection[str] | None
 ) -> Iterator[Place]:
     """The first number of each stage that is another than was recorded, or that there are none at all."""
     for name in sorted(judged):

@@ -15,9 +15,9 @@ from rollbook.replay.claims.sent import sent, sent_differences
 from rollbook.replay.claims.training import STAGE as TRAINING
 from rollbook.replay.claims.training import training
 from rollbook.replay.claims.written import STAGES_OF, written
-from rollbook.replay.step.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.step.compare import ORDER, DiffContext, Lenient, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.step.partial import OfModel, Part, part_stages
-from rollbook.replay.step.policy import Placed, made_for, policies, put
+from rollbook.replay.step.policy import ReplayPolicy, made_for, policies, put
 from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
 from rollbook.replay.step.recorded_parts import due_of, evidence, with_missing
 from rollbook.replay.step.run_log import RunLog
@@ -61,7 +61,7 @@ class Replayer:
     one_rank: bool = False
     look: Look | None = None
     last: RerunStep | None = None
-    _placed: Placed | None = None
+    _placed: ReplayPolicy | None = None
     _before: CommittedStep | None = None
     _chosen: tuple[int, StageReplay] | None = None
     """The stage `selection` of the last rollout batch, under the step that begins it."""
@@ -106,7 +106,7 @@ class Replayer:
     def _replay(
         self,
         step: CommittedStep,
-        placed: Placed,
+        placed: ReplayPolicy,
         stages: Mapping[str, StageReplay],
         found: Json,
         wanted: Sequence[str],
@@ -143,7 +143,7 @@ class Replayer:
         placed, _, batch = self._begun(step.planned)
         return placed.policy, batch
 
-    def _begun(self, plan: StepPlanned) -> tuple[Placed, Json, Batch]:
+    def _begun(self, plan: StepPlanned) -> tuple[ReplayPolicy, Json, Batch]:
         """What is in place for a step, the digests of what it starts from, and its batch."""
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
@@ -161,7 +161,7 @@ class Replayer:
         placed, found, batch = self._begun(plan)
         inputs = input_evidence(placed.policy, placed.critic)
         before = self._before or self._earlier(step)
-        sides = Sides(batch, hashes_of(step, before), inputs)
+        sides = DiffContext(batch, hashes_of(step, before), inputs)
         said = plan.input_digests
         lenient = self._lenient(step, said | step.committed.digests, placed)
         stages = {s: compared(s, said.get(s), digest, sides, lenient) for s, digest in found.items()}
@@ -201,7 +201,7 @@ class Replayer:
 
     # Putting in place -------------------------------------------------------------------------
 
-    def _place(self, plan: StepPlanned) -> Placed:
+    def _place(self, plan: StepPlanned) -> ReplayPolicy:
         """The policy in the state before a step, built as the step was."""
         wanted = made_for(plan, one_rank=self.one_rank)
         held = self._placed
@@ -222,14 +222,14 @@ class Replayer:
     # Comparing --------------------------------------------------------------------------------
 
     def _stages(
-        self, step: CommittedStep, rerun: RerunStep, placed: Placed, *, claims: bool
+        self, step: CommittedStep, rerun: RerunStep, placed: ReplayPolicy, *, claims: bool
     ) -> dict[str, StageReplay]:
         made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
         checkpoint, held = None, None
         if claims:
             checkpoint, held = written(self.log, made, step.committed.digests)
         before = self._before or self._earlier(step)
-        sides = Sides(
+        sides = DiffContext(
             rerun.batch,
             hashes_of(step, before),
             rerun.evidence,
@@ -258,7 +258,7 @@ class Replayer:
             found["sent"] = given
         return found
 
-    def _lenient(self, step: CommittedStep, recorded: Json, placed: Placed) -> Lenient | None:
+    def _lenient(self, step: CommittedStep, recorded: Json, placed: ReplayPolicy) -> Lenient | None:
         """What tolerances hang on, if the machine does not promise bits; code that is another has to give the
         same ones all the same."""
         plan, said = step.planned, placed.promise(step.planned)
@@ -281,7 +281,7 @@ class Replayer:
             if name in found
         }
 
-    def _claims(self, step: CommittedStep, batch: Batch, placed: Placed) -> dict[str, StageReplay]:
+    def _claims(self, step: CommittedStep, batch: Batch, placed: ReplayPolicy) -> dict[str, StageReplay]:
         shape, selections = self.start.shape, self.of.selections
         mixture = shape.mixture if step.planned.routing_replay else None
         selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
@@ -297,7 +297,7 @@ class Replayer:
         return training(self.history, step, self.of.trainings, excerpt=self.of.selections.excerpt)
 
     def _schedule(
-        self, step: CommittedStep, batch: Batch, placed: Placed, selections: Selections
+        self, step: CommittedStep, batch: Batch, placed: ReplayPolicy, selections: Selections
     ) -> StageReplay:
         if selections.excerpt and step.planned.schedule is not None:
             return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")

@@ -22,7 +22,7 @@ from rollbook.train.step.reference import policy_of
 
 
 @dataclass(frozen=True, slots=True)
-class ProvenStep:
+class VerifiedStep:
     """A step of a stretch: its replay, or why there is none."""
 
     step: int
@@ -45,7 +45,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StepRange:
     """The result of a stretch.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stretch:
     run: str
     policy: str
     broken: list[Break]
-    steps: list[ProvenStep]
+    steps: list[VerifiedStep]
     unbacked: list[Unbacked] = field(default_factory=list)
 
     @property
@@ -66,7 +66,7 @@ class Stretch:
         return next((one.replay for one in self.steps if one.replay and not one.replay.equal), None)
 
     @property
-    def unproven(self) -> list[ProvenStep]:
+    def unproven(self) -> list[VerifiedStep]:
         """Steps that could not be replayed."""
         return [one for one in self.steps if one.replay is None]
 
@@ -147,7 +147,7 @@ def prove_stretch(
     jobs: int = 1,
     trust_parts: bool = False,
     done: Callable[[int], None] = lambda count: None,
-) -> Stretch:
+) -> StepRange:
     """Replay all steps of a run from one to another.
 
     A segment ends at its first difference, for what follows starts from it; the next one starts at a
@@ -166,23 +166,23 @@ def prove_stretch(
     broken, of = chain(history, [n for part in parts for n in part]), RunLog(log, history)
     which = (history.run, history.policy)
     odd = [one for one in unbacked_in(log, history.run) if policy_of(one.policy) == history.policy]
-    found: list[ProvenStep] = []
+    found: list[VerifiedStep] = []
     if jobs == 1 or len(parts) == 1:
         for part in parts:
             for one in prove_segment(of, part, trust_parts=trust_parts):
                 found.append(one)
                 done(1)
-        return Stretch(*which, broken, found, odd)
+        return StepRange(*which, broken, found, odd)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn) as pool:
         tasks = [pool.submit(_segment_of, log.path, *which, part, trust_parts) for part in parts]
         for task in as_completed(tasks):
             found += task.result()
             done(len(task.result()))
-    return Stretch(*which, broken, sorted(found, key=lambda one: one.step), odd)
+    return StepRange(*which, broken, sorted(found, key=lambda one: one.step), odd)
 
 
-def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[ProvenStep]:
+def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[VerifiedStep]:
     """Replay steps that follow each other, from the nearest start of the first that has one.
 
     Steps in between that a start needs are run too, but are not part of the result.
@@ -193,7 +193,7 @@ def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False
         try:
             start = find_start(of, target)
         except ReplayError as error:
-            yield ProvenStep(left.pop(0), None, str(error))
+            yield VerifiedStep(left.pop(0), None, str(error))
             continue
         with Replayer(of, start, trust_parts=trust_parts) as replayer:
             reran: list[int] = []
@@ -202,27 +202,27 @@ def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False
                 try:
                     replayed = replayer.run(one, claims=number in left)
                 except (ReplayError, TrainError, ModelError) as error:
-                    yield ProvenStep(left.pop(0), None, f"step {number}: {error}")
+                    yield VerifiedStep(left.pop(0), None, f"step {number}: {error}")
                     break
                 reran.append(number)
                 differs = None if replayed.equal else number
                 if differs is not None and number not in left:
                     behind = f"it is reached by step {number}, which differs in {replayed.differs_in}"
-                    yield ProvenStep(left.pop(0), None, behind)
+                    yield VerifiedStep(left.pop(0), None, behind)
                     break
                 if number in left:
                     left.remove(number)
-                    yield ProvenStep(number, replace(replayed, reran=list(reran), differs_at_step=differs))
+                    yield VerifiedStep(number, replace(replayed, reran=list(reran), differs_at_step=differs))
                 if differs is not None:
                     for behind_it in left:
                         why = f"its segment differs from step {number} on"
-                        yield ProvenStep(behind_it, None, why)
+                        yield VerifiedStep(behind_it, None, why)
                     return
                 if start.weights_only:
                     break
 
 
-def _segment_of(path: Path, run: str, policy: str, steps: list[int], trust_parts: bool) -> list[ProvenStep]:
+def _segment_of(path: Path, run: str, policy: str, steps: list[int], trust_parts: bool) -> list[VerifiedStep]:
     """`prove_segment` in a process of its own."""
     log = open_store(path)
     history = fold_history(log.events_of(KINDS), run, policy)

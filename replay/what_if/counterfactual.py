@@ -66,7 +66,7 @@ class _RolloutBatch:
 
 
 @dataclass(slots=True, eq=False)
-class OtherSide:
+class Counterfactual:
     """Takes the steps of a training by another rule, in order, from the state that it is given.
 
     Attributes:

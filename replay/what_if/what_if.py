@@ -15,7 +15,7 @@ from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.step.starts import find_start
 from rollbook.replay.step.step import history_with
 from rollbook.replay.verdict import StepReplay
-from rollbook.replay.what_if.counterfactual import Changes, OtherSide, OtherStep, changed
+from rollbook.replay.what_if.counterfactual import Changes, Counterfactual, OtherStep, changed
 from rollbook.replay.what_if.rescoring import Rescoring
 from rollbook.replay.what_if.side_by_side import KeptGradient, Side, StepSides, differences, sample_sides
 from rollbook.store import Store
@@ -114,7 +114,7 @@ def what_if(
         mixture = start.shape.mixture if preview.routing_replay else None
         limits = ModelLimits(start.shape.vocab, start.shape.context, mixture)
         selections = Selections(log, history, limits, rewarded=asked.rescoring)
-        other = OtherSide(asked.changes, selections, *replayer.beside(steps[0], preview))
+        other = Counterfactual(asked.changes, selections, *replayer.beside(steps[0], preview))
         for step in steps:
             replayed, one = _both(log, history, replayer, other, step)
             found.append(replayed)
@@ -164,7 +164,7 @@ def _steps(history: History, asked: Asked) -> list[CommittedStep]:
 
 
 def _both(
-    log: Store, history: History, replayer: Replayer, other: OtherSide, step: CommittedStep
+    log: Store, history: History, replayer: Replayer, other: Counterfactual, step: CommittedStep
 ) -> tuple[StepReplay, StepSides]:
     """A step on both sides."""
     with KeptGradient() as gradient:

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from warm import WarmProcess
 
 from rollbook import store as rb
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
 from rollbook.edge.keys import Keys
 from rollbook.edge.web_pages import Own
@@ -63,7 +63,7 @@ def url(here: Store) -> Iterator[str]:
     """Address of a server with the tail's routes over demo-store."""
     recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
-    streams = add_event_routes(app, recorder, BodyRoom())
+    streams = add_event_routes(app, recorder, BodyBudget())
     add_guards(app, Guard(Keys(), ROUTES, recorder.run, None), Own(), lambda error: None, error_body)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.online.progress import Awaited, Course, Limits, PartState, Silence, awaited
+from rollbook.online.progress import Awaited, Limits, PartState, RunProgress, Silence, awaited
 from rollbook.store.events import (
     EvalFinished,
     EvalStarted,
@@ -30,9 +30,9 @@ LIMITS = Limits(groups=8, idle_s=600.0, evaluation_s=1800.0)
 BEGUN = [RunOpened("train", {"steps": 9, "steps_done": 2})]
 
 
-def _course(*records: Record) -> Course:
+def _course(*records: Record) -> RunProgress:
     """What these come to, each a second after the one before."""
-    found = Course()
+    found = RunProgress()
     found.take(Event(record, "run", time_us=at * 1_000_000) for at, record in enumerate(records, 100))
     return found
 
@@ -54,14 +54,14 @@ def _evaluation() -> list[Record]:
     return made
 
 
-def _said(course: Course, held: int = 0, parts: Any = (TRAINER,), now: float = 200.0) -> list[str]:
+def _said(course: RunProgress, held: int = 0, parts: Any = (TRAINER,), now: float = 200.0) -> list[str]:
     return [one.said(now) for one in awaited(course, parts, LIMITS, held, now)]
 
 
 def test_a_part() -> None:
     """That is not ready, or not at its end: where its output is, and how long that may take."""
     starting = PartState("proxy", "starting again", 170.0, 300.0, 15.0, "logs/proxy.log")
-    assert _said(Course(), parts=(starting,)) == [
+    assert _said(RunProgress(), parts=(starting,)) == [
         "waiting for proxy, which is starting again; logs/proxy.log says what it does (for 30 s, until "
         "1970-01-01T00:07:50Z at most)"
     ]
@@ -75,7 +75,7 @@ def test_a_part() -> None:
 def test_a_trainer_that_has_not_begun() -> None:
     """It reads its model, as does one that was started again in the middle of a step."""
     reads = "waiting for the trainer to read its model and the log"
-    assert _said(Course())[0].startswith(reads)
+    assert _said(RunProgress())[0].startswith(reads)
     again = replace(TRAINER, since=150.0)
     assert [one[: len(reads)] for one in _said(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
 

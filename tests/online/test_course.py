@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from rollbook.cli.online.running import lines_of
-from rollbook.online.progress import Course
+from rollbook.online.progress import RunProgress
 from rollbook.store.events import (
     EvalFinished,
     EvalStarted,
@@ -24,9 +24,9 @@ from rollbook.store.events import (
 )
 
 
-def course(*records: Record) -> Course:
+def course(*records: Record) -> RunProgress:
     """What these come to."""
-    found = Course()
+    found = RunProgress()
     found.take(Event(record, "run") for record in records)
     return found
 
@@ -89,7 +89,7 @@ def test_the_lines() -> None:
         "evaluated": "version 2  NOT WHOLE: 3 of 8 trajectories  reward 0.750",
         "evaluating": "version 4: none was launched yet",
     }
-    assert dict(lines_of(Course(), None)) == {
+    assert dict(lines_of(RunProgress(), None)) == {
         "training": "version 0",
         "rollouts": "0 running",
         "groups": "0 running, 0 waiting to be trained on",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollbook.train.algorithms.rollouts import Floats, Ints, Others
+from rollbook.train.algorithms.rollouts import Floats, GroupPeers, Ints
 
 _AT_ONCE = 1 << 15
 """Trajectories whose advantages are computed together: they stay in a core's cache."""
@@ -149,7 +149,7 @@ def _first(codes: Ints) -> Ints:
     return at[codes]
 
 
-def with_others(of: Grouped, others: Others | None) -> Grouped:
+def with_others(of: Grouped, others: GroupPeers | None) -> Grouped:
     """The trajectories of samples, and after them those that are only compared with."""
     if others is None:
         return of

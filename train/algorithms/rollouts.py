@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Others:
+class GroupPeers:
     """K trajectories that are not trained on, but count in the group that a sample is compared with.
 
     Attributes:
@@ -57,7 +57,7 @@ class Rollouts:
     reference_logprobs: Singles | None = None
     values: Singles | None = None
     turns: Ints | None = None
-    others: Others | None = None
+    others: GroupPeers | None = None
 
     @property
     def last(self) -> Ints:

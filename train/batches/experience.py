@@ -18,7 +18,7 @@ from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.parts import held_advantages, shaped
-from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Others, Rollouts, Singles
+from rollbook.train.algorithms.rollouts import Advantages, Floats, GroupPeers, Ints, Rollouts, Singles
 from rollbook.train.select.sample_ref import numbered
 from rollbook.train.select.samples import Sample
 
@@ -179,7 +179,7 @@ def experience_of(
     scores: Scores | None = None,
     masks: tuple[Bools, ...] | None = None,
     token_weights: Floats | None = None,
-    others: Others | None = None,
+    others: GroupPeers | None = None,
 ) -> Experience:
     """The experience of a rollout batch. Pure.
 
@@ -226,7 +226,7 @@ def _rollouts(
     rewards: Floats,
     old: Singles,
     scores: Scores,
-    others: Others | None,
+    others: GroupPeers | None,
 ) -> Rollouts:
     """What the algorithm's advantages are made of.
 

@@ -116,7 +116,7 @@ class WriteShard:
 
 
 @dataclass(frozen=True, slots=True)
-class SeeWord:
+class LeaderFlagProbe:
     """Looks for rank 0's word in a folder. Other ranks are sent it."""
 
     folder: Path
@@ -230,7 +230,7 @@ def check_shared(store: Path, run: str, policy: str, of: Policy) -> None:
     with building_beside(place_inside(store, str(name)).absolute()) as building:
         word = secrets.token_hex(8)
         make_empty(building / WORD).write_text(word)
-        for rank, host in enumerate(of.each(SeeWord(building, word))()):
+        for rank, host in enumerate(of.each(LeaderFlagProbe(building, word))()):
             if host is not None:
                 raise ConfigError(
                     f"rank {rank} on {host} does not see what rank 0 wrote in the store, {store.absolute()}: "

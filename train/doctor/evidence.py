@@ -59,7 +59,7 @@ class Launches:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainingCourse:
     """What a training did: its steps' metrics in order, and what happened beside them.
 
     Attributes:
@@ -242,7 +242,7 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
+def read_course(log: Store, cut: Cut, run: str, policy: str) -> TrainingCourse:
     """What the newest training of a policy in a run did up to a cut.
 
     Raises:
@@ -255,7 +255,7 @@ def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
 
         training = _newest(connection, run, policy)
         steps = rows(training.metrics(*_METRICS))
-        return Course(
+        return TrainingCourse(
             training=training,
             rows=[dict(zip(_METRICS, row[1:], strict=True)) for row in steps],
             numbers=[row[0] for row in steps],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 from statistics import median
 
-from rollbook.train.doctor.evidence import FEWEST, Course, Finding
+from rollbook.train.doctor.evidence import FEWEST, Finding, TrainingCourse
 
 FAR: Mapping[str, float] = {"kl": 10.0, "old_kl": 1.0}
 """KL -> nats a token above which it has exploded, if it also grew tenfold. A healthy one from a reference is
@@ -27,7 +27,7 @@ LESS_LIKELY = 0.5
 """Nats that a token of chosen samples may lose, on average: then it has three fifths of its probability."""
 
 
-def kl_explosion(course: Course) -> Finding | None:
+def kl_explosion(course: TrainingCourse) -> Finding | None:
     """At the end the KL from the reference is above 10 nats a token, or that from the policy which ratios are
     taken to above 1, and ten times what it was at first."""
     for metric, bound in FAR.items():
@@ -47,7 +47,7 @@ def kl_explosion(course: Course) -> Finding | None:
     return None
 
 
-def chosen_less_likely(course: Course) -> Finding | None:
+def chosen_less_likely(course: TrainingCourse) -> Finding | None:
     """At the end a token of chosen samples is less likely than under the reference by half a nat, on
     average: the margin grows because rejected samples fall faster, and the policy says neither."""
     ends = course.ends("chosen_logratio")
@@ -64,7 +64,7 @@ def chosen_less_likely(course: Course) -> Finding | None:
     )
 
 
-def falling_evaluations(course: Course) -> Finding | None:
+def falling_evaluations(course: TrainingCourse) -> Finding | None:
     """The reward of evaluations fell from its best by a tenth of that and by twice the standard error of the
     difference, in a training whose own reward did not rise, or that has none."""
     rewards = course.ends("reward")
@@ -87,7 +87,7 @@ def falling_evaluations(course: Course) -> Finding | None:
     )
 
 
-def partial_evaluations(course: Course) -> Finding | None:
+def partial_evaluations(course: TrainingCourse) -> Finding | None:
     """An evaluation is not whole: its reward is that of the trajectories that came to an end."""
     if not course.partial:
         return None
@@ -105,7 +105,7 @@ def partial_evaluations(course: Course) -> Finding | None:
     )
 
 
-def failed_steps(course: Course) -> Finding | None:
+def failed_steps(course: TrainingCourse) -> Finding | None:
     """Attempts at steps failed."""
     if not course.failed:
         return None
@@ -120,7 +120,7 @@ def failed_steps(course: Course) -> Finding | None:
     )
 
 
-def failed_syncs(course: Course) -> Finding | None:
+def failed_syncs(course: TrainingCourse) -> Finding | None:
     """Engines did not get weights that were sent."""
     if not course.syncs:
         return None
@@ -135,7 +135,7 @@ def failed_syncs(course: Course) -> Finding | None:
     )
 
 
-def failed_turns(course: Course) -> Finding | None:
+def failed_turns(course: TrainingCourse) -> Finding | None:
     """Of the turns that ended since the training began, more than one in twenty failed, and three or more."""
     failed = [turns for turns in course.turns if turns.status == "failed"]
     count, ended = sum(turns.count for turns in failed), sum(turns.count for turns in course.turns)
@@ -158,7 +158,7 @@ def failed_turns(course: Course) -> Finding | None:
     )
 
 
-def failed_launches(course: Course) -> Finding | None:
+def failed_launches(course: TrainingCourse) -> Finding | None:
     """Of the launches that ended since the training began, more than one in ten failed by their
     infrastructure, and three or more: groups are late, or lack trajectories."""
     failed = [launches for launches in course.launches if launches.by_infrastructure]
@@ -182,7 +182,7 @@ def failed_launches(course: Course) -> Finding | None:
     )
 
 
-def entropy_collapse(course: Course) -> Finding | None:
+def entropy_collapse(course: TrainingCourse) -> Finding | None:
     """The entropy fell to a quarter or less."""
     ends = course.ends("entropy")
     if ends is None or ends[1] > ends[0] / 4:
@@ -197,7 +197,7 @@ def entropy_collapse(course: Course) -> Finding | None:
     )
 
 
-def length_hacking(course: Course) -> Finding | None:
+def length_hacking(course: TrainingCourse) -> Finding | None:
     """Samples became twice as long, and the reward not better by a twentieth."""
     lengths, rewards = course.ends("length_mean"), course.ends("reward")
     if lengths is None or rewards is None or lengths[1] < 2 * lengths[0]:
@@ -215,7 +215,7 @@ def length_hacking(course: Course) -> Finding | None:
     )
 
 
-def reward_hacking(course: Course) -> Finding | None:
+def reward_hacking(course: TrainingCourse) -> Finding | None:
     """The reward in training rose while that of evaluations fell from its best, by a tenth of that and by
     twice the standard error of the difference."""
     rewards = course.ends("reward")
@@ -241,7 +241,7 @@ def reward_hacking(course: Course) -> Finding | None:
     )
 
 
-def overfitting(course: Course) -> Finding | None:
+def overfitting(course: TrainingCourse) -> Finding | None:
     """The loss of held-out samples is a twentieth above its least, and that of training fell meanwhile."""
     losses = [course.held_out_losses[version] for version in sorted(course.held_out_losses)]
     trained = course.ends("loss")
@@ -261,7 +261,7 @@ def overfitting(course: Course) -> Finding | None:
     )
 
 
-def critic_divergence(course: Course) -> Finding | None:
+def critic_divergence(course: TrainingCourse) -> Finding | None:
     """At the end the values explain less than nothing of the returns."""
     ends = course.ends("explained_variance")
     if ends is None or ends[1] >= 0:
@@ -276,7 +276,7 @@ def critic_divergence(course: Course) -> Finding | None:
     )
 
 
-def sampler_gap(course: Course) -> Finding | None:
+def sampler_gap(course: TrainingCourse) -> Finding | None:
     """In three steps or more, engine and trainer disagreed about tokens of one version by more than 0.05."""
     odd = [
         (number, gap)
@@ -296,7 +296,7 @@ def sampler_gap(course: Course) -> Finding | None:
     )
 
 
-def empty_gradients(course: Course) -> Finding | None:
+def empty_gradients(course: TrainingCourse) -> Finding | None:
     """A fifth of the steps had no gradient, or more samples were dropped for equal rewards than used."""
     norms = course.values("gradient_norm")
     empty, flat = sum(norm == 0 for norm in norms), course.dropped.get("zero_variance", 0)
@@ -313,7 +313,7 @@ def empty_gradients(course: Course) -> Finding | None:
     )
 
 
-def exploding_gradient(course: Course) -> Finding | None:
+def exploding_gradient(course: TrainingCourse) -> Finding | None:
     """At the end the gradient is ten times its median, and more."""
     ends, norms = course.ends("gradient_norm"), course.values("gradient_norm")
     if ends is None or ends[1] <= 10 * median(norms) or median(norms) == 0:
@@ -328,7 +328,7 @@ def exploding_gradient(course: Course) -> Finding | None:
     )
 
 
-def clip_saturation(course: Course) -> Finding | None:
+def clip_saturation(course: TrainingCourse) -> Finding | None:
     """At the end, four in ten tokens have no gradient because they are clipped."""
     low, high = course.ends("clipped_low"), course.ends("clipped_high")
     if low is None or high is None or low[1] + high[1] <= 0.4:
@@ -344,7 +344,7 @@ def clip_saturation(course: Course) -> Finding | None:
     )
 
 
-def mostly_stale(course: Course) -> Finding | None:
+def mostly_stale(course: TrainingCourse) -> Finding | None:
     """More than three in ten samples were dropped as stale."""
     stale = course.dropped.get("staleness", 0)
     if stale <= 0.3 * (course.used + stale) or stale < FEWEST:
@@ -359,7 +359,7 @@ def mostly_stale(course: Course) -> Finding | None:
     )
 
 
-def truncation(course: Course) -> Finding | None:
+def truncation(course: TrainingCourse) -> Finding | None:
     """At the end, three in ten samples are cut off at their greatest length."""
     ends = course.ends("truncated")
     if ends is None or ends[1] <= 0.3:
@@ -375,7 +375,7 @@ def truncation(course: Course) -> Finding | None:
     )
 
 
-SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
+SIGNS: tuple[Callable[[TrainingCourse], Finding | None], ...] = (
     entropy_collapse,
     length_hacking,
     reward_hacking,
@@ -398,6 +398,6 @@ SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
 )
 
 
-def findings(course: Course) -> list[Finding]:
+def findings(course: TrainingCourse) -> list[Finding]:
     """Every failure of which there are signs."""
     return [found for sign in SIGNS if (found := sign(course)) is not None]

@@ -24,7 +24,7 @@ def main_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stepped:
+class OptimizerSlice:
     """What is stepped of a parameter.
 
     Attributes:
@@ -62,23 +62,23 @@ class Stepped:
         return Piece(tuple(self.parameter.shape), self.start, numbers.detach().reshape(-1))
 
 
-def stepped_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Stepped]:
+def stepped_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, OptimizerSlice]:
     """What Megatron's optimizers step of a module, by the parameter's name."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     found = [one for optimizer in optimizers for one in _all_of(optimizer, names)]
     return {names[one.parameter]: one for one in found}
 
 
-def _all_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[Stepped]:
+def _all_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[OptimizerSlice]:
     inner = optimizer.optimizer
     if hasattr(optimizer, "model_param_group_index_map"):
         for parameter, (group, at) in optimizer.model_param_group_index_map.items():
             tensor = inner.param_groups[group]["params"][at]
             slice_ = optimizer._get_model_param_range_map(parameter)["param"]
             narrow = parameter.dtype != tensor.dtype
-            yield Stepped(parameter, tensor, inner, slice_.start, slice_.end, narrow)
+            yield OptimizerSlice(parameter, tensor, inner, slice_.start, slice_.end, narrow)
         return
     ours = {tensor for group in inner.param_groups for tensor in group["params"]}
     for parameter in names:
         if (tensor := main_of(parameter)) in ours:
-            yield Stepped(parameter, tensor, inner, 0, parameter.numel(), tensor is not parameter)
+            yield OptimizerSlice(parameter, tensor, inner, 0, parameter.numel(), tensor is not parameter)

@@ -95,7 +95,7 @@ class Follower:
         return "\n".join(f"  {line}" for line in lines[-WORDS:]) or "  (none)"
 
 
-class Others(ABC):
+class FollowerRanks(ABC):
     """Ranks 1 to `count` - 1, wherever they are."""
 
     def __init__(self, count: int) -> None:
@@ -141,7 +141,7 @@ class Others(ABC):
         return None
 
 
-class Launched(Others):
+class Launched(FollowerRanks):
     """Ranks as processes of this host.
 
     Args:
@@ -163,11 +163,11 @@ class Launched(Others):
         self._followers.clear()
 
 
-Launch = Callable[[int], tuple[Meeting, Others | None]]
+Launch = Callable[[int], tuple[Meeting, FollowerRanks | None]]
 """Starts the others of so many ranks: where all meet, and the others; None where a launcher started them."""
 
 
-def launch_here(count: int) -> tuple[Meeting, Others]:
+def launch_here(count: int) -> tuple[Meeting, FollowerRanks]:
     """On this host."""
     stay_on_this_host()
     meeting = meet(MeetingPoint(LOOPBACK, 0, new_secret()), leads=True)

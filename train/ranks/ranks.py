@@ -35,7 +35,7 @@ from rollbook.train.model.model import Build
 from rollbook.train.model.reshard import check_layout, stages_of
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.backend import TrainablePolicy
-from rollbook.train.ranks.launch import Launch, Others, launch_here
+from rollbook.train.ranks.launch import FollowerRanks, Launch, launch_here
 from rollbook.train.ranks.launcher import Place, meet_at
 from rollbook.train.ranks.meeting import FOREVER, Meeting, here, sign_objects
 from rollbook.train.ranks.part import Part
@@ -133,7 +133,7 @@ class Ranks:
         self.parallel, self.count = parallel or ParallelConfig(), count
         self.copies = self.parallel.copies(count)
         self._said, self._joined, self._parts = 0, False, dict[str, Part]()
-        self._launched: Others | None = None
+        self._launched: FollowerRanks | None = None
         self._meeting: Meeting | None = None
         self.on_this_host = launch is launch_here
         """Whether all ranks are processes of this host that this one starts."""

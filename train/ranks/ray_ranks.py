@@ -19,7 +19,7 @@ import torch
 from rollbook.store.errors import ConfigError, RankError
 from rollbook.store.ray_connection import ADDRESS, connect, imported
 from rollbook.train.interface import choose_interface, given_environment
-from rollbook.train.ranks.launch import DEATH_S, Follower, Others
+from rollbook.train.ranks.launch import DEATH_S, Follower, FollowerRanks
 from rollbook.train.ranks.meeting import Meeting, MeetingPoint, meet, new_secret
 
 VARIABLES = (
@@ -66,7 +66,7 @@ class Room:
         return "GPU" if self.gpus else "CPU"
 
 
-def launch_by_ray(room: Room, count: int) -> tuple[Meeting, Others]:
+def launch_by_ray(room: Room, count: int) -> tuple[Meeting, FollowerRanks]:
     """Start the other ranks where Ray has room, one bundle of a placement group each; the first is rank 0's.
 
     Raises:
@@ -85,7 +85,7 @@ def launch_by_ray(room: Room, count: int) -> tuple[Meeting, Others]:
         meeting = meet(MeetingPoint(host, 0, new_secret()), leads=True)
         given = (meeting.point, count, sent)
         actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *given) for rank in range(1, count)}
-        return meeting, Placed(actors, undo.pop_all())
+        return meeting, RayRanks(actors, undo.pop_all())
 
 
 def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -111,7 +111,7 @@ class Holder:
         return os.environ[GPUS]
 
 
-class Placed(Others):
+class RayRanks(FollowerRanks):
     """Ranks beside actors, by rank.
 
     Args:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbook.store.events import Json
-from rollbook.train.algorithms.rollouts import Others
+from rollbook.train.algorithms.rollouts import GroupPeers
 from rollbook.train.select.recipe import Candidate, Drop
 from rollbook.train.select.samples import Sample
 
@@ -96,14 +96,14 @@ def dropped_members(samples: Sequence[Candidate], drops: Sequence[Drop]) -> list
     return list(found.values())
 
 
-def others_of(samples: Sequence[Sample], said: Sequence[Json] | None) -> Others | None:
+def others_of(samples: Sequence[Sample], said: Sequence[Json] | None) -> GroupPeers | None:
     """What an estimator is told of the members that a manifest names; None where it names none."""
     if not said:
         return None
     places: dict[tuple[str, str | None], int] = {}
     for place, sample in enumerate(samples):
         places.setdefault((sample.run, sample.group), place)
-    return Others(
+    return GroupPeers(
         beside=np.array([places[one["run"], one["group"]] for one in said], np.int64),
         rewards=np.array([one["reward"] for one in said], np.float64),
         lengths=np.array([one["tokens"] for one in said], np.int64),

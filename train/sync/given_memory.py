@@ -12,7 +12,7 @@ from rollbook.engines.weights.name import read_name
 from rollbook.train.sync.control import ASLEEP, CACHE, EMBEDDED, WAKING, WEIGHTS, EngineControl, EngineInfo
 
 
-class GivenMemory:
+class EngineOffload:
     """Which engines gave their memory away.
 
     Attributes:

@@ -31,7 +31,7 @@ from rollbook.store.ids import new_id
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.sync.control import ASLEEP, EMBEDDED, UNVERIFIED, WAKING, EngineControl, EngineInfo
 from rollbook.train.sync.fits import check_fits, check_transport, holding
-from rollbook.train.sync.given_memory import GivenMemory
+from rollbook.train.sync.given_memory import EngineOffload
 from rollbook.train.sync.presence import looking_at
 from rollbook.train.sync.transports import Receiver, Transport, Weights
 
@@ -131,7 +131,7 @@ class Syncer:
         self._held: dict[str, list[RankChecksums]] = {}
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
         self._looked_at = {look.url: look for look in looking_at(engines)}
-        self._memory = GivenMemory()
+        self._memory = EngineOffload()
         self._standing: set[str] = set()
         """Engines that failed during a sync and have been paused since."""
         self._begun: dict[str, tuple[int, str]] = {}

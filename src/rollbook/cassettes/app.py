@@ -33,7 +33,7 @@ from rollbook.cassettes.asked import read_asked
 from rollbook.cassettes.cassette import Cassette, Found, Missed
 from rollbook.cassettes.replies import streamed_reply, whole_reply
 from rollbook.cassettes.tape import RecordedRequest
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.errors import add_error_replies
 from rollbook.edge.forwarding import end_to_end
 from rollbook.edge.guard import Guard, add_guards
@@ -85,7 +85,7 @@ def build_cassette_app(cassette: Cassette, options: CassetteOptions | None = Non
     options = options or CassetteOptions()
     app = FastAPI(title="Rollbook cassette")
     add_error_replies(app, lambda code: None, error_body)
-    routes = _Routes(cassette, options, BodyRoom())
+    routes = _Routes(cassette, options, BodyBudget())
     app.add_route("/cassette", routes.state, methods=["GET"])
     app.add_route("/cassette/rewind", routes.rewind, methods=["POST"])
     app.add_route("/v1/trajectories", routes.opened, methods=["POST"])
@@ -109,7 +109,7 @@ def build_cassette_app(cassette: Cassette, options: CassetteOptions | None = Non
 class _Routes:
     cassette: Cassette
     options: CassetteOptions
-    room: BodyRoom
+    room: BodyBudget
 
     async def answer(self, request: Request) -> Response:
         """A request for a completion."""

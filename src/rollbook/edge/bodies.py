@@ -24,7 +24,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from rollbook.edge.bounds import LARGE_BYTES, aside, started
-from rollbook.edge.memory import GivingBack, give_back
+from rollbook.edge.memory import MemoryTrimmer, give_back
 from rollbook.store.errors import EndingError, LimitError, RequestError
 
 FREE_BYTES = 32 << 10
@@ -70,7 +70,7 @@ class _Upload:
         return now - self.since >= PRESSED_S or (spent >= PRESSED_S and self.came < spent * PRESSED_PACE)
 
 
-class BodyRoom:
+class BodyBudget:
     """Room for bodies in memory: a body that finds none waits, so a burst of large ones is read in turn.
 
     Args:
@@ -93,7 +93,7 @@ class BodyRoom:
         self._beyond: _Upload | None = None
         self._press: asyncio.TimerHandle | None = None
         self._stopped = False
-        self._memory = GivingBack(partial(started, give_back))
+        self._memory = MemoryTrimmer(partial(started, give_back))
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:

@@ -20,7 +20,7 @@ def give_back() -> None:
         _LIBC.malloc_trim(0)
 
 
-class GivingBack:
+class MemoryTrimmer:
     """Has memory given back a moment after it was said to be worth it, once however often it was.
 
     Args:

@@ -45,7 +45,7 @@ _SHARES = f"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
+class TrajectorySnapshot:
     """A trajectory at a cut, with its events, and what became of its turns and samples."""
 
     trajectory: Trajectory
@@ -101,7 +101,7 @@ def trajectory_lineage(
     )
 
 
-def read_told(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> Told:
+def read_told(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> TrajectorySnapshot:
     """What the log tells of a trajectory; reads only what holds its events, and the manifests that name it.
 
     Raises:
@@ -114,7 +114,7 @@ def read_told(log: Store, connection: Connection, cut: Cut, trajectory_id: str) 
         raise CutError("the cut holds events of the trajectory, but not its opening: take a later one")
     rows = connection.execute(_SHARES, {"id": trajectory_id}).fetchall()
     named = read_naming(connection, trajectory_id)
-    return Told(
+    return TrajectorySnapshot(
         trajectory,
         events,
         _turns(trajectory, events, rows),
@@ -133,7 +133,7 @@ def path_to(trajectory: Trajectory, leaf: str) -> frozenset[str]:
     return frozenset(turns)
 
 
-def _check_leaf(told: Told, turn_id: str) -> None:
+def _check_leaf(told: TrajectorySnapshot, turn_id: str) -> None:
     """See that a sample has the name of this turn: a leaf of now, or of a sample that an attempt named.
 
     Raises:
@@ -206,7 +206,7 @@ def _lanes(events: Iterable[Event]) -> tuple[str, ...]:
     return tuple(lane for lane, _ in sorted((opened, *adopted), key=lambda start: chain.rank(start) or 0))
 
 
-def _rewards(told: Told) -> tuple[RewardGiven, ...]:
+def _rewards(told: TrajectorySnapshot) -> tuple[RewardGiven, ...]:
     places = {e.event_id: e for e in told.events if isinstance(e.record, RewardAssigned)}
     superseded = {record.supersedes for _, record in told.trajectory.rewards if record.supersedes}
     committed = [one for one in told.consumed if one.use.status == "committed"]

@@ -48,7 +48,7 @@ OLDEST_KEPT = 100_000
 
 
 @dataclass(slots=True)
-class Course:
+class RunProgress:
     """What is known of a run since somebody looks.
 
     Attributes:
@@ -221,7 +221,7 @@ class Awaited:
 
 
 def awaited(
-    course: Course, parts: Sequence[PartState], limits: Limits | None, held: int, now: float
+    course: RunProgress, parts: Sequence[PartState], limits: Limits | None, held: int, now: float
 ) -> list[Awaited]:
     """All that a run waits for now.
 
@@ -255,7 +255,7 @@ def _part(part: PartState) -> Awaited:
     return Awaited(f"part {part.name}", what, part.since, part.since + limit_s)
 
 
-def _training(course: Course, trainer: PartState, limits: Limits) -> list[Awaited]:
+def _training(course: RunProgress, trainer: PartState, limits: Limits) -> list[Awaited]:
     where = f"; {trainer.log} says what it does"
     if course.steps is None or course.changed is None or (course.opened or 0.0) < trainer.since:
         what = f"the trainer to read its model and the log{where}"
@@ -279,7 +279,7 @@ def _training(course: Course, trainer: PartState, limits: Limits) -> list[Awaite
     return [Awaited(f"step {course.done}", what, course.changed, course.changed + limits.idle_s)]
 
 
-def _rollouts(course: Course, rollouts: PartState, trainer: PartState | None) -> Awaited:
+def _rollouts(course: RunProgress, rollouts: PartState, trainer: PartState | None) -> Awaited:
     """Rollouts without a training, or after it."""
     what = f"the rollouts to end: {course.launched} run, {sum(course.ended.values())} ended"
     if trainer is None or trainer.state != "ended":

@@ -62,7 +62,7 @@ class Orphan:
 
 
 @dataclass(slots=True)
-class Course:
+class RolloutProgress:
     """What the log says of rollouts of one name.
 
     Attributes:
@@ -102,9 +102,9 @@ def more_attempts(begun: int, spared: int, most: int) -> bool:
     return begun - min(spared, MOST_SPARED) < most
 
 
-def read_course(said: Json) -> Course:
+def read_course(said: Json) -> RolloutProgress:
     """What a proxy says of rollouts (`ingest.trajectories.launches`)."""
-    course, columns = Course(), said["places"]
+    course, columns = RolloutProgress(), said["places"]
     rows = zip(*(columns[name] for name in COLUMNS), strict=True)
     for epoch, task, sample, attempt, launch_id, status, spared in rows:
         place = Place(epoch, task, sample)

@@ -25,9 +25,9 @@ from rollbook.rollouts.outcome import Ended, Status, ended_as, lost_its_proxy, u
 from rollbook.rollouts.places import (
     LABEL,
     OPENING,
-    Course,
     Place,
     Progress,
+    RolloutProgress,
     more_attempts,
     places_of,
     read_course,
@@ -141,7 +141,7 @@ class Rollouts:
 
     # What is left -----------------------------------------------------------------------------
 
-    async def _settle_orphans(self, course: Course) -> None:
+    async def _settle_orphans(self, course: RolloutProgress) -> None:
         """Tell the log of launches whose process ended without a word: nothing of them runs any more."""
         self._orphans = {
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
@@ -158,7 +158,7 @@ class Rollouts:
             await self._proxy.end_launch(name, orphan.launch_id, {"status": status, "why": DIED})
             course.ended[orphan.place] = status
 
-    def _left(self, course: Course) -> Iterator[Place]:
+    def _left(self, course: RolloutProgress) -> Iterator[Place]:
         """The places in which something is left to do; those of which nothing is are counted."""
         config = self._config
         for place in places_of(
@@ -169,14 +169,14 @@ class Rollouts:
             else:
                 self._show(done=self.progress.done + 1)
 
-    async def _work(self, left: Iterator[Place], course: Course, watch: Watch) -> None:
+    async def _work(self, left: Iterator[Place], course: RolloutProgress, watch: Watch) -> None:
         """Run one place after the other."""
         for place in left:
             if self._stop.is_set() or self._breaker.open is not None:
                 return
             await self._fill(place, course, watch)
 
-    async def _fill(self, place: Place, course: Course, watch: Watch) -> None:
+    async def _fill(self, place: Place, course: RolloutProgress, watch: Watch) -> None:
         """Run attempts in a place until one is not the infrastructure's failure, or there are none left.
 
         One that failed because the proxy was away is none of them: another follows once that is back.

@@ -16,7 +16,7 @@ from streamed import KINDS, PATHS, asked
 
 from rollbook.edge import bodies as body_room
 from rollbook.edge import memory
-from rollbook.edge.bodies import BodyRoom
+from rollbook.edge.bodies import BodyBudget
 from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
@@ -121,7 +121,7 @@ class Upload:
         self.left -= size
         return {"type": "http.request", "body": b"x" * size, "more_body": self.left > 0}
 
-    async def run(self, room: BodyRoom, leave: asyncio.Event) -> bytes:
+    async def run(self, room: BodyBudget, leave: asyncio.Event) -> bytes:
         """Read it, and keep it until `leave`."""
         async with room.body(self) as raw:  # type: ignore[arg-type]
             self.done = True
@@ -133,9 +133,9 @@ PART = body_room.PART_BYTES
 SIZE = 10 * PART
 
 
-def _room(bodies: int) -> BodyRoom:
+def _room(bodies: int) -> BodyBudget:
     """Room for so many bodies of `SIZE`, and for one beyond."""
-    return BodyRoom(SIZE, (bodies + 1) * SIZE, free=0)
+    return BodyBudget(SIZE, (bodies + 1) * SIZE, free=0)
 
 
 async def _settled() -> None:
@@ -281,7 +281,7 @@ def test_a_silent_sender_is_a_408(sent: int) -> None:
         leave, upload = asyncio.Event(), Upload(SIZE)
         leave.set()
         upload.send(sent)
-        await upload.run(BodyRoom(**options.body_limits), leave)
+        await upload.run(BodyBudget(**options.body_limits), leave)
 
     with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
         asyncio.run(scenario())
@@ -295,7 +295,7 @@ def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> float:
         options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.2)
         leave, upload = asyncio.Event(), Upload(SIZE)
-        task = asyncio.create_task(upload.run(BodyRoom(**options.body_limits), leave))
+        task = asyncio.create_task(upload.run(BodyBudget(**options.body_limits), leave))
         begun = time.monotonic()
         while not task.done():
             upload.send(1)
@@ -340,7 +340,7 @@ def test_memory_goes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "GIVE_BACK_S", 0.05)
 
     async def scenario(size: int) -> None:
-        room, leave = BodyRoom(), asyncio.Event()
+        room, leave = BodyBudget(), asyncio.Event()
         leave.set()
         for _ in range(5):
             upload = Upload(size)
@@ -389,7 +389,7 @@ def test_a_body_larger_than_all_room_is_taken_alone() -> None:
 
     async def scenario() -> list[int]:
         room, leave = (
-            BodyRoom(SIZE, 10, free=0),
+            BodyBudget(SIZE, 10, free=0),
             asyncio.Event(),
         )
         leave.set()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rollbook.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
-from rollbook.ingest.recording.recovery import GoingOn
+from rollbook.ingest.recording.recovery import RunRecovery
 from rollbook.ingest.recording.restore import restored
 from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
@@ -368,7 +368,7 @@ def test_a_finished_name_is_taken(
         monkeypatch.setattr(trajectories, "EndedNames", lambda: EndedNames(2))
         it = proxy.recorder
         it.known_run.refresh()
-        begun = GoingOn(it.store, it.writer, it.run, Place(), trajectories.BUDGET_BYTES)
+        begun = RunRecovery(it.store, it.writer, it.run, Place(), trajectories.BUDGET_BYTES)
         it.trajectories = begun.restored(it.known_run)
     for name in names:
         assert (

@@ -258,7 +258,7 @@ def test_version_2(version_2: Callable[..., Path], root: bool) -> None:
     (folder / "memory.peak").write_text(f"{32 << 20}\n")
     (folder / "memory.events").write_text("low 0\noom 1\noom_kill 2\n")
     (folder / "pids.events").write_text("max 3\n")
-    assert group.taken() == cgroups.Taken(1.5, 32.0, 2, True)
+    assert group.taken() == cgroups.ResourceUsage(1.5, 32.0, 2, True)
 
 
 def test_without_a_controller(version_2: Callable[..., Path], tmp_path: Path) -> None:

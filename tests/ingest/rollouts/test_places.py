@@ -14,7 +14,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.ingest.trajectories.launches import rollout_course
 from rollbook.rollouts.outcome import ended_as
-from rollbook.rollouts.places import Course, Orphan, Place, more_attempts, places_of, read_course
+from rollbook.rollouts.places import Orphan, Place, RolloutProgress, more_attempts, places_of, read_course
 from rollbook.rollouts.tasks import Task
 from rollbook.store import format_cut
 from rollbook.store.events import (
@@ -28,7 +28,7 @@ from rollbook.store.events import (
 from rollbook.store.upkeep.erase import erase_trajectory
 
 PLACE = Place(0, "a", 1)
-Read = Callable[..., Course]
+Read = Callable[..., RolloutProgress]
 
 
 def _opened(launch: str, rollout: str = "mine") -> TrajectoryOpened:
@@ -48,7 +48,7 @@ def _ended(launch: str, status: str) -> LaunchEnded:
 def course(tmp_path: Path) -> Read:
     """What the log says of the rollouts `mine`, with these records in lanes of their own."""
 
-    def read(*lanes: Sequence[Record]) -> Course:
+    def read(*lanes: Sequence[Record]) -> RolloutProgress:
         log = rb.open(tmp_path / "store", create=True)
         for number, records in enumerate(lanes):
             if not records:

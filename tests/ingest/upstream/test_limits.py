@@ -14,7 +14,7 @@ from http_upstream import Answer, chat_reply, whole
 
 from rollbook.ingest.endpoints import chat
 from rollbook.ingest.upstream.forwarded_response import EndFinder
-from rollbook.ingest.upstream.recorder import ReplyCopy, ReplyRoom
+from rollbook.ingest.upstream.recorder import ReplyBudget, ReplyCopy
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -111,7 +111,7 @@ def test_a_stream_without_end_ends_with_its_client(passing: Any, upstream: Any) 
 
 def test_the_largest_copy_is_given_up() -> None:
     """Where all copies together are too much, small ones are still kept."""
-    room = ReplyRoom(100, 150)
+    room = ReplyBudget(100, 150)
     small, large, other = ReplyCopy(room), ReplyCopy(room), ReplyCopy(room)
     small.add(b"s" * 10)
     for _ in range(9):

@@ -14,7 +14,7 @@ from training_told import RUN, begins, opened
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.cluster import admitting
-from rollbook.ingest.cluster.admitting import FarGate, Gatekeeper
+from rollbook.ingest.cluster.admitting import GateServer, RemoteGate
 from rollbook.ingest.cluster.bus import Bus, Inboxes
 from rollbook.ingest.trajectories.place import Place
 from rollbook.store.errors import EndingError, RequestError
@@ -45,14 +45,14 @@ class Workers:
         self.gate = AdmissionGate(Outstanding(RUN), lambda: None, HOLD_S)
         self.read = 0
         self.catch_up()
-        Gatekeeper(self.gate, bus, self.caught_up)
+        GateServer(self.gate, bus, self.caught_up)
         bus.start()
         return bus
 
     def asker(self) -> Bus:
         """Another worker."""
         bus = Bus(Place(1, 2), self.inboxes)
-        self.far = FarGate(bus, self.known.get, HOLD_S)
+        self.far = RemoteGate(bus, self.known.get, HOLD_S)
         bus.start()
         return bus
 

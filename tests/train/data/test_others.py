@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.registry import PolicyGradient
-from rollbook.train.algorithms.rollouts import Others, Rollouts
+from rollbook.train.algorithms.rollouts import GroupPeers, Rollouts
 from rollbook.train.select.drops import dropped_members, others_of
 from rollbook.train.select.recipe import Drop
 from rollbook.train.select.samples import Sample, all_samples
@@ -42,7 +42,7 @@ def test_advantages_are_those_of_the_whole_group(members: list[Any], keys: dict[
     kept = [i for i, member in enumerate(members) if member[2]]
     groups = [members[i][0] for i in kept]
     beside = [member for member in members if not member[2] and member[0] in groups]
-    others = Others(
+    others = GroupPeers(
         np.array([groups.index(member[0]) for member in beside], np.int64),
         np.array([member[1] for member in beside], np.float64),
         np.array([member[3] for member in beside], np.int64),
@@ -68,7 +68,7 @@ def test_rewards_are_normalized_by_what_is_trained_on() -> None:
         {"name": "policy_gradient", "group_size": 2, "reward_normalization": "batch", "deviation": "none"}
     )
     of = _rollouts([(0, 0.0, True, 1, False), (0, 2.0, True, 1, False)])
-    others = Others(np.array([1]), np.array([4.0]), np.array([1]), np.array([False]))
+    others = GroupPeers(np.array([1]), np.array([4.0]), np.array([1]), np.array([False]))
     found = algorithm.advantages(replace(of, others=others)).values
     assert found == pytest.approx([-2.0, 0.0], abs=1e-6)
 

@@ -28,7 +28,7 @@ from rollbook.store.events import (
     SyncStarted,
     TurnFailed,
 )
-from rollbook.train.doctor.evidence import Course, HeldOut, Training
+from rollbook.train.doctor.evidence import HeldOut, Training, TrainingCourse
 from rollbook.train.doctor.signs import SIGNS, findings
 
 STEPS = 40
@@ -473,10 +473,12 @@ def test_metrics_are_columns(fabric: Any, tmp_path: Path) -> None:
     assert rows[0][1:] == (2.0, 0.2, 0.001)
 
 
-def _course(**changes: Any) -> Course:
+def _course(**changes: Any) -> TrainingCourse:
     rows = [_row(i / (STEPS - 1)) for i in range(STEPS)]
     held_out = {0: HeldOut(0.2, 1e-3), 10: HeldOut(0.4, 1e-3)}
-    healthy = Course(Training("r", "actor"), rows, range(STEPS), held_out, {"staleness": 5}, 320, {}, [])
+    healthy = TrainingCourse(
+        Training("r", "actor"), rows, range(STEPS), held_out, {"staleness": 5}, 320, {}, []
+    )
     return replace(healthy, **changes)
 
 

@@ -27,7 +27,7 @@ from rollbook.online.config import WholeConfig, at_addresses, load_whole
 from rollbook.online.earlier import alone, await_ends, guarded
 from rollbook.online.part import Spec
 from rollbook.online.parts import PARTS, PROXY, Supervisor, specs_of
-from rollbook.online.progress import KINDS, Awaited, Course, Limits, PartState, Silence, awaited
+from rollbook.online.progress import KINDS, Awaited, Limits, PartState, RunProgress, Silence, awaited
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import CheckpointWritten, Event
 from rollbook.store.ids import new_id
@@ -160,7 +160,7 @@ class Screen:
     def __init__(self, config: WholeConfig, supervisor: Supervisor, lines: Lines) -> None:
         self._config, self._supervisor, self._lines, self._console = config, supervisor, lines, lines.console
         self.over = False
-        self._course = Course()
+        self._course = RunProgress()
         self._tail: Tail | None = None
         self._tokens: list[tuple[float, float]] = []
         self._states: dict[str, str] = {}
@@ -299,7 +299,7 @@ class Screen:
         return (after - before) / (ended - began)
 
 
-def lines_of(course: Course, tokens_s: float | None) -> list[tuple[str, str]]:
+def lines_of(course: RunProgress, tokens_s: float | None) -> list[tuple[str, str]]:
     """What is shown of a course, line by line."""
     running, waiting = course.groups
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(course.ended.items()))
@@ -324,7 +324,7 @@ def lines_of(course: Course, tokens_s: float | None) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _evaluating(course: Course) -> str:
+def _evaluating(course: RunProgress) -> str:
     return f"version {course.evaluating}: {course.agents.said}"
 
 

@@ -13,7 +13,7 @@ from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 if TYPE_CHECKING:
     from rollbook.cli.terminal import Console
     from rollbook.replay.stretch.rebuild import Rebuilt
-    from rollbook.replay.stretch.stretch import Break, ProvenStep
+    from rollbook.replay.stretch.stretch import Break, VerifiedStep
     from rollbook.replay.verdict import StepReplay
 
 First = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
@@ -139,18 +139,18 @@ def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[i
     return min(steps) if first is None else first, max(steps) if last is None else last
 
 
-def _as_steps(replays: list[StepReplay]) -> list[ProvenStep]:
-    from rollbook.replay.stretch.stretch import ProvenStep
+def _as_steps(replays: list[StepReplay]) -> list[VerifiedStep]:
+    from rollbook.replay.stretch.stretch import VerifiedStep
 
-    return [ProvenStep(one.differs_at_step or one.step, one) for one in replays]
+    return [VerifiedStep(one.differs_at_step or one.step, one) for one in replays]
 
 
-def _described(steps: list[ProvenStep], broken: list[Break]) -> dict[str, Any]:
+def _described(steps: list[VerifiedStep], broken: list[Break]) -> dict[str, Any]:
     """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
     from rollbook.cli.replay.step_report import described
     from rollbook.replay.verdict import compared
 
-    def one(step: ProvenStep) -> dict[str, Any]:
+    def one(step: VerifiedStep) -> dict[str, Any]:
         replay = step.replay
         if replay is None:
             return {"step": step.step, "verdict": "not proven", "why": step.why}
@@ -171,7 +171,7 @@ def show_breaks(console: Console, broken: list[Break]) -> None:
         )
 
 
-def _show_steps(console: Console, steps: list[ProvenStep]) -> None:
+def _show_steps(console: Console, steps: list[VerifiedStep]) -> None:
     """A line for each run of steps of the same verdict, and for each that differs."""
     lines: list[tuple[int, int, str, str]] = []
     for one in steps:
@@ -187,7 +187,7 @@ def _show_steps(console: Console, steps: list[ProvenStep]) -> None:
         console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), more)
 
 
-def _said(one: ProvenStep) -> tuple[str, str]:
+def _said(one: VerifiedStep) -> tuple[str, str]:
     """What is said of a step of a stretch, and more about it."""
     from rollbook.replay.verdict import summary
 

@@ -14,7 +14,7 @@ from rollbook.cli.runs import check_run, of_run, only_run
 from rollbook.cli.terminal import Console, print_json, say, visible
 from rollbook.store.cut import Cut
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.doctor.evidence import Course, Finding, read_course
+from rollbook.train.doctor.evidence import Finding, TrainingCourse, read_course
 from rollbook.train.doctor.signs import findings
 
 
@@ -41,7 +41,7 @@ def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bo
     return 1 if found else 0
 
 
-def _print(course: Course, found: list[Finding], where: str) -> None:
+def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
     console = Console()
     if not course.rows:
         say(f"{where}: no committed step")

@@ -33,7 +33,7 @@ TO_VERSION_2 = "boot the host with systemd.unified_cgroup_hierarchy=1"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ResourceUsage:
     """What a launch's processes took, and what was denied them.
 
     Attributes:
@@ -102,12 +102,12 @@ class Cgroup:
         """Descriptors, to be closed: a process that writes `0` to each is in the group."""
         return [] if self.folder is None else [os.open(self.folder / "cgroup.procs", os.O_WRONLY)]
 
-    def taken(self) -> Taken:
+    def taken(self) -> ResourceUsage:
         """What was taken until now."""
         if self.folder is None:
-            return Taken(None, None, 0, False)
+            return ResourceUsage(None, None, 0, False)
         us, peak = _entry(self.folder / "cpu.stat", "usage_usec"), _number(self.folder / "memory.peak")
-        return Taken(
+        return ResourceUsage(
             cpu_s=us and us / 1e6,
             peak_mb=peak and round(peak / MIB, 1),
             killed=_entry(self.folder / "memory.events", "oom_kill") or 0,

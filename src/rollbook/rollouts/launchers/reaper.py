@@ -47,7 +47,7 @@ CLIENT_S = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Keeper:
+class Reaper:
     """Watches over one agent.
 
     Args:
@@ -321,7 +321,7 @@ def main() -> None:
         _say("failed " + " ".join(why.split()))
         return
     _say("started")
-    keeper = Keeper(agent, task["own_group"])
+    keeper = Reaper(agent, task["own_group"])
     keeper.watch()
     if task["after"]:
         keeper.dismiss(lambda: _tidy(task))
