@@ -335,3 +335,9 @@ class Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def toml_lines(values: Json) -> str:
+    """A line for each value, a comment where there is none."""
+    # A JSON text is a TOML text for every value that a configuration has.
+    return "\n".join(f"# {k}: not set" if v is None else f"{k} = {json.dumps(v)}" for k, v in values.items())

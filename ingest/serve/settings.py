@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
 from rollbook.engines.address import EngineAddress
-from rollbook.store.config import MISSING, Refused, Table, part_of, read_toml, refused
+from rollbook.store.config import MISSING, Refused, Table, part_of, read_toml, refused, toml_lines
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -160,6 +160,14 @@ def parse_settings(
         lines = [f"  {written(one.key) if one.keys else 'file'}: {_say(one)}" for one in found]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
     return settings.model_copy(update={"engine_url": tuple(addresses)})
+
+
+def as_toml(settings: ServeSettings) -> str:
+    """Settings as a file; keys without a value are comments. Logins of addresses are left out."""
+    values = settings.model_dump(mode="json")
+    ask = values.pop("engine_ask")
+    table = "# engine_ask: not set" if ask is None else f"\n[engine_ask]\n{toml_lines(ask)}"
+    return f"{toml_lines(values)}\n{table}"
 
 
 def _read(file: Path) -> Json:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_configuration import render
 from typer.testing import CliRunner
 
 from rollbook import store
@@ -15,8 +16,7 @@ from rollbook.cli.app import app
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded
 from rollbook.train.config.config import TABLES, TrainConfig, parse_config
-from rollbook.train.config.docs import as_toml, render
-from rollbook.train.config.files import load_config
+from rollbook.train.config.files import as_toml, load_config
 
 MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 
@@ -24,7 +24,7 @@ MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 def test_the_page_is_the_rendered_one(root: Path) -> None:
     """It is generated, never edited."""
     page = (root / "docs" / "configuration.md").read_text()
-    command = "python -m rollbook.train.config.docs > docs/configuration.md"
+    command = "python docs/render/page_configuration.py > docs/configuration.md"
     assert page == render(), f"docs/configuration.md is old: run {command}"
 
 

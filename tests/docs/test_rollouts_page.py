@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollbook.cli.rollout_page import TABLES, render
+from page_rollouts import TABLES, render
+
 from rollbook.rollouts.config import load_rollouts
 from rollbook.rollouts.launchers.agent_environment import Address, variables
 from rollbook.rollouts.outcome import Status
@@ -14,7 +15,7 @@ from rollbook.rollouts.tasks import Task
 def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
     """It is generated, never edited; each key says what it is."""
     page = (root / "docs" / "rollout-configuration.md").read_text()
-    assert page == render(), "it is old: python -m rollbook.cli.rollout_page > docs/rollout-configuration.md"
+    assert page == render(), "it is old: python docs/render/page_rollouts.py > docs/rollout-configuration.md"
     for model in TABLES.values():
         assert all(field.description for field in model.model_fields.values())
 

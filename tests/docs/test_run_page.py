@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from page_run import TABLES, render
 
-from rollbook.cli.run_page import TABLES, render
 from rollbook.online.config import load_whole
 from rollbook.online.parts import specs_of
 
@@ -14,7 +14,7 @@ from rollbook.online.parts import specs_of
 def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
     """It is generated, never edited; each key says what it is."""
     page = (root / "docs" / "run-configuration.md").read_text()
-    assert page == render(), "it is old: python -m rollbook.cli.run_page > docs/run-configuration.md"
+    assert page == render(), "it is old: python docs/render/page_run.py > docs/run-configuration.md"
     for model in TABLES.values():
         assert all(field.description for field in model.model_fields.values())
 

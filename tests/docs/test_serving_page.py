@@ -6,18 +6,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from page_serving import render
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
-from rollbook.cli.serve_page import render
 from rollbook.ingest.serve.settings import ServeSettings, load_settings
 
 
 def test_the_page_is_the_rendered_one(root: Path) -> None:
     """It is generated, never edited."""
     page = (root / "docs" / "serving.md").read_text()
-    assert page == render(), "docs/serving.md is old: python -m rollbook.cli.serve_page > docs/serving.md"
+    assert page == render(), "docs/serving.md is old: python docs/render/page_serving.py > docs/serving.md"
 
 
 def test_every_key_is_there_and_is_an_option() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_sql import render
+from sql_examples import EXAMPLES, Example
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.sql.docs import render
-from rollbook.store.sql.examples import EXAMPLES, Example
 from rollbook.store.sql.sandbox import Connection
 from rollbook.store.sql.views import VIEWS, View
 
@@ -19,7 +19,7 @@ from rollbook.store.sql.views import VIEWS, View
 def test_the_page_is_the_rendered_one(root: Path) -> None:
     """docs/sql.md is generated, never edited."""
     page = (root / "docs" / "sql.md").read_text()
-    assert page == render(), "docs/sql.md is old: run python -m rollbook.store.sql.docs > docs/sql.md"
+    assert page == render(), "docs/sql.md is old: run python docs/render/page_sql.py > docs/sql.md"
 
 
 def test_the_page_shows_every_view_and_question() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rollbook.store.config import is_whole, override, part_of, read_toml, written_key
+from rollbook.store.config import is_whole, override, part_of, read_toml, toml_lines, written_key
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import TrainConfig, parse_config, said_wrong
+from rollbook.train.config.config import TABLES, TrainConfig, parse_config, said_wrong
 from rollbook.train.config.recipe import RecipeConfig
 
 
@@ -88,3 +88,25 @@ def _with_recipe(values: Json, path: Path) -> Json:
     """
     named = values.get("recipe")
     return values | {"recipe": read_toml(path.parent / named)} if isinstance(named, str) else values
+
+
+LISTS = frozenset({"stop"})
+"""Tables of which there may be several."""
+
+
+def as_toml(config: TrainConfig) -> str:
+    """A configuration as a CONFIG file; keys without a value are comments."""
+    values = config.as_json()
+    plain = {key: value for key, value in values.items() if key not in TABLES}
+    tables = [
+        f"\n{header(key)}\n{toml_lines(one)}"
+        for key in TABLES
+        if values.get(key) is not None
+        for one in (values[key] if key in LISTS else [values[key]])
+    ]
+    return "\n".join([toml_lines(plain), *tables])
+
+
+def header(table: str) -> str:
+    """The line that begins a table of a CONFIG."""
+    return f"[[{table}]]" if table in LISTS else f"[{table}]"

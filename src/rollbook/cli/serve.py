@@ -76,8 +76,8 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
     }
     settings = load_settings(config, given)
     if show_config:
-        from rollbook.cli.serve_page import as_toml
         from rollbook.cli.terminal import say
+        from rollbook.ingest.serve.settings import as_toml
 
         say(as_toml(settings))
         return

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from key_tables import rows
 from pydantic import create_model
 
 from rollbook.ingest.admission.outstanding import training_of
@@ -26,7 +27,6 @@ from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.config.config import parse_config
-from rollbook.train.config.docs import rows
 
 
 class Doubled(Algorithm):

@@ -80,7 +80,7 @@ def train(
     settings = load_config(config, set_ or [])
     if show_config:
         from rollbook.cli.terminal import say
-        from rollbook.train.config.docs import as_toml
+        from rollbook.train.config.files import as_toml
 
         say(as_toml(settings))
         return

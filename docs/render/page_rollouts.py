@@ -1,12 +1,10 @@
-"""`docs/rollout-configuration.md`, rendered from the typed settings. Pure.
-
-`python -m rollbook.cli.rollout_page > docs/rollout-configuration.md`
-"""
+"""`docs/rollout-configuration.md`, rendered from the typed settings by `docs/render/page_rollouts.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from key_tables import page
 from pydantic import BaseModel
 
 from rollbook.rollouts.config import (
@@ -22,11 +20,10 @@ from rollbook.rollouts.config import (
     ScoreConfig,
     ServiceConfig,
 )
-from rollbook.train.config.docs import page
 
 INTRODUCTION = """# Configuration of rollouts
 
-<!-- Generated: python -m rollbook.cli.rollout_page > docs/rollout-configuration.md -->
+<!-- Generated: python docs/render/page_rollouts.py > docs/rollout-configuration.md -->
 
 `rollbook rollout CONFIG` reads a TOML file with the keys below. `--set table.key=value` overrules it. An
 unknown key, or a value of another type, is an error that names all such keys. What it is for is in

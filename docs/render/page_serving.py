@@ -1,16 +1,14 @@
-"""`docs/serving.md`, and settings of `rollbook serve` as TOML, rendered from the typed settings. Pure.
-
-`python -m rollbook.cli.serve_page > docs/serving.md`
-"""
+"""`docs/serving.md`, rendered from the typed settings by `docs/render/page_serving.py`."""
 
 from __future__ import annotations
 
+from key_tables import HEAD, rows
+
 from rollbook.ingest.serve.settings import SECRETS, ServeSettings
-from rollbook.train.config.docs import HEAD, rows, toml_lines
 
 INTRODUCTION = """# Settings of the proxy
 
-<!-- Generated: python -m rollbook.cli.serve_page > docs/serving.md -->
+<!-- Generated: python docs/render/page_serving.py > docs/serving.md -->
 
 `rollbook serve` takes its settings as options, from a TOML file, or both. Options overrule the file, and so
 does `ROLLBOOK_STORE`:
@@ -47,14 +45,6 @@ def render() -> str:
             f"| option | instead |\n|---|---|\n{secrets}\n",
         ]
     )
-
-
-def as_toml(settings: ServeSettings) -> str:
-    """Settings as a file; keys without a value are comments. Logins of addresses are left out."""
-    values = settings.model_dump(mode="json")
-    ask = values.pop("engine_ask")
-    table = "# engine_ask: not set" if ask is None else f"\n[engine_ask]\n{toml_lines(ask)}"
-    return f"{toml_lines(values)}\n{table}"
 
 
 if __name__ == "__main__":

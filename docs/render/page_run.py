@@ -1,20 +1,17 @@
-"""`docs/run-configuration.md`, rendered from the typed settings. Pure.
-
-`python -m rollbook.cli.run_page > docs/run-configuration.md`
-"""
+"""`docs/run-configuration.md`, rendered from the typed settings by `docs/render/page_run.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from key_tables import page
 from pydantic import BaseModel
 
 from rollbook.online.config import EnginesConfig, EvaluatedConfig, PlacedConfig, SharedConfig
-from rollbook.train.config.docs import page
 
 INTRODUCTION = """# Configuration of a run
 
-<!-- Generated: python -m rollbook.cli.run_page > docs/run-configuration.md -->
+<!-- Generated: python docs/render/page_run.py > docs/run-configuration.md -->
 
 `rollbook run CONFIG` reads a TOML file with the keys below. Its tables `[serve]`, `[train]` and `[rollout]`
 have the keys of those commands: [serving](serving.md), [configuration](configuration.md),

@@ -1,14 +1,15 @@
-"""`docs/sql.md`, rendered from the views: `python -m rollbook.store.sql.docs > docs/sql.md`. Pure."""
+"""`docs/sql.md`, rendered from the views: `python docs/render/page_sql.py`. Pure."""
 
 from __future__ import annotations
 
+from sql_examples import EXAMPLES, Example
+
 from rollbook.store.sql.columns import View
-from rollbook.store.sql.examples import EXAMPLES, Example
 from rollbook.store.sql.views import VIEWS
 
 INTRODUCTION = """# SQL over the log
 
-<!-- Generated: python -m rollbook.store.sql.docs > docs/sql.md -->
+<!-- Generated: python docs/render/page_sql.py > docs/sql.md -->
 
 `rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python a
 DuckDB connection with the same views. Both see what was durable when they connected, and only read: the
