@@ -232,7 +232,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "config": ("train/config",),
     "data": ("train/select", "train/batches", "train/sources"),
     "loop": ("train/step", "train/loop", "train/resume", "train/publish", "train/environment.py"),
-    "megatron": ("train/model", "train/ranks"),
+    "megatron": ("train/model", "train/ranks", "train/interface.py"),
     "events": ("store/events",),
     "fold": ("store/fold",),
     "digests": ("store/digest.py", "engines/weights"),
