@@ -102,3 +102,32 @@ def test_the_changelog_tells_of_every_command_and_version() -> None:
     assert versions["the store"] == str(FORMAT_VERSION)
     assert versions["the catalog"] == SCHEMA_REVISION
     assert versions["bundles of steps"] == str(BUNDLE_FORMAT)
+
+
+def test_paths_for_contributors_are_there() -> None:
+    """Each that the page names, in the layout of now; a folder ends in a slash."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`([\w.-]+/[\w./-]*|[\w-]+\.(?:md|txt))`", text))
+    assert len(paths) > 25
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    assert [path for path in paths if (ROOT / path).is_dir() and not path.endswith("/")] == []
+
+
+def test_contributors_are_told_how_every_generated_page_is_made() -> None:
+    """As the head of each says."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    told = dict(re.findall(r"^\| `(docs/[\w-]+\.md)` \| `(python -m [\w.]+)` \|$", text, re.MULTILINE))
+    pages = {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    made = {name: re.search(r"<!-- Generated: (.*?) > (.*?) -->", page) for name, page in pages.items()}
+    assert told == {head[2]: head[1] for head in made.values() if head}
+
+
+def test_contributors_are_told_the_sizes_that_are_held() -> None:
+    """Those of tests/test_sizes.py."""
+    held = (ROOT / "tests" / "test_sizes.py").read_text()
+    sizes = re.search(r"^MODULE_LINES, FUNCTION_LINES, FOLDER_MODULES = (.*)$", held, re.MULTILINE)
+    assert sizes
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    told = re.search(r"at most (\d+) lines; a function at most (\d+); a folder at most (\d+) modules", text)
+    assert told
+    assert ", ".join(told.groups()) == sizes[1]
