@@ -1,4 +1,4 @@
-"""Properties of an event kind that code for all kinds needs. Each is stated beside the kind's record.
+"""What every kind of event is: a record with a name, a version, and properties that code for all kinds needs.
 
 Erasure, retention, sealing and the index of rare events use only these properties, so a new kind needs no
 change in them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 MARK: Mapping[str, Any] = {"erased": True}
 """The value that replaces erased JSON."""
@@ -40,6 +40,22 @@ class About:
     large: tuple[str, ...] = ()
     fat: bool = False
     lasting: bool = False
+
+
+RECORDS: dict[str, type[Record]] = {}
+"""Kind -> record type, of every kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """What an event says. A kind is a frozen dataclass of this base: that is all that lists it."""
+
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int]
+    ABOUT: ClassVar[About]
+
+    def __init_subclass__(cls) -> None:
+        RECORDS[cls.KIND] = cls
 
 
 # What erasure leaves ------------------------------------------------------------------------------

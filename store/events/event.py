@@ -1,101 +1,12 @@
-"""The envelope that every event travels in, and the union of all records."""
+"""The envelope that every event travels in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from rollbook.store.events.about import About
-from rollbook.store.events.rollouts import (
-    LabelAdded,
-    LaunchEnded,
-    LaunchLeaked,
-    LaunchStarted,
-    PreferenceAdded,
-    RewardAssigned,
-    RunOpened,
-    TrajectoryAdopted,
-    TrajectoryFinished,
-    TrajectoryOpened,
-    TurnCompleted,
-    TurnDelivered,
-    TurnFailed,
-    TurnRequested,
-)
-from rollbook.store.events.training import (
-    CheckpointRemoved,
-    CheckpointWritten,
-    EngineControlled,
-    EvalFinished,
-    EvalSampled,
-    EvalStarted,
-    PolicyActivated,
-    PolicyPublished,
-    SampleDropped,
-    StepAbandoned,
-    StepCommitted,
-    StepFailed,
-    StepPlanned,
-    StepRetired,
-    StepVectors,
-    StopFired,
-    SyncFailed,
-    SyncFinished,
-    SyncStarted,
-)
-from rollbook.store.events.upkeep import (
-    BodyStored,
-    CursorMoved,
-    SegmentDropped,
-    SegmentRepaired,
-    TrajectoryErased,
-)
+from rollbook.store.events.about import RECORDS, About, Record
 from rollbook.store.ids import new_id, now_us
-
-Record = (
-    RunOpened
-    | TrajectoryOpened
-    | TrajectoryFinished
-    | TurnRequested
-    | TurnCompleted
-    | TurnFailed
-    | TurnDelivered
-    | RewardAssigned
-    | PolicyPublished
-    | PolicyActivated
-    | CheckpointWritten
-    | SampleDropped
-    | StepPlanned
-    | StepCommitted
-    | StepFailed
-    | StepRetired
-    | SyncStarted
-    | SyncFinished
-    | SyncFailed
-    | BodyStored
-    | CursorMoved
-    | SegmentDropped
-    | TrajectoryErased
-    | TrajectoryAdopted
-    | LabelAdded
-    | EngineControlled
-    | StepAbandoned
-    | SegmentRepaired
-    | PreferenceAdded
-    | EvalFinished
-    | StopFired
-    | StepVectors
-    | CheckpointRemoved
-    | LaunchStarted
-    | LaunchEnded
-    | LaunchLeaked
-    | EvalStarted
-    | EvalSampled
-)
-
-RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}
-"""Kind -> record type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

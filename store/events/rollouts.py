@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rollbook.store.events.about import (
     About,
+    Record,
     each_marked,
     gone_if_any,
     gone_unless,
@@ -72,7 +73,7 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOpened:
+class RunOpened(Record):
     """A process began to write events of this run (once per run and command)."""
 
     KIND: ClassVar[str] = "run.opened"
@@ -86,7 +87,7 @@ class RunOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryOpened:
+class TrajectoryOpened(Record):
     """A trajectory started. `name` is given by the client and unique within the run; Rollbook makes
     `trajectory_id`.
 
@@ -114,7 +115,7 @@ class TrajectoryOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryFinished:
+class TrajectoryFinished(Record):
     """No more turns follow. `status` is completed, truncated, aborted, failed or void."""
 
     KIND: ClassVar[str] = "trajectory.finished"
@@ -126,7 +127,7 @@ class TrajectoryFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequested:
+class TurnRequested(Record):
     """A model call came in.
 
     The request's messages are the first `shared_messages` of `base_turn_id`'s request, then
@@ -175,7 +176,7 @@ class TurnRequested:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TurnCompleted:
+class TurnCompleted(Record):
     """The engine answered.
 
     `prompt_ids` is the part of the prompt that the parent's prompt and completion do not hold (the
@@ -214,7 +215,7 @@ class TurnCompleted:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFailed:
+class TurnFailed(Record):
     """The engine did not answer; nothing of the turn is trained.
 
     The prompt is kept as in `turn.completed`: what was, or would have been, sent. `prompt_ids` is null where
@@ -232,7 +233,7 @@ class TurnFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnDelivered:
+class TurnDelivered(Record):
     """The client took the reply's last byte (`how` = sent), or showed it in a later request (echoed)."""
 
     KIND: ClassVar[str] = "turn.delivered"
@@ -243,7 +244,7 @@ class TurnDelivered:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardAssigned:
+class RewardAssigned(Record):
     """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id.
 
     `source` is what the number is called, `by` whose key assigned it.
@@ -260,7 +261,7 @@ class RewardAssigned:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceAdded:
+class PreferenceAdded(Record):
     """This trajectory was preferred to another, `rejected_trajectory_id`, by as much as `margin` says.
 
     `source` is whose preference it is, `by` whose key added it. It is kept and dropped with the trajectory
@@ -277,7 +278,7 @@ class PreferenceAdded:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryAdopted:
+class TrajectoryAdopted(Record):
     """This lane writes the trajectory from here on; `from_lane` ends with `last_event_id` of it."""
 
     KIND: ClassVar[str] = "trajectory.adopted"
@@ -288,7 +289,7 @@ class TrajectoryAdopted:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelAdded:
+class LabelAdded(Record):
     """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
 
     KIND: ClassVar[str] = "label.added"
@@ -304,7 +305,7 @@ class LabelAdded:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchStarted:
+class LaunchStarted(Record):
     """An agent program was started, to be this trajectory's agent.
 
     `launch_id` is unique in the trajectory, which may have several launches. `rollout` is the name of the
@@ -340,7 +341,7 @@ class LaunchStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchEnded:
+class LaunchEnded(Record):
     """A launch is over, and so is the scoring of what it did.
 
     `status` is done, truncated, agent_error, infra_error, timeout or cancelled; `why` says more where there
@@ -372,7 +373,7 @@ class LaunchEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchLeaked:
+class LaunchLeaked(Record):
     """Processes of a launch were found where none should be any more, and were ended.
 
     Each has its `pid` and its `command`. `found` says when: at the `start` of another process that launches,

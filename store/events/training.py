@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rollbook.store.events.about import About
+from rollbook.store.events.about import About, Record
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPublished:
+class PolicyPublished(Record):
     """Weights of a policy version were written where engines can load them."""
 
     KIND: ClassVar[str] = "policy.published"
@@ -24,7 +24,7 @@ class PolicyPublished:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyActivated:
+class PolicyActivated(Record):
     """An engine serves this version; its own tensors were digested and equal what was published.
 
     `weight_name` is what the engine is to call them from here on, a name that is used once: tokens that
@@ -51,7 +51,7 @@ class PolicyActivated:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineControlled:
+class EngineControlled(Record):
     """An operator changed what an engine does, by one of the proxy's `/engine` routes.
 
     `action` is the route's name, `asked` the mode, version or path that was sent with it, `error` why the
@@ -69,7 +69,7 @@ class EngineControlled:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointWritten:
+class CheckpointWritten(Record):
     """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
 
     KIND: ClassVar[str] = "checkpoint.written"
@@ -84,7 +84,7 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRemoved:
+class CheckpointRemoved(Record):
     """The checkpoint at `path` counts no more: its folder was removed after this was written, or is at the
     next start.
 
@@ -103,7 +103,7 @@ class CheckpointRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleDropped:
+class SampleDropped(Record):
     """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step.
 
     It was decided at `cut`, for the trainer at `policy_version`; both are null where these are those of the
@@ -124,7 +124,7 @@ class SampleDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlanned:
+class StepPlanned(Record):
     """The manifest of an optimizer step: everything that decides its bits, written before it runs.
 
     `samples` are named by `trajectory_id` and `turn_id`, their leaf; the chosen one of a pair has its
@@ -177,7 +177,7 @@ class StepPlanned:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(Record):
     """A step's results: one digest per stage, the metrics, and the version it made.
 
     `hashes` are of parts of stages: `samples` is base64 of bytes, 3 for each of `stages` and of each of these
@@ -197,7 +197,7 @@ class StepCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class StepVectors:
+class StepVectors(Record):
     """What a committed step computed of each trained token in a stage, sample by sample, in the order of the
     manifest. `values` is base64 of float32, little-endian. It is appended together with `step.committed`."""
 
@@ -211,7 +211,7 @@ class StepVectors:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(Record):
     """A planned step did not commit; a later attempt plans anew."""
 
     KIND: ClassVar[str] = "step.failed"
@@ -223,7 +223,7 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class StepAbandoned:
+class StepAbandoned(Record):
     """A committed step counts no more: training went back to an earlier version, and on under a new number.
 
     What the step consumed and dropped may be used again. The version that it made keeps its number for ever,
@@ -242,7 +242,7 @@ class StepAbandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRetired:
+class StepRetired(Record):
     """A step is given up for replay, so that retention may drop what only it needed."""
 
     KIND: ClassVar[str] = "step.retired"
@@ -253,7 +253,7 @@ class StepRetired:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalFinished:
+class EvalFinished(Record):
     """A version was evaluated on what is held out of training: samples and rewards of split `eval`.
 
     `samples` are those held out at `cut`, of which `tokens` count. `trajectories` are those that finished
@@ -291,7 +291,7 @@ class EvalFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalStarted:
+class EvalStarted(Record):
     """A training waits for agents to be evaluated at this version, on tasks that are held out."""
 
     KIND: ClassVar[str] = "eval.started"
@@ -302,7 +302,7 @@ class EvalStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSampled:
+class EvalSampled(Record):
     """The agents that were to be evaluated at this version have been: a training that waits may go on.
 
     `rollout` is the name that their launches have, `trajectories` how many there were to be.
@@ -318,7 +318,7 @@ class EvalSampled:
 
 
 @dataclass(frozen=True, slots=True)
-class StopFired:
+class StopFired(Record):
     """A rule of early stopping ended a training after the step that made this version.
 
     `values` are those that the rule judged by, each as `{"policy_version": ..., "value": ...}`.
@@ -334,7 +334,7 @@ class StopFired:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncStarted:
+class SyncStarted(Record):
     """A transfer of weights to an engine began. `sync_id` ties its events together."""
 
     KIND: ClassVar[str] = "sync.started"
@@ -347,7 +347,7 @@ class SyncStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFinished:
+class SyncFinished(Record):
     """The engine holds the weights, verified. `seconds` is wall time from start to verification."""
 
     KIND: ClassVar[str] = "sync.finished"
@@ -361,7 +361,7 @@ class SyncFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFailed:
+class SyncFailed(Record):
     """The transfer did not end well; the engine is unusable until a whole one does."""
 
     KIND: ClassVar[str] = "sync.failed"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rollbook.store.events.about import About, marked
+from rollbook.store.events.about import About, Record, marked
 
 
 @dataclass(frozen=True, slots=True)
-class BodyStored:
+class BodyStored(Record):
     """A large JSON value that requests of this segment name by its digest (see `events.blobs`)."""
 
     KIND: ClassVar[str] = "body.stored"
@@ -19,7 +19,7 @@ class BodyStored:
 
 
 @dataclass(frozen=True, slots=True)
-class CursorMoved:
+class CursorMoved(Record):
     """A consumer has processed every event of this cut (`lane=count,...`); `by` names the API key that moved
     it."""
 
@@ -31,7 +31,7 @@ class CursorMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentDropped:
+class SegmentDropped(Record):
     """Retention removed segments `first_segment..last_segment` of `of_lane`, with these events."""
 
     KIND: ClassVar[str] = "segment.dropped"
@@ -45,7 +45,7 @@ class SegmentDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentRepaired:
+class SegmentRepaired(Record):
     """The WAL file of segment `segment` of `of_lane` was damaged: `damage` says how.
 
     It was removed, since sealed unit `unit` holds its events, `first_seq` to `next_seq`, and was whole.
@@ -62,7 +62,7 @@ class SegmentRepaired:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryErased:
+class TrajectoryErased(Record):
     """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
 
     KIND: ClassVar[str] = "trajectory.erased"
