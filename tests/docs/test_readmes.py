@@ -25,6 +25,7 @@ from rollbook.rollouts.config import parse_rollouts
 from rollbook.store import Store
 from rollbook.store.config import is_whole
 from rollbook.store.settings import StoreSettings
+from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.config import parse_config
 from rollbook.train.config.recipe import RecipeConfig
 
@@ -121,10 +122,17 @@ def test_every_command_parses(
                 connection.execute(params["query"])
 
 
+@pytest.fixture(scope="module")
+def connection(one_of_everything: Store) -> Iterator[Connection]:
+    """What the queries are asked of."""
+    with rb.connect(one_of_everything.path) as connection:
+        yield connection
+
+
 @pytest.mark.parametrize("block", blocks("sql"), ids=str)
-def test_every_query_returns_rows(block: Block, one_of_everything: Store) -> None:
+def test_every_query_returns_rows(block: Block, connection: Connection) -> None:
     """Every SQL block gives rows on a store with one of everything."""
-    assert rb.connect(one_of_everything.path).execute(block.code).fetchall()
+    assert connection.execute(block.code).fetchall()
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

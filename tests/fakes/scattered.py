@@ -35,3 +35,14 @@ def answers(store: Store, cut: str = "head") -> dict[str, list[Any]]:
     with rb.connect(store.path, as_of=cut) as connection:
         rows = {v.name: connection.execute(f'SELECT * FROM "{v.name}"').fetchall() for v in VIEWS}
     return {name: sorted(map(repr, found)) for name, found in rows.items()}
+
+
+class Before(dict[str, dict[str, list[Any]]]):
+    """Cut -> answers of a store that is only read, asked for once each."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def __missing__(self, cut: str) -> dict[str, list[Any]]:
+        return self.setdefault(cut, answers(self.store, cut))

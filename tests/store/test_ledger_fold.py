@@ -186,7 +186,7 @@ def _store(history: History, folder: Path) -> Store:
     return log
 
 
-@pytest.mark.more_but("0")
+@pytest.mark.more
 @pytest.mark.parametrize("seed", range(4))
 def test_a_store_half_sealed(tmp_path: Path, seed: int) -> None:
     """Sealed or not, with derived files or without, the view at a cut is the fold of what the cut holds."""

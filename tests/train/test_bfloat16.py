@@ -53,7 +53,7 @@ def _files(log: Store, record: CheckpointWritten) -> tuple[dict[str, torch.Tenso
     return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
 
 
-@pytest.mark.more_but("grpo", "ppo")
+@pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_steps_are_near_those_of_float32_and_replay(fabric: Any, recorded: Stores, name: str) -> None:
     """Losses differ by rounding alone; checkpoints hold bfloat16 weights, and beside Adam's moments the

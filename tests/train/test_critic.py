@@ -81,6 +81,7 @@ def test_steps_replay(whole: Store, step: int) -> None:
     assert {"values", "returns", "value_losses", "critic_gradients", "critic_weights"} <= result.stages.keys()
 
 
+@pytest.mark.more
 def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, whole: Store, settings: Any) -> None:
     """The critic goes on from the checkpoint with its optimizer's state."""
     broken = recorded()

@@ -145,7 +145,7 @@ class _FullFile:
         return getattr(self._file, name)
 
 
-@pytest.mark.more_but("4")
+@pytest.mark.more
 @pytest.mark.parametrize("room", [0, 4])
 def test_a_full_disk_is_a_warning(
     log: Store, command: Any, monkeypatch: pytest.MonkeyPatch, room: int

@@ -36,7 +36,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-@pytest.mark.more_but("grpo", "bfloat16")
+@pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_steps_replay(fabric: Any, recorded: Stores, name: str) -> None:
     """Weights change, by the factors alone; each step is replayed bit for bit."""
@@ -85,6 +85,7 @@ def test_before_and_after_other_trainings(fabric: Any, recorded: Stores) -> None
     assert [replay_step(log, step).differs_in for step in range(7)] == [None] * 7
 
 
+@pytest.mark.more
 def test_it_goes_back_and_on(fabric: Any, recorded: Stores) -> None:
     """To a version of the same training, by `--abandon-after`; the factors are those of then."""
     log, straight = recorded("back"), recorded("straight")

@@ -160,6 +160,7 @@ def test_what_is_wrong_with_a_condition_is_said(fabric: Any, log: Store) -> None
         fabric.config(fabric.GRPO, recipe={"labels": ["hard"]})
 
 
+@pytest.mark.more
 def test_several_runs_train_on_one_recording(fabric: Any, log: Store, cli: Any) -> None:
     """Another run, with weights of its own, uses what this run recorded, which stays this run's to use."""
     fabric.append(log, fabric.records("x0", [fabric.T([5, 6], [20, 21])], group="a", reward=9.0), run="other")

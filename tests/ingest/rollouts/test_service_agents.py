@@ -195,7 +195,7 @@ def test_a_stop_cancels_what_runs(server: Any, config: Any, service: Service) ->
     assert Counter(words[0] for words in service.told()) == Counter(start=2, cancel=2)
 
 
-@pytest.mark.more_but("1.0")
+@pytest.mark.more
 @pytest.mark.parametrize("lease_s", [60.0, 1.0])
 def test_rollouts_that_are_killed(server: Any, service: Service, tmp_path: Path, lease_s: float) -> None:
     """Their agents are cancelled when they go on, or by their own lease before that; nothing runs twice."""

@@ -392,6 +392,17 @@ def test_a_healthy_log_has_no_sign(fabric: Any, tmp_path: Path, cli: Callable[..
     assert (code, out) == (0, f"run {fabric.RUN}, policy actor: healthy, no sign of failure in 40 steps\n")
 
 
+@pytest.mark.more_but(
+    "clip_saturation",
+    "critic_divergence",
+    "entropy_collapse",
+    "exploding_gradient",
+    "failed_launches",
+    "falling_evaluations",
+    "kl_explosion",
+    "mostly_stale",
+    "reward_hacking",
+)
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_is_named_alone(name: str, fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """On a log made to have it: with its steps and levers, and a query that gives the numbers it quotes."""
