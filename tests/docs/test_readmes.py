@@ -169,11 +169,23 @@ def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
         parse_config(values, str(block))
 
 
+def headings(path: Path) -> set[str]:
+    """What links to a part of a page may name, as hosts of repositories make it of a heading."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    shown = (
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in shown}
+
+
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_relative_link_exists(path: Path) -> None:
-    """Every relative link names a file that is there."""
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
-    broken = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    """Every relative link names a file that is there, and a heading of that page if it names one."""
+    broken = []
+    for target, part in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text()):
+        page = path.parent / target if target else path
+        if "://" not in target and (not page.exists() or (part and part not in headings(page))):
+            broken.append(f"{target}#{part}" if part else target)
     assert broken == []
 
 
