@@ -13,16 +13,13 @@ from pydantic.fields import FieldInfo
 from rollbook.ingest.fields import FinishTrajectory, validated
 from rollbook.store.errors import RequestError
 
-MODULES = (
-    *("requests.fields", "requests.launch_fields", "rollouts.service_agents"),
-    *("engines.embedded.control", "engines.embedded.weight_routes"),
-)
+MODULES = ("ingest.fields", "rollouts.agents.service", "engines.embedded.control")
 """Where the bodies of routes, and of answers, are modelled."""
 NO_NUMBERS = ("1", "1.0", True, False, "true")
 
 
 def _models() -> list[type[BaseModel]]:
-    modules = [importlib.import_module(f"rollbook.ingest.{name}") for name in MODULES]
+    modules = [importlib.import_module(f"rollbook.{name}") for name in MODULES]
     found = [
         kind
         for module in modules
