@@ -169,6 +169,19 @@ def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
         parse_config(values, str(block))
 
 
+def test_commands_in_sentences_are_there() -> None:
+    """Each `rollbook NAME` in prose, and in the forms for reports and requests, names a command."""
+    forms = [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
+    command: Any = typer.main.get_command(app)
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*documents(), *forms]
+        for name in re.findall(r"`rollbook\s+([a-z][\w-]*)", path.read_text())
+        if name not in command.commands
+    ]
+    assert gone == []
+
+
 def headings(path: Path) -> set[str]:
     """What links to a part of a page may name, as hosts of repositories make it of a heading."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
