@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,15 @@ def test_exports_are_sorted_complete_and_few(root: Path, package: str) -> None:
     names = exported[0] if exported else []
     assert names == sorted(imported)
     assert len(names) <= 12
+
+
+def test_the_page_names_what_is_public(root: Path) -> None:
+    """Each module of the table has these names in its `__all__`, and no others."""
+    page = (root / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `(rollbook\.\w+)` \| ([^|]+) \|", page, re.MULTILINE)
+    named = {module: re.findall(r"`(\w+)`", names) for module, names in rows}
+    assert named == {module: importlib.import_module(module).__all__ for module in named}
+    assert set(named) == {f"rollbook.{name}" for name in ("store", "agents", "client", "testing")}
 
 
 def test_errors_are_one_tree_and_survive_pickling() -> None:

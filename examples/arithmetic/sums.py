@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollbook.rollouts.agents.agentic import ToolRollout
-from rollbook.rollouts.outcome import Attempt
-from rollbook.rollouts.tasks import Task
+from rollbook.agents import Attempt, Task, ToolRollout
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.rollouts.outcome import Attempt
-from rollbook.rollouts.tasks import Task
+from rollbook.agents import Attempt, Task
 
 
 def right(task: Task, attempt: Attempt) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollbook.rollouts.outcome import Attempt
-from rollbook.rollouts.tasks import Task
+from rollbook.agents import Attempt, Task
 
 
 def right(task: Task, attempt: Attempt) -> float:
