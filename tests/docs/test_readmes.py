@@ -101,11 +101,13 @@ def parse(words: list[str]) -> dict[str, Any]:
 
 
 def test_the_layers_have_their_documents() -> None:
-    """Each layer has a README of at most 75 lines with its promises and limits."""
+    """Each layer has a README of at most 75 lines with its promises and limits; rooms it names are there."""
     for folder in FOLDERS:
         text = (ROOT / folder / "README.md").read_text()
         assert text.count("\n") <= 75, folder
         assert all(f"\n## {part}\n" in text for part in ("Example", "Promises", "Limits")), folder
+        rooms = set(re.findall(r"`([a-z_]+)/`", text))
+        assert [room for room in sorted(rooms) if not (ROOT / folder / room).is_dir()] == [], folder
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
