@@ -1,15 +1,13 @@
-"""Reads TOML files that people write, and their JSON that programs write.
+"""Configurations: TOML that people write, read strictly into typed tables.
 
-What is said of values that a pydantic model refuses: each key whole, as it stands in the values.
+`Table` is the base of all of them; the docstring under a key describes it. What pydantic refuses is said with
+each key whole, as it stands in the file: a model names its own inner parts as well (the branch of a union, a
+validator), which a user never wrote.
 
-A model names its own inner parts as well (the branch of a union, a validator): a user never wrote those.
-
-The CONFIG of a whole run: one file, with a table for each command that takes part in it.
+The CONFIG of a whole run is one file with a table for each command that takes part in it.
 
 `rollbook run CONFIG` starts all of them. `rollbook serve`, `train` and `rollout` read the same file, each its
 own table and what follows for it from the rest, so that a part can run by itself on another machine.
-
-Base of the tables of a CONFIG file: typed and strict; the docstring under a key describes it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whoever reaches Ray's ports runs code in it. So a cluster that is started here listens on the loopback alone,
 and takes nobody's word without a token of its own, which only this user reads.
 
-Keeps this process's SIGTERM its own.
+Ray would take SIGTERM for itself; this process keeps it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one worker of a proxy says of all of them: at /healthz and at /metrics.
 
-Whose this proxy is, and that nobody else controls its engine.
+It says whose this proxy is, and that nobody else controls its engine.
 """
 
 from __future__ import annotations

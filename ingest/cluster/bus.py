@@ -4,7 +4,7 @@ Each worker has an inbox, a pair of Unix sockets that the parent keeps open too:
 that has died waits there for the one that takes its place. A message is a JSON object and perhaps bytes; many
 bytes go as a file in memory.
 
-What the workers of a proxy, and the proxies of a run, ask each other by: one interface, two ways.
+`Asks` is the one interface by which workers of a proxy, and proxies of a run, ask each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The forms of what proxies of a run say to each other. What has another form is refused before it is read.
+"""What proxies of a run say to each other, and how: small POSTs, with a token that the store's folder gives.
 
-Whoever has the proxies' token may send anything: no message may end in the middle of what it does here.
-
-How proxies of one run speak with each other: small POSTs, with a token that the store's folder gives.
+What has another form is refused before it is read. Whoever has the token may send anything: no message may
+end in the middle of what it does here.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ A trajectory that is open belongs to the proxy whose lane it is in. A name that 
 has ended, belongs to whoever holds the seat that it falls to. A request for another proxy's trajectory is
 sent on to that one, whole, and its reply comes back as it is made.
 
-Questions between proxies, asked of whoever holds a seat: as workers of one proxy ask each other.
-
-What the proxy that holds the first seat does for all of them.
+Proxies ask whoever holds a seat, as workers of one proxy ask each other. The one with the first seat has
+duties for all of them.
 """
 
 from __future__ import annotations

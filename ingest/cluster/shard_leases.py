@@ -5,7 +5,8 @@ the proxy of a seat is gone, another one stands in for it: it takes the claim, a
 gone left open, and names that fall to the seat are its own. A proxy that begins again has its seat given
 back; what its stand-in has open by then stays with that one, to which its requests are sent on.
 
-A recorder that takes over from others while it runs, and that looks again at what others write.
+The recorder's part: it takes over from others while it runs, and looks again at what they
+write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whose a request is, among the workers of a proxy: by its head, by its body, or by what they are asked.
 
-Which trajectory the head of a request names, before any of its body is read.
+The head of a request may name a trajectory before any of its body is read.
 
-It is what `identify` finds, as far as no body says it, and what routes about a trajectory have in their path.
+That is what `identify` finds as far as no body says it, and what routes about a trajectory have in their
+path.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 What is held in memory is bounded: a row, a batch of Parquet or Arrow, or one JSON list. A compressed file is
 read as it is unpacked.
 
-Which files of a folder are a data set: those of `datasets.save_to_disk`, or data files beside each other.
+Of a folder, the files of `datasets.save_to_disk` are a data set, or data files beside each other.
 
-A folder that holds more than one split, or the same data in two forms, is refused: whoever imports it says
-which is meant.
-
-Reads the rows of Parquet and Arrow files, a batch at a time.
+One that holds more than one split, or the same data in two forms, is refused: whoever imports it says which
+is meant.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `SHAPES` lists them. A row is of the first whose keys it has, unless one is asked for by name. What a key may
 hold is in `messages`. Keys that mean nothing here become labels.
 
-Rows of two answers to a prompt, of which one is better, as two chats and a preference. Pure.
+Rows of two answers to a prompt, of which one is better, are two chats and a preference.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The file is read, converted and tokenized whole before the first event is writte
 file, are then imported as any others: all of a trajectory is there after a crash, or nothing, and importing
 again adds what is missing.
 
-What a file's first chats come to, for people to look at before anything is written.
+`FirstLook` is what a file's first chats come to, shown before anything is written.
 
-Tokens for turns of text: the ids that a model would have read and sampled. Pure, given a tokenizer.
+Turns of text get the ids that a model would have read and sampled.
 """
 
 from __future__ import annotations

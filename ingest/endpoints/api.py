@@ -1,8 +1,9 @@
 """An API that agents speak: everything that the proxy must know of it, in one object.
 
-Each folder beside this module makes one; `registry` lists them.
+A module beside this one makes it; `registry` lists them.
 
-What earlier turns of the same trajectory said, for requests that name them instead of repeating them.
+`History` is what earlier turns of the same trajectory said, for requests that name them instead of repeating
+them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """OpenAI's chat completions: the form that everything else is mapped to.
 
-A chat request: the form that everything else is mapped to.
-
-A chat reply as one object.
-
-A chat reply as chunks.
-
-Chat completions as they pass to an upstream.
+In this order: requests, replies as one object and as chunks, and both as they pass to an upstream.
 """
 
 from __future__ import annotations

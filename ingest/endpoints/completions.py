@@ -1,12 +1,7 @@
 """OpenAI's completions: a raw prompt, as text or as token ids.
 
-A request for the continuation of a raw prompt, text or token ids, which no chat template shapes.
-
-Completions as one object.
-
-Completions as chunks.
-
-Completions as they pass to an upstream: a request may hold several prompts.
+No chat template shapes the prompt. In this order: requests, replies as one object and as chunks, and both as
+they pass to an upstream, where a request may hold several prompts.
 """
 
 from __future__ import annotations

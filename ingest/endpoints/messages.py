@@ -1,16 +1,11 @@
 """Anthropic's messages: blocks in and out.
 
-A request of Anthropic's messages in chat form.
-
 System text becomes a system message, `tool_use` a tool call, `tool_result` a tool message, and thinking is
 reasoning; call ids are the same ones that OpenAI's endpoints give. So a conversation makes the same turns
 through either.
 
-What an Anthropic reply is made of, whole or streamed.
-
-An Anthropic reply as events: blocks one after another, each opened, filled and closed.
-
-Anthropic's messages as they pass to an upstream.
+In this order: requests in chat form, replies whole, replies as events (blocks one after another, each opened,
+filled and closed), and both as they pass to an upstream.
 """
 
 from __future__ import annotations

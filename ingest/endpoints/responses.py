@@ -1,8 +1,7 @@
 """OpenAI's Responses: items in and out, and requests that name earlier responses.
 
-What a Responses request names instead of repeating it, found among what passed in its trajectory.
-
-Responses as they pass to an upstream, which keeps what requests name instead of repeating it.
+What a request names instead of repeating it is found among what passed in its trajectory; an upstream keeps
+it by itself.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""What a Responses reply is made of, whole or streamed; ids of its items name the turn. Pure.
+"""The items of OpenAI's Responses: of replies, whole and streamed, and of requests in chat form. Pure.
 
-A Responses reply as events: items one after another, each added, filled and done. Pure.
+Ids of a reply's items name the turn. As events, items come one after another, each added, filled and done.
 
-Items of a Responses request as chat messages. Pure.
-
-What the model said comes as several items: reasoning, a message, calls. Those that follow one another are one
-assistant message, as long as they can be of one reply.
-
-A Responses request in chat form. Pure.
+In a request, what the model said comes as several items: reasoning, a message, calls. Those that follow one
+another are one assistant message, as long as they can be of one reply.
 
 What a request only names is looked up in its trajectory: an earlier response (`previous_response_id`) or one
 of its items (`item_reference`, which some clients send for everything the model said). Nothing that was said

@@ -3,7 +3,7 @@
 Ids and logprobs are kept where the upstream gives them (vLLM's and SGLang's `return_token_ids`); nothing is
 ever tokenized here. A reply without them is text, and marked so.
 
-Reading a request that passes to an upstream, which may take what this proxy does not know. Pure.
+A request that passes to an upstream may hold what this proxy does not know.
 
 What cannot be read strictly is read leniently, for the sake of its messages alone; what cannot be read at all
 is kept as it was sent.

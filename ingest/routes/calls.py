@@ -6,13 +6,6 @@
 4. `TurnRunner.begin`: the request is recorded, and a task has an engine answer it and records that.
 5. `TurnResponse`: the reply is sent, as it grows or whole, its end once everything is durable.
 
-From a request's body to a call that can begin: parse it, check limits, wait for admission, find its
-trajectory, plan its prompt.
-
-One client's request and its reply: what the reply says beside its body, and what becomes of both.
-
-Sends the reply to a request: whole or as server-sent events, to a client that may go away.
-
 What streams out before the turn is durable is tokens only; the finish, the usage and the terminator are
 withheld until it is. While nothing is ready, bytes without meaning keep the connection alive.
 """

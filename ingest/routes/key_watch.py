@@ -2,7 +2,7 @@
 
 Only what is new is looked at: the messages that a request adds, and replies. A large one takes a thread.
 
-What every proxy does beside its requests.
+`housekeeping` is what every proxy does beside its requests.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Routes about trajectories: open one, end it, reward it, label it, prefer it to another.
+"""Routes about trajectories, and about the launches of their agents.
 
-What routes about trajectories have in common: how a body is read, and what the log has of a trajectory.
+A trajectory is opened, ended, rewarded, labelled, preferred to another.
 
-Routes for who starts agents: that one was started for a trajectory, how it ended, what it left behind;
-that those which were to be evaluated have been; and how far they all are.
+Who starts agents says that one was started for a trajectory, how it ended, what it left behind; that those
+which were to be evaluated have been; and asks how far they all are.
 
-They work before and after the trajectory's finish. The trajectory's own key does not open them: what it is
-given to cannot speak for who started it.
+These routes work before and after the trajectory's finish. The trajectory's own key does not open them: what
+it is given to cannot speak for who started it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The duties of the proxy that holds the first seat: it keeps the gate, and seals.
 
-The sealer beside `rollbook serve`: a child process that ends with the proxy, however that ends.
+The sealer is a child process that ends with the proxy, however that ends.
 
-It is a process of its own so that reading, compressing and writing segments takes no time from the event
-loop and can have a low priority.
+So reading, compressing and writing segments takes no time from the event loop, and has a low priority.
 """
 
 from __future__ import annotations

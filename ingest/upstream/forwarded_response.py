@@ -1,14 +1,9 @@
 """The reply of an upstream: passes every byte to the client as it comes, and keeps a copy for the log.
 
-Where an upstream's stream ends.
+The end of a stream is found without reading events as `edge.server_sent_events` reads them: one of any length
+passes on, and of a long one only whether it is the last is held.
 
-No event is read here as `edge.server_sent_events` reads it: one of any length passes on, and of a long one
-only whether it is the last is held.
-
-What an upstream's reply says, whole or as a stream, in chat form.
-
-The secrets of a request and its reply, so that a recorded error of the upstream does not hold them.
-Pure.
+Secrets of the request and the reply are known, so that a recorded error of the upstream holds none of them.
 """
 
 from __future__ import annotations

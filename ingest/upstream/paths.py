@@ -4,7 +4,7 @@ A proxy that adds its key to clients' requests must bound where they go: an upst
 people's responses and the account's administration behind the same key. So with a key only the agents' APIs
 pass, and only as they are written; without one everything passes, as it would without the proxy.
 
-Where requests are forwarded to, and with which headers. Pure.
+`Upstream` says where requests are forwarded to, and with which headers.
 """
 
 from __future__ import annotations

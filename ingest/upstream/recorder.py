@@ -1,16 +1,13 @@
-"""Records forwarded turns: request, reply, and whether the reply is exact or text only.
+"""Records forwarded turns: request, reply, and whether the reply is exact (it has all token ids) or text
+only.
 
 Recording does not block traffic: what cannot be recorded is forwarded and counted.
-
-The record of an upstream's reply: exact where it holds all token ids, else text only.
-
-Which prompt each completion of a reply answers, and with which ids, where that is certain.
 
 A request for completions may hold several prompts, n completions of each: choice i answers prompt i // n.
 An upstream tells the ids of prompts beside each choice, or once for the whole reply. Ids that are taken for
 another prompt's would be a wrong sample that looks exact; so what cannot be true is not believed at all.
 
-Copies of forwarded replies, kept until they are recorded; each is bounded, and so is their sum.
+Copies of forwarded replies are kept until they are recorded; each is bounded, and so is their sum.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 It is derived data: no append waits for it and no answer depends on it. `rollbook store rebuild-catalog`
 rebuilds it from the files alone.
-
-Reads and writes the catalog's rows of lanes, segments, units and checkpoints.
 """
 
 from __future__ import annotations

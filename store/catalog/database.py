@@ -4,9 +4,8 @@ SQLite and PostgreSQL behave alike here: one writing transaction at a time (SQLi
 advisory lock), reading transactions see one snapshot, and the unfinished transaction of a killed process is
 rolled back.
 
-Where a catalog may be: in the store's folder, or where the operator's settings allow it.
-
-The catalog's schema, brought up to date by Alembic.
+A catalog is in the store's folder, or where the operator's settings allow it. Alembic brings its schema up to
+date.
 """
 
 from __future__ import annotations

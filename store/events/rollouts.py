@@ -1,7 +1,4 @@
-"""Kinds of events about rollouts: runs, trajectories, turns, rewards and labels.
-
-Kinds of events about launches: agent programs that were started, each for one trajectory.
-"""
+"""Kinds of events about rollouts: runs, trajectories, turns, rewards, labels, and launches of agents."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The one column specification: Arrow schemas, the codec and the SQL documentation come from it.
+"""The one column specification, and an event as a row of it.
 
-An event as a row: its values in the order of `schema.LOG_SCHEMA` without `seq`.
+Arrow schemas, the codec and the SQL documentation come from `COLUMNS`.
 
-`extra` is JSON bytes. What is checked here is that a value is stored as itself or refused.
+A row has an event's values in the order of `LOG_SCHEMA` without `seq`.
+
+`extra` is JSON bytes. A value is stored as itself or refused.
 """
 
 from __future__ import annotations

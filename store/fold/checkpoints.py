@@ -1,6 +1,7 @@
-"""Which checkpoints of a run are there: those that were written and not removed since. Pure.
+"""Which checkpoints of a run are there, and which weights are in use outside of a training. Pure.
 
-Which weights are in use outside of a training: what engines hold and are being given. Pure.
+A checkpoint is there once it was written and as long as it was not removed. In use is what engines hold and
+are being given.
 
 Each process of a lane begins with `run.opened`, and what its lane said of engines before counts no more: a
 trainer gives the engines that it knows their weights again, and a proxy looks at its own.

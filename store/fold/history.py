@@ -4,7 +4,7 @@ The trainer, replay, retention and erasure use this history to know what steps c
 version are a fold too: a checkpoint and the committed steps after it. Abandoned steps, their versions and the
 checkpoints of those versions are not part of the history, nor are checkpoints that were removed.
 
-Agents that are evaluated at a version: a fold of what the log says while they are awaited. Pure.
+Agents that are evaluated at a version have a fold of their own, of what the log says while they are awaited.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ manifest, then the manifest's sha256, then the files that it names, in its order
 So it is read in one pass from front to end, into a folder of its own; no byte of it is interpreted before it
 is known how many there may be, and nothing that is not exactly as told is accepted. Nothing in it is run.
 
-What a bundle says of itself, and what it may hold: names, kinds of files, numbers and sizes.
+The manifest bounds what a bundle may hold: names, kinds of files, numbers and sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One line of a JSONL file of OpenAI-style chats, read and checked.
+"""A JSONL file of OpenAI-style chats, read and checked line by line.
 
-A JSONL file of chats, read twice: once to check and index all of it, then a trajectory at a time.
+It is read twice: once to check and index all of it, then a trajectory at a time.
 """
 
 from __future__ import annotations

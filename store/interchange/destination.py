@@ -2,7 +2,7 @@
 
 An empty folder in the place of a folder is nothing.
 
-How far a long export or import is, for a progress bar.
+Long exports and imports say how far they are, for a progress bar.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ manifest says how many events were left out; nothing else tells it from any othe
 view reads it. What is found of the source goes by its indexes: trajectories by their locations, single events
 by their kinds, and only what is not sealed is passed over row by row.
 
-Takes the text out of rows of the log that are handed on, and leaves what training reads.
+An excerpt may be made without text: rows are handed on with what training reads alone.
 
-What erasing a trajectory with its tokens kept removes goes here too (`events.erased`), and more: names of
-trajectories, groups and API keys, and how a run was started.
-Token ids stay, and are text to whoever has the tokenizer.
+What erasing a trajectory with its tokens kept removes goes then (`events.erased`), and more: names of
+trajectories, groups and API keys, and how a run was started. Token ids stay, and are text to whoever has the
+tokenizer.
 """
 
 from __future__ import annotations

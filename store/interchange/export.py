@@ -1,6 +1,6 @@
 """A store, or a part of it, as files for others.
 
-Export as JSONL: one line per root-to-leaf path, an OpenAI-style chat with the tokens beside it.
+JSONL has a line per root-to-leaf path, an OpenAI-style chat with the tokens beside it.
 """
 
 from __future__ import annotations

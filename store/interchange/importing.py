@@ -5,7 +5,7 @@ there after a crash, or nothing. Ids of trajectories and turns follow from run, 
 importing a file again, or after a crash, adds what is missing and nothing else. (Event ids do not: those
 of a lane rise with time, which its writer relies on.)
 
-Chats to the records of a trajectory: each message of the assistant becomes a turn without tokens.
+Each message of the assistant becomes a turn without tokens.
 """
 
 from __future__ import annotations

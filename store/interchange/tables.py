@@ -3,7 +3,7 @@
 `trajectories`, `rewards` and `events` are the SQL views of these names, with their columns. `turns` has the
 view's scalars and, from a fold of the events, each turn's whole prompt and messages.
 
-Rows to Parquet, a group at a time.
+Rows are written a group at a time.
 """
 
 from __future__ import annotations

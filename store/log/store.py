@@ -1,6 +1,6 @@
 """A store: a folder with lanes, a catalog and checkpoints, read and written by many processes.
 
-Reads the events of given kinds from WAL files and sealed units; other events are not decoded.
+Events of given kinds are read from WAL files and sealed units without decoding the others.
 """
 
 from __future__ import annotations

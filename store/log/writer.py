@@ -9,7 +9,7 @@ writer asks every second or so whether a file could be written again, in a new d
 a new writer would: it recovers the lane, whose lock it still holds, begins a new segment with a new framer
 and flusher, and takes appends again. Where recovery finds damage it takes no append ever again.
 
-Finds events of a lane by their id, so that the writer stores no event twice.
+Events are found by their id, so that none is stored twice.
 """
 
 from __future__ import annotations

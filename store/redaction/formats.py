@@ -1,6 +1,6 @@
-"""API key formats with a recognizable prefix. Pure.
+"""API key formats with a recognizable prefix, and whether a long text is worth searching for them. Pure.
 
-Whether a long text is worth searching: RE2 says so fast, and needs no interpreter. Pure.
+RE2 says that fast, and needs no interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Names of secrets: `x-api-key` and `refreshToken` are, `max_tokens` and `token_ids` are not. Pure.
+"""Which names are those of secrets, and which parts of a body are conversation. Pure.
 
-Splits a body into conversation (what the model sees, and what constrains its reply) and the rest. Pure.
+`x-api-key` and `refreshToken` are names of secrets, `max_tokens` and `token_ids` are not.
+
+Conversation is what the model sees, and what constrains its reply; it is left as it is.
 """
 
 from __future__ import annotations

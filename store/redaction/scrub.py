@@ -3,7 +3,7 @@
 In the place of each comes `[secret:DIGEST]`, made with a key that never leaves the store: nobody can try
 passwords against it, and equal secrets have equal digests, wherever they were.
 
-Removes secrets from records that quote other sources, such as errors and settings. Pure.
+Records that quote other sources, such as errors and settings, are cleaned in the same way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The token ledger of a store at a cut, from its SQL views: terms, versions, and how dropped samples
-differ.
+"""The token ledger of a store at a cut, from its SQL views.
 
-Compares two groups of numbers: medians, and the two-sample Kolmogorov-Smirnov test.
-
-Pure. Implemented here so that the ledger needs no SciPy for one p-value.
+It has terms, versions, and how dropped samples differ from trained ones: by medians, and by the two-sample
+Kolmogorov-Smirnov test, which is written here so that the ledger needs no SciPy for one p-value.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A test compares names, order and types with DuckDB's description of each view.
 
-One SQL view as data, and how a field of `extra` is written in SQL. Pure.
+`View` is a whole view as data; `text` and `json` write a field of `extra` in SQL.
 """
 
 from __future__ import annotations

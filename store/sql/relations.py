@@ -12,7 +12,7 @@
 What a unit's derived files hold is read from there; what is not sealed, what a cut holds in part, and what
 has no derived file is computed by the very queries that made those files.
 
-Views that are made when a query first names them.
+A view is made when a query first names it.
 
 DuckDB plans a view when it is made. To plan all of them takes a fifth of a second in an empty store, and in a
 long one it reads footers of files that the query at hand does not ask for.

@@ -1,7 +1,4 @@
-"""Views of weights, steps, and what steps consumed. Pure; see `store.sql.views`.
-
-The view of the metrics of steps, a column each. Pure; see `store.sql.views`.
-"""
+"""Views of weights, steps, their metrics, and what steps consumed. Pure; see `store.sql.views`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Finds the tokenizer of a run, and the text of its tokens. Nothing is read before the first token is
-decoded.
+"""Finds the tokenizer of a run, and the text of its tokens.
+
+Nothing is read before the first token is decoded. A token that holds part of a character is shown as escaped
+bytes.
 
 The tokenizer of a run is the first of these that can be read:
 
@@ -8,8 +10,6 @@ The tokenizer of a run is the first of these that can be read:
 3. that of the directory named by its `run.opened`, if `ROLLBOOK_ALLOW` lists it.
 
 If `run.opened` has the sha256 of the file, only a file with that sha256 is used.
-
-Decodes single tokens to text. A token that holds part of a character is shown as escaped bytes.
 """
 
 from __future__ import annotations

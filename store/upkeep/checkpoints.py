@@ -1,9 +1,7 @@
-"""Removes checkpoints that a rule lets go, and says of each one why it stays.
+"""Which checkpoints of a policy may go and why each other one stays; and their removal.
 
 A removal is an event before it is done: `checkpoint.removed` is durable, then the folder is renamed, then its
 files go. What an interrupted one leaves is removed by the next start of the training, or by the next removal.
-
-Which checkpoints of a policy may go, and why each other one stays.
 
 The weights of a version are a fold: an earlier checkpoint, and the steps since run again bit for bit. So a
 checkpoint may go as long as what stays makes it again: a checkpoint that steps of its phase may be started

@@ -1,6 +1,6 @@
-"""A claim that lets one process at a time change the store's sealed units.
+"""Changes of a store's sealed units: by one process at a time, and files that go for good.
 
-Removes files permanently, for retention and erasure.
+Retention and erasure remove files.
 
 Both first record durably that the files no longer count, and then remove them. An interrupted removal leaves
 files that nobody reads, and the next run removes them.

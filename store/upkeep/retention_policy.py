@@ -3,14 +3,15 @@
 What goes of a lane is a prefix of it, trajectories go whole, and so does what a policy's training wrote down
 (`docs/keeping.md` has the reasons). A unit stays that anything which stays needs.
 
-Which trajectories the steps of a policy still need, so that each can be replayed.
+The steps of a policy need the trajectories that they are replayed from.
 
 A step is replayed from the nearest checkpoint before it that has its optimizer's state, through all steps in
 between (`History.starts`); going on with the training begins in the same way.
 
-Reads the facts that retention decides by: scalars of every event, and a few kinds as a whole.
+The facts to decide by are scalars of every event, and a few kinds as a whole.
 
-Which steps could not be replayed, and which trainings not gone on with, without a trajectory's tokens.
+`ended_by` says which steps could not be replayed, and which trainings not gone on with, without a
+trajectory's tokens.
 """
 
 from __future__ import annotations

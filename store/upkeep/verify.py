@@ -9,7 +9,7 @@ A fault of a WAL file whose events are in a unit that is whole says so: `upkeep.
 No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
 a lease keeps the unit that is being read.
 
-`rollbook store repair`: removes a damaged WAL file if a sealed unit holds its events undamaged.
+`rollbook store repair` removes a damaged WAL file if a sealed unit holds its events undamaged.
 
 After sealing, the newest WAL files stay (`seal.keep_wal_bytes`) and are read before the unit. So readers meet
 damage to one of them, although nothing is lost: without the file they read the unit. That the unit holds the
@@ -19,7 +19,7 @@ their sha256, and they hold every sequence number once.
 A removal is recorded as `segment.repaired` before it is done. Any other damaged file is left unchanged, since
 no copy of its events is known.
 
-Finds incomplete turns: answered, but without their request or their trajectory's opening in the log.
+Turns that are answered, but without their request or their trajectory's opening in the log, are reported too.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ Only hashes are kept. A key is long and random, so its SHA-256 tells nothing of 
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     expires = 2027-01-01T00:00:00Z
 
-Roles of callers, and rules that say which roles may use which routes.
+Each key has a role, and rules say which roles may use which routes.
 
-Keys of single trajectories: their name, and a code that only who holds the secret can make.
-
-Makes keys, and keeps their hashes in a file.
+A single trajectory has a key of its own: its name, and a code that only who holds the secret can make.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A trajectory stays with its engine, which has its prefixes cached; a new one goes where the fewest run. An
 engine that is being synced takes no new requests; one whose sync failed, or that cannot be reached, is out,
 and what it was answering fails at once, so that it can be asked elsewhere.
-
-One engine of a fleet: what is known of its weights, and whether it takes requests.
 """
 
 from __future__ import annotations

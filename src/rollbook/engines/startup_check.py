@@ -1,6 +1,6 @@
 """Checks of the engines before anything is recorded, so that a setup that cannot work fails at once.
 
-Whether an engine's model is the one whose tokenizer makes its ids, as far as the engine reports it.
+One is whether an engine's model is the one whose tokenizer makes its ids, as far as the engine reports it.
 """
 
 from __future__ import annotations

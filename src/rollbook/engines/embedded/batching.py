@@ -3,14 +3,12 @@
 While the loop stands still no forward pass runs, so weights and the scheduler may be changed. Who made it
 stand still lets it go on again, from the same thread.
 
-Sampling inside transformers' continuous batching: a generator per request, exact logprobs.
-
 Each draw is a pure function of (request seed, position), so a request's tokens do not depend on what
 else is in the batch (up to the engine's floating-point rounding). The token is the inverse of the
 cumulative distribution at that draw. Logprobs are those of the distribution sampled from,
 softmax(logits / temperature); a greedy turn (temperature 0) reports softmax(logits).
 
-One request of the embedded engine: it may leave transformers' continuous batching and come back.
+A request may leave the batch and come back.
 """
 
 from __future__ import annotations
