@@ -21,22 +21,27 @@ from rollbook.train.config.files import as_toml, load_config
 MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 
 
-def test_the_page_is_the_rendered_one(root: Path) -> None:
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    """The page that today's settings make."""
+    return render()
+
+
+def test_the_page_is_the_rendered_one(root: Path, rendered: str) -> None:
     """It is generated, never edited."""
     page = (root / "docs" / "configuration.md").read_text()
     command = "python docs/render/page_configuration.py > docs/configuration.md"
-    assert page == render(), f"docs/configuration.md is old: run {command}"
+    assert page == rendered, f"docs/configuration.md is old: run {command}"
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_every_key_is_there_with_its_meaning(model: type[Any]) -> None:
+def test_every_key_is_there_with_its_meaning(model: type[Any], rendered: str) -> None:
     """Of every table; what a key means is said beside it, in the code too."""
-    page = render()
     for name, field in model.model_fields.items():
         assert field.description, f"{model.__name__}.{name} says nothing of itself"
         if name not in TABLES:
             meaning = " ".join(field.description.split())
-            assert any(line.startswith(f"| `{name}` |") and meaning in line for line in page.splitlines())
+            assert any(line.startswith(f"| `{name}` |") and meaning in line for line in rendered.splitlines())
 
 
 def test_every_table_is_known() -> None:
