@@ -13,8 +13,8 @@ cut off or written over; a pipe or a device in the place of a file would be wait
 What remains: Arrow, DuckDB and SQLite open files by their path. A process that can write into the folder
 *while* it is read could put a link there after it was looked at; a store's folder is its owner's to write.
 
-Beside that: `fsync_folder` waits until the disk has a change of a folder, and a lock keeps a folder from being
-removed while it is read.
+Beside that: `fsync_folder` waits until the disk has a change of a folder, and a lock keeps a folder from
+being removed while it is read.
 
 Who reads shares the lock, who removes has it alone. It (`flock`) ends with the process; on a file system
 without such locks nothing is held, and a reader may find files gone.
