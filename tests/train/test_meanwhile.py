@@ -63,15 +63,15 @@ def _held(monkeypatch: pytest.MonkeyPatch, version: int, error: OSError | None =
 
 
 def _after(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
-    """Have something done when this step is about to run."""
+    """Have something done when the step on this version is about to run."""
     from rollbook.train.loop import trainer
 
     run = trainer.run_step
 
-    def acting(policy: Any, plan: Any, *given: Any, **options: Any) -> Any:
-        if plan.step == step:
+    def acting(policy: Any, settings: Any, *given: Any, **options: Any) -> Any:
+        if settings.version == step:
             act()
-        return run(policy, plan, *given, **options)
+        return run(policy, settings, *given, **options)
 
     monkeypatch.setattr(trainer, "run_step", acting)
 

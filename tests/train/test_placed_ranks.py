@@ -138,14 +138,14 @@ def test_a_rank_that_dies_or_hangs(
     settings = fabric.config(fabric.SFT, steps=2, checkpoint_every=1, parallel={"timeout_s": 8.0})
     run = trainer.run_step
 
-    def ends(policy: Any, plan: Any, *given: Any, **options: Any) -> Any:
-        if plan.step == 1:
+    def ends(policy: Any, settings: Any, *given: Any, **options: Any) -> Any:
+        if settings.version == 1:
             (process,) = _ranks(mark)
             how = signal.SIGSTOP if who == "rank that hangs" else signal.SIGKILL
             (process.parent() if who == "actor" else process).send_signal(how)
             if who == "actor":
                 process.wait(20)  # the kernel ends it soon, but a step is short
-        return run(policy, plan, *given, **options)
+        return run(policy, settings, *given, **options)
 
     said = {
         "rank": "rank 1 was ended by SIGKILL.*; its last words:",

@@ -51,11 +51,11 @@ def test_a_rank_that_dies_or_hangs(
 
     run = trainer.run_step
 
-    def ends(policy: Any, plan: Any, *given: Any, **options: Any) -> Any:
-        if plan.step == 1:
+    def ends(policy: Any, settings: Any, *given: Any, **options: Any) -> Any:
+        if settings.version == 1:
             (child,) = _children()
             os.kill(child, ending)
-        return run(policy, plan, *given, **options)
+        return run(policy, settings, *given, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "run_step", ends)

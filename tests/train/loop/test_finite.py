@@ -176,10 +176,10 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, *spoiled: int, stage: str = "losses"
     """Have the batches with these numbers, counted from 0 in the order in which they are run, overflow."""
     run, count = trainer.run_step, iter(range(1000))
 
-    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+    def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         if next(count) in spoiled:
             raise NotFiniteError(f"{stage} of token 1 is inf: the step is not committed", stage)
-        return run(policy, plan, batch, **options)
+        return run(policy, settings, batch, **options)
 
     monkeypatch.setattr(trainer, "run_step", spoils)
 
@@ -270,14 +270,14 @@ def _spoil_one(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The first step has a number that is none in this one of its samples."""
     run, left = trainer.run_step, [at]
 
-    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+    def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         if left:
             experience = batch.experience
             values = experience.advantages.values.astype(np.float64)
             values[left.pop()] = np.inf
             spoilt = replace(experience, advantages=replace(experience.advantages, values=values))
-            return run(policy, plan, replace(batch, experience=spoilt), **options)
-        return run(policy, plan, batch, **options)
+            return run(policy, settings, replace(batch, experience=spoilt), **options)
+        return run(policy, settings, batch, **options)
 
     monkeypatch.setattr(trainer, "run_step", spoils)
 
