@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli.app import app
-from rollbook.cli.train.plotting import DASHBOARD, DRAWN, HELD_OUT, Wanted, read_curves
+from rollbook.cli.train.plot import DASHBOARD, HELD_OUT, Wanted, drawn_metrics, read_curves
 from rollbook.store import Store
 from rollbook.store.events import EvalFinished, RunOpened
 
@@ -141,4 +141,4 @@ def test_without_matplotlib(log: Store, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_dashboard_is_of_metrics() -> None:
     """All of it are columns that can be drawn."""
-    assert set(DASHBOARD) <= set(DRAWN)
+    assert set(DASHBOARD) <= set(drawn_metrics())

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
-from rollbook.cli.replay.cassette import read_cassette
+from rollbook.cli.replay.serve import read_cassette
 from rollbook.cli.show.finding import NotFoundError
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds

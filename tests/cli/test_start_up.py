@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 LIBRARIES = ("pyarrow", "duckdb", "numpy", "orjson", "sqlalchemy", "torch", "transformers")
 
@@ -16,8 +19,20 @@ def test_the_command_line_imports_no_library_of_its_work() -> None:
     assert said.stdout == "[]\n"
 
 
-def test_what_a_recipe_makes_of_a_log_needs_no_torch() -> None:
+RECIPE = """
+import sys
+from pathlib import Path
+from rollbook.cli.samples import print_recipe
+print_recipe(Path(sys.argv[1]), Path(sys.argv[2]), "head", None, as_json=True)
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_what_a_recipe_makes_of_a_log_needs_no_torch(root: Path, tmp_path: Path) -> None:
     """Nor do commands that read a CONFIG without computing: torch takes longer to import than they take."""
-    program = "import sys, rollbook.cli.samples; print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout == "False\n"
+    config = tmp_path / "c.toml"
+    config.write_text('model = "m"\nsteps = 1\nrun = "demo"\n[algorithm]\nname = "sft"\n')
+    log = shutil.copytree(root / "tests" / "data" / "trained-1", tmp_path / "store")
+    said = subprocess.run([sys.executable, "-c", RECIPE, log, config], capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert json.loads(said.stdout)["kept"]

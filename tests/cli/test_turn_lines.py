@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from rollbook.cli import app as cli
-from rollbook.cli import tail as print_turns
-from rollbook.cli.tail import KINDS, Traffic, Words
+from rollbook.cli.show import traffic as print_turns
+from rollbook.cli.show.traffic import KINDS, Traffic, Words
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.events.event_json import json_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from rollbook.cli.online.running import lines_of
+from rollbook.cli.online.run import lines_of
 from rollbook.online.progress import RunProgress
 from rollbook.store.events import (
     EvalFinished,

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollbook.cli.online import running
-from rollbook.cli.online.running import Lines, Screen
+from rollbook.cli.online import run as running
+from rollbook.cli.online.run import Lines, Screen
+from rollbook.cli.train.training import line_of
 from rollbook.online.config import load_whole
 from rollbook.online.part import Spec
 from rollbook.online.parts import Supervisor
@@ -45,7 +46,7 @@ def screen(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scree
     supervisor = Supervisor([[Spec("proxy", ("true",), tmp_path / "proxy.log")]], lambda text: None)
     [proxy] = supervisor.parts
     proxy.state, proxy.since = "starting", time.time() - 11
-    return Screen(load_whole(tmp_path / "online.toml"), supervisor, Lines(told))
+    return Screen(load_whole(tmp_path / "online.toml"), supervisor, Lines(told), line_of)
 
 
 def test_it_speaks_while_the_log_is_read(screen: Screen, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

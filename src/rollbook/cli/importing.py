@@ -1,4 +1,4 @@
-"""What `rollbook import` prints: the shape of the rows, the first as they will be trained, and a summary."""
+"""`rollbook import`: the shape of the rows, the first as they will be trained, and a summary."""
 
 from __future__ import annotations
 
@@ -6,20 +6,67 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import orjson
+import typer
 
-from rollbook.cli.progress import progress
-from rollbook.cli.terminal import Console, print_json, say
-from rollbook.engines.hub import model_folder
-from rollbook.store.errors import InterchangeError
-from rollbook.store.events import Json
-from rollbook.store.interchange.importing import import_chats
+from rollbook.cli.options import AsJson, LeaveOut, RowFormat, RowKeys, SkipBad, StoreOption, TemplateKwargs
 
 if TYPE_CHECKING:
     from rollbook.ingest.datasets.importing import FirstLook, Pieces, Reading
+    from rollbook.store.events import Json
     from rollbook.train.config.config import TrainConfig
+
+
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help='JSONL of {"messages": [...]}; with --model any file, folder or pattern of common shapes.'
+        ),
+    ],
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run to add the chats to.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model folder whose tokenizer and chat template make tokens to train on."),
+    ] = None,
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
+    split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
+    skip_bad: SkipBad = False,
+    leave_out: LeaveOut = "",
+    format: RowFormat = "auto",
+    key: RowKeys = None,
+    chat_template_kwargs: TemplateKwargs = "",
+    show: Annotated[
+        int | None, typer.Option(min=0, help="Show so many of the first samples, trained tokens marked.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Add chats, and with --model prompts with completions and preferences, as trajectories with tokens.
+
+    It says which shape the rows have, and shows the first of them as it will be trained, before it writes.
+    docs/importing.md has the shapes.
+
+    rollbook import chats.jsonl.gz --store runs --run sft --model ./my-model
+    rollbook import math.parquet --store runs --run sft --model ./my-model --key completion=solution
+    """
+    run_import(
+        file,
+        store,
+        run,
+        lane,
+        split,
+        model,
+        skip_bad,
+        leave_out,
+        format,
+        key or [],
+        show,
+        json,
+        chat_template_kwargs,
+    )
+
 
 TRAINED, CONTEXT = "bold green", "dim"
 MARKS = ("{+", "+}")
@@ -54,6 +101,13 @@ def run_import(
         InterchangeError: the file cannot be used.
         ModelError: the model folder cannot.
     """
+    from rollbook.cli.progress import progress
+    from rollbook.cli.terminal import print_json
+    from rollbook.engines.hub import model_folder
+    from rollbook.store.errors import InterchangeError
+    from rollbook.store.interchange.importing import import_chats
+
+    first = (0 if as_json else 1) if show is None else show
     if model is not None:
         from rollbook.ingest.datasets.importing import import_dataset
 
@@ -65,19 +119,14 @@ def run_import(
             lane=lane,
             split=split,
             skip_bad=skip_bad,
-            reading=reading_of(
-                shape, keys, (0 if as_json else 1) if show is None else show, leave_out, kwargs
-            ),
+            reading=reading_of(shape, keys, first, leave_out, kwargs),
             progress=progress,
         )
     elif (what := _of_rows(file, skip_bad, leave_out, shape, keys, show, kwargs)) is not None:
         raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
     else:
         done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
-    if as_json:
-        print_json(done)
-        return
-    _sum_up(done, store)
+    print_json(done) if as_json else _sum_up(done, store)
 
 
 def training_data(
@@ -95,6 +144,9 @@ def training_data(
     Raises:
         InterchangeError: an option cannot be used.
     """
+    from rollbook.cli.progress import progress
+    from rollbook.engines.hub import model_folder
+
     imitated = config.algorithm.needs.isdisjoint(("pairs", "rewards"))
     reading = replace(reading_of(shape, keys, 1, leave_out), imitated=imitated)
     splits = config.recipe.splits
@@ -120,6 +172,8 @@ def training_data(
 
 def _sum_up(done: Mapping[str, Any], store: Path, out: TextIO | None = None) -> None:
     """Print what was imported."""
+    from rollbook.cli.terminal import say
+
     there = f"; {done['already_there']} were there already" if done["already_there"] else ""
     pairs = f", {done['preferences']} preferences" if done.get("preferences") else ""
     added = f"imported {done['added']} trajectories ({done['turns']} turns){pairs}"
@@ -158,6 +212,7 @@ def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "", 
     """
     from rollbook.ingest.datasets.formats import AUTO, SHAPES
     from rollbook.ingest.datasets.importing import Reading
+    from rollbook.store.errors import InterchangeError
 
     if shape not in (AUTO, *SHAPES):
         raise InterchangeError(f"--format {shape!r}: use one of {', '.join((AUTO, *SHAPES))}")
@@ -175,6 +230,10 @@ def _object(option: str, text: str) -> Json:
     Raises:
         InterchangeError: it is none.
     """
+    import orjson
+
+    from rollbook.store.errors import InterchangeError
+
     try:
         value = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError as error:
@@ -191,6 +250,7 @@ def _parts(leave_out: str) -> list[str]:
         InterchangeError: one of them cannot be left out.
     """
     from rollbook.ingest.replies.written import LEFT_OUT
+    from rollbook.store.errors import InterchangeError
 
     parts = [part.strip() for part in leave_out.split(",") if part.strip()]
     for part in parts:
@@ -201,6 +261,8 @@ def _parts(leave_out: str) -> list[str]:
 
 def _tell(found: FirstLook) -> None:
     """Say on standard error which shapes were seen, and show the first samples."""
+    from rollbook.cli.terminal import Console
+
     console = Console(stderr=True)
     counts = ", ".join(f"{shape} ({count:,})" for shape, count in found.shapes.items())
     console.tell(f"shape of the rows: {counts}")

@@ -1,28 +1,65 @@
-"""What `rollbook samples` prints.
-
-What `rollbook samples --recipe` and `rollbook recipe diff` print.
-"""
+"""`rollbook samples` and `rollbook recipe diff`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
+import typer
 
-from rollbook import store
-from rollbook.cli.runs import check_run, of_run, only_run
-from rollbook.cli.show.finding import openings_of
-from rollbook.cli.terminal import Console, print_json, say, visible
-from rollbook.store import format_cut
-from rollbook.store.errors import CutError
-from rollbook.store.log.store import Store
-from rollbook.train.batches.recipe_result import Applied, apply_recipe
-from rollbook.train.config.files import NamedRecipe, load_recipe
-from rollbook.train.doctor.check import limits_of
-from rollbook.train.select.sample_ref import SampleRef
-from rollbook.train.select.samples import Sample, all_samples
+from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.store.log.store import Store
+    from rollbook.train.batches.recipe_result import Applied
+    from rollbook.train.config.files import NamedRecipe
+    from rollbook.train.select.sample_ref import SampleRef
+    from rollbook.train.select.samples import Sample
+
+
+def samples(
+    store: StoreOption,
+    trajectory: Annotated[
+        str | None, typer.Option(help="Only this trajectory: the client's name or the id.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="What this recipe, or the recipe of this CONFIG, keeps and drops.")
+    ] = None,
+    as_of: AsOf = "head",
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """Print training samples: tokens, loss mask, logprobs, policy versions of each path.
+
+    With --recipe: which of them a training would use at the cut, and which rule drops each of the others.
+
+    rollbook samples --store runs --trajectory task-7 --json
+    rollbook samples --store runs --recipe grpo.toml --as-of step:12
+    """
+    if recipe is not None:
+        if trajectory is not None:
+            raise typer.BadParameter(
+                "goes without --recipe, which is about all of a run", param_hint="--trajectory"
+            )
+        print_recipe(store, recipe, as_of, run, json)
+        return
+    print_samples(store, trajectory, as_of, run, json)
+
+
+def recipe_diff(
+    a: Annotated[Path, typer.Argument(help="A recipe file, or a CONFIG.")],
+    b: Annotated[Path, typer.Argument(help="The other one.")],
+    store: StoreOption,
+    as_of: AsOf = "head",
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """How the samples that two recipes keep at a cut differ, and by which rules.
+
+    rollbook recipe diff grpo.toml fresh.toml --store runs --as-of step:12
+    """
+    print_difference(store, a, b, as_of, run, json)
 
 
 def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | None, as_json: bool) -> None:
@@ -31,6 +68,13 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
     Raises:
         CutError: no such run, or no such trajectory at that cut.
     """
+    from rollbook import store
+    from rollbook.cli.runs import check_run, of_run
+    from rollbook.cli.show.finding import openings_of
+    from rollbook.cli.terminal import print_json
+    from rollbook.store.errors import CutError
+    from rollbook.train.select.samples import all_samples
+
     log = store.open(path)
     with of_run(log, run):
         cut = log.cut(as_of, run)
@@ -48,6 +92,10 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
 
 
 def _print_table(samples: list[Sample]) -> None:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console
+
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("trajectory", "split", "group"):
         table.add_column(name)
@@ -82,6 +130,10 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
         ConfigError: the recipe cannot be used.
         CutError: no such run or cut.
     """
+    from rollbook import store
+    from rollbook.cli.terminal import print_json, say, visible
+    from rollbook.train.config.files import load_recipe
+
     named, log = load_recipe(recipe), store.open(path)
     applied, where = _applied(log, named, as_of, run)
     if as_json:
@@ -103,6 +155,12 @@ def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, 
         ConfigError: a recipe cannot be used.
         CutError: no such run or cut.
     """
+    from rich.table import Table
+
+    from rollbook import store
+    from rollbook.cli.terminal import Console, print_json, visible
+    from rollbook.train.config.files import load_recipe
+
     log, named = store.open(path), (load_recipe(a), load_recipe(b))
     (first, where), (second, _) = (_applied(log, one, as_of, run) for one in named)
     kept = [{ref.leaf_turn_id: ref for ref in one.kept} for one in (first, second)]
@@ -136,6 +194,11 @@ def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, 
 
 def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tuple[Applied, dict[str, Any]]:
     """What a recipe makes of a run's samples, and where: run, cut, version."""
+    from rollbook.cli.runs import check_run, of_run, only_run
+    from rollbook.store import format_cut
+    from rollbook.train.batches.recipe_result import apply_recipe
+    from rollbook.train.doctor.check import limits_of
+
     config = named.config
     run = run or (config.run if config else only_run(log))
     with of_run(log, run):
@@ -158,6 +221,11 @@ def _counted(applied: Applied) -> str:
 
 
 def _print_rules(applied: Applied) -> None:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console, visible
+    from rollbook.train.select.sample_ref import SampleRef
+
     if not applied.drops:
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -173,6 +241,10 @@ def _print_rules(applied: Applied) -> None:
 
 
 def _print_samples(refs: list[SampleRef]) -> None:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console, say, visible
+
     if not refs:
         return
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -1,4 +1,4 @@
-"""`rollbook serve`: a file of settings, and an option for each of its keys.
+"""`rollbook serve`: a file of settings, an option for each of its keys, and what is printed once it listens.
 
 The options are made from `ServeSettings` when the command is asked for: other commands need no pydantic.
 """
@@ -6,6 +6,7 @@ The options are made from `ServeSettings` when the command is asked for: other c
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typer.main import get_command
 from rollbook.cli.options import STORE_VARIABLE, make_literal
 
 if TYPE_CHECKING:
+    from rollbook.ingest.serve.serve import Started
     from rollbook.ingest.serve.settings import ServeSettings
 
 GIVEN = ("COMMANDLINE", "ENVIRONMENT")
@@ -81,7 +83,6 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
 
         say(as_toml(settings))
         return
-    from rollbook.cli.started import announce
     from rollbook.ingest.serve.options import Secrets, options_of
     from rollbook.ingest.serve.serve import serve as run_server
 
@@ -154,3 +155,29 @@ def _kind(annotation: Any) -> Any:
 
 def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def announce(started: Started) -> None:
+    """Print the address for agents, and the detected settings, on standard error."""
+    from rollbook.cli.terminal import Console, LogFormatter
+
+    if logging.lastResort is not None:  # a line is one line, without the secrets that a message may repeat
+        logging.lastResort.setFormatter(LogFormatter())
+    console = Console(stderr=True)
+    console.tell("recording run ", (started.run, "bold"), f" into {started.store} (lane {started.lane})")
+    console.tell("point an agent here: base_url = ", (f"{started.url}/t/ANY-ID/v1", "bold"))
+    for lane, count in started.adopted.items():
+        console.print(f"adopted {count} open trajectories of lane {lane}, whose process is gone")
+    if started.truncated_bytes:
+        console.print(f"recovered: cut off {started.truncated_bytes} bytes of a write that never finished")
+    if started.exposed:
+        text = "listening beyond this host, and everybody may come in: set --keys or --api-key"
+        console.tell((text, "yellow"))
+    if started.upstream is not None:
+        console.tell("passing on to ", (started.upstream, "bold"), ", token ids kept where it returns them")
+    if started.reply_format is not None:
+        console.print(f"replies are read as {started.reply_format}")
+    if started.refused:
+        console.tell((f"turns are never extended, each is a root: {started.refused}", "yellow"))
+    for note in started.notes:
+        console.tell((note, "yellow"))

@@ -1,24 +1,48 @@
-"""What `rollbook sql` prints."""
+"""`rollbook sql`."""
 
 from __future__ import annotations
 
-import csv
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import duckdb
-import orjson
+import typer
 
 from rollbook.cli.errors import interrupted_with
-from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import print_json, print_table, visible
-from rollbook.engines.hub import model_folder
-from rollbook.store.errors import QueryError
-from rollbook.store.open import open_store
-from rollbook.store.sql.object_storage import outage
-from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.sandbox import explained
+from rollbook.cli.options import AsOf, RunOfStep, StoreOption
+
+
+class Format(StrEnum):
+    """How `rollbook sql` prints its rows."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help='E.g. "select * from trajectories".')],
+    store: StoreOption,
+    format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
+    as_of: AsOf = "head",
+    run: RunOfStep = None,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="Let the query open and write other files, and extensions.")
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model, or its name at the hub, whose tokenizer gives tokens their text."),
+    ] = None,
+) -> None:
+    """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
+
+    Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
+    outliers, bodies, launches; policies, syncs, activations, steps, metrics, evaluations,
+    samples, drops, lineage, ledger.
+    Their columns: docs/sql.md, or rollbook sql "describe turns".
+    """
+    run_query(store, query, format.value, as_of, run, allow_files, model)
 
 
 def run_query(
@@ -36,6 +60,17 @@ def run_query(
         QueryError: the SQL is wrong; the message is DuckDB's.
         ModelError: the model directory has no tokenizer.
     """
+    import duckdb
+
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import print_table
+    from rollbook.engines.hub import model_folder
+    from rollbook.store.errors import QueryError
+    from rollbook.store.open import open_store
+    from rollbook.store.sql.object_storage import outage
+    from rollbook.store.sql.query import connect_at
+    from rollbook.store.sql.sandbox import explained
+
     model = None if model is None else model_folder(model, weights=False)
     log = open_store(store)
     with of_run(log, run):
@@ -54,23 +89,35 @@ def run_query(
     if format_ == "json":
         _print_json(names, rows)
     elif format_ == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(map(_plain, names))
-        writer.writerows([_plain(value) for value in row] for row in rows)
+        _print_csv(names, rows)
     else:
         print_table(names, rows)
 
 
+def _print_csv(names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(map(_plain, names))
+    writer.writerows([_plain(value) for value in row] for row in rows)
+
+
 def _plain(value: Any) -> Any:
     """A value as CSV has it: exact, but on a terminal with no character that would drive it."""
+    from rollbook.cli.terminal import visible
+
     plain = _dumps(value) if isinstance(value, (list, dict)) else value
     return visible(plain, lines=True) if isinstance(plain, str) and sys.stdout.isatty() else plain
 
 
 def _dumps(value: Any) -> str:
+    import orjson
+
     return orjson.dumps(value, default=str).decode()
 
 
 def _print_json(names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    from rollbook.cli.terminal import print_json
+
     objects = [dict(zip(names, row, strict=True)) for row in rows]
     print_json(objects)

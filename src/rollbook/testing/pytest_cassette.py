@@ -126,7 +126,7 @@ def _playing(
 ) -> Iterator[PlayedCassette]:
     """A cassette, served by a thread while the context lasts."""
     from rollbook.cassettes.app import CassetteOptions, build_cassette_app
-    from rollbook.cli.replay.cassette import read_cassette
+    from rollbook.cli.replay.serve import read_cassette
     from rollbook.testing.asgi import serving
 
     names = [trajectory] if isinstance(trajectory, str) else list(trajectory)

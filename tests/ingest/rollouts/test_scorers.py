@@ -18,7 +18,7 @@ import pytest
 from rollout_runs import launches, run
 
 from rollbook import store as rb
-from rollbook.cli.online.rolling import run_scoring
+from rollbook.cli.online.rollout import run_scoring
 from rollbook.rollouts.config import RolloutConfig, parse_rollouts
 from rollbook.rollouts.launchers.agents import launcher_of
 from rollbook.rollouts.proxy import Proxy

@@ -1,13 +1,26 @@
-"""`rollbook rollout`: its options. What it does is imported when it runs: see `cli.online.rolling`."""
+"""`rollbook rollout`: runs the rollouts of a CONFIG and shows how far they are."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollbook.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollbook.rollouts.config import RolloutConfig
+    from rollbook.rollouts.manager import RolloutManager
+    from rollbook.rollouts.places import Progress
+    from rollbook.rollouts.ray_manager import RayRollouts
+    from rollbook.rollouts.rescoring import Rescored
 
 Config = Annotated[Path, typer.Argument(help="TOML file: tasks, agent, clocks, scores.")]
 Set = Annotated[
@@ -64,11 +77,181 @@ def rollout(
     --score-again, some scorers failed), 2 they could not begin or go on, 75 the
     proxy was lost: the same command goes on.
     """
-    from rollbook.cli.online.rolling import resources_of, run_rollouts, run_scoring
-
     if resources and not ray:
         raise typer.BadParameter("goes with --ray", param_hint="--resources")
     if score_again:
         raise typer.Exit(run_scoring(config, overrides or [], key, json=json))
     cluster = resources_of(resources or []) if ray else None
     raise typer.Exit(run_rollouts(config, overrides or [], key, follow, cluster, json=json))
+
+
+def run_rollouts(
+    path: Path,
+    overrides: list[str],
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    *,
+    json: bool,
+) -> int:
+    """Run them to their end, or until somebody interrupts; the exit code.
+
+    Args:
+        follow: beside an online training, as long as it goes on.
+        cluster: an actor of a Ray cluster runs them, which takes these resources; None: this process.
+
+    Raises:
+        ConfigError: the CONFIG or its tasks cannot be used.
+        RolloutError: the proxy is away, or too many launches failed by their infrastructure.
+    """
+    import asyncio
+
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.rollouts.config import load_rollouts
+
+    config = load_rollouts(path, overrides)
+    stopped: list[int] = []
+    with _shown(config) as tell:
+        found = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
+    if json:
+        print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
+    else:
+        for line in _lines(found):
+            say(line)
+    if stopped:
+        return 128 + stopped[0]
+    if follow:
+        return 0  # it ends with its training
+    return 1 if found.given_up or found.done < (found.total or 0) else 0
+
+
+def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+    """Score what ended again; the exit code.
+
+    Raises:
+        ConfigError: the CONFIG, its tasks or its scorers cannot be used.
+        RolloutError: the proxy is away, or another process scores these rollouts.
+    """
+    import asyncio
+
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.rollouts.config import load_rollouts
+    from rollbook.rollouts.launchers.agents import launcher_of
+    from rollbook.rollouts.manager import alone, wanted
+    from rollbook.rollouts.proxy import Proxy
+    from rollbook.rollouts.rescoring import score_again
+    from rollbook.rollouts.scoring import Scorers
+    from rollbook.rollouts.tasks import read_tasks
+
+    config = load_rollouts(path, overrides)
+
+    async def again() -> Rescored:
+        tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
+        async with Proxy(config.proxy, key, wanted(config)) as proxy:
+            return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
+
+    with alone(config, "scoring"):
+        found = asyncio.run(again())
+    if json:
+        print_json(asdict(found))
+    else:
+        failed = f", {found.failed} with a scorer that failed" if found.failed else ""
+        say(f"scored {found.scored} launches{failed}; {found.rewards} rewards are new")
+        for why, count in sorted(found.left_out.items()):
+            say(f"left out: {count}, {why}")
+    return 1 if found.failed else 0
+
+
+async def _run(
+    config: RolloutConfig,
+    key: str | None,
+    follow: bool,
+    cluster: Mapping[str, float] | None,
+    tell: Callable[[Progress], None],
+    stopped: list[int],
+) -> Progress:
+    """Run them; a signal stops them orderly, and is noted."""
+    import asyncio
+
+    from rollbook.rollouts.manager import RolloutManager
+
+    manager: RolloutManager | RayRollouts
+    if cluster is None:
+        manager = RolloutManager(config, key, follow=follow, say=_warn, tell=tell)
+    else:
+        from rollbook.rollouts.ray_manager import RayRollouts
+
+        manager = RayRollouts(config, key, follow=follow, resources=cluster, say=_warn, tell=tell)
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        manager.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return await manager.run()
+
+
+def resources_of(texts: list[str]) -> dict[str, float]:
+    """Resources of Ray, of texts such as `cpu_node=0.01`.
+
+    Raises:
+        ConfigError: one is no such text.
+    """
+    from rollbook.store.errors import ConfigError
+
+    found = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError as error:
+            raise ConfigError(f"--resources {text!r}: write NAME=AMOUNT, such as cpu_node=0.01") from error
+    return found
+
+
+def _warn(text: str) -> None:
+    from rollbook.cli.terminal import Console
+
+    Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def _shown(config: RolloutConfig) -> Iterator[Callable[[Progress], None]]:
+    """A table on standard error that says how far they are; nothing if it is no terminal."""
+    from rich.live import Live
+
+    from rollbook.cli.terminal import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+        yield lambda progress: live.update(_table(config, progress))
+
+
+def _table(config: RolloutConfig, progress: Progress) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"rollouts {config.name}", title_justify="left", show_header=False, box=None)
+    for line in _lines(progress):
+        name, _, value = line.partition(": ")
+        table.add_row(name, value)
+    return table
+
+
+def _lines(progress: Progress) -> list[str]:
+    by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
+    rate = progress.infra_failed_rate
+    found: dict[str, Any] = {
+        "done": f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}",
+        "running": progress.running or None,
+        "launches": by_status or None,
+        "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",
+        "failed by infrastructure": f"{rate:.0%} of launches" if rate else None,
+        "tried again": f"{progress.again} launches, the proxy was away" if progress.again else None,
+        "given up": progress.given_up or None,
+        "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
+    }
+    return [f"{name}: {value}" for name, value in found.items() if value is not None]

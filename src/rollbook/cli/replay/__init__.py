@@ -1,3 +1,1 @@
-"""`rollbook replay ...`: a module for each command's options, and one for what it prints where that is
-long.
-"""
+"""`rollbook replay ...`: a module for each command, with its options and what it prints."""

@@ -67,7 +67,7 @@ def _by_replays(
     log: Store, history: History, ends: tuple[int, int], *, trust_parts: bool, as_json: bool
 ) -> int:
     from rollbook.cli.progress import progress
-    from rollbook.cli.replay.step_report import described, show
+    from rollbook.cli.replay.step import described, show
     from rollbook.cli.replay.stretch import show_breaks
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.first_bad import find_first_bad

@@ -135,7 +135,7 @@ def _what(bundle: Bundle) -> str:
 def _tell_opening(bundle: Bundle, found: StepReplay | None, extract: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from rollbook.cli.replay.step_report import described, show
+    from rollbook.cli.replay.step import described, show
     from rollbook.cli.terminal import Console, print_json, say
 
     if as_json:

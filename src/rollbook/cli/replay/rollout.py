@@ -1,13 +1,23 @@
-"""`rollbook replay rollout`: its options. What it does is imported when it runs."""
+"""`rollbook replay rollout`: a trajectory sampled again, and how its turns compare."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollbook.cli.options import AsJson, StoreOption
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from rollbook.cli.terminal import Console
+    from rollbook.replay.rollouts.compare import SampledToken, TurnAgain
+    from rollbook.replay.rollouts.rollout import RolloutReplay, Weights
+    from rollbook.replay.rollouts.source import Draws
 
 Named = Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")]
 OfPolicy = Annotated[
@@ -74,9 +84,142 @@ def rollout(
     rollbook replay rollout task-7 --policy 12 --from-turn 3 --continue --greedy --store runs
     rollbook replay rollout task-7 --model ./my-model --store runs --json
     """
-    from rollbook.cli.replay.rollout_report import run_rollout, weights_of
     from rollbook.replay.rollouts.source import Draws
 
     weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
     turns, draws = (from_turn, until_turn), Draws(seed, greedy)
     raise typer.Exit(run_rollout(store, trajectory, run, weights, turns, continue_, draws, lane, json))
+
+
+_POLICY = re.compile(r"(?:(?P<name>.+):)?(?P<version>[0-9]{1,18})")
+
+
+def weights_of(
+    policy: str | None,
+    run: str | None,
+    model: Path | None,
+    engine: str,
+    url: str | None,
+    script: str | None,
+    device: str,
+    threads: int | None,
+) -> Weights:
+    """The weights and the engine that the options name.
+
+    Raises:
+        BadParameter: the policy is no version.
+    """
+    from rollbook.engines.address import EngineAddress
+    from rollbook.engines.hub import model_folder
+    from rollbook.replay.rollouts.rollout import Weights
+
+    said = None if policy is None else _POLICY.fullmatch(policy)
+    if policy is not None and said is None:
+        raise typer.BadParameter(f"{policy!r}: give a version, such as 12, or NAME:12", param_hint="--policy")
+    return Weights(
+        version=None if said is None else int(said["version"]),
+        policy="actor" if said is None or said["name"] is None else said["name"],
+        run=run,
+        model=None if model is None else model_folder(model, weights=engine == "embedded"),
+        engine=engine,
+        engine_urls=() if url is None else (EngineAddress.of(url),),
+        script=script,
+        device=device,
+        threads=threads,
+    )
+
+
+def run_rollout(
+    path: Path,
+    trajectory: str,
+    run: str | None,
+    weights: Weights,
+    turns: tuple[int | None, int | None],
+    continues: bool,
+    draws: Draws,
+    lane: str,
+    as_json: bool,
+) -> int:
+    """Replay a trajectory and print the comparison; the exit code, 1 if a turn that repeats differs.
+
+    Args:
+        turns: numbers of the first and the last one.
+
+    Raises:
+        NotFoundError: no such trajectory, or several.
+    """
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.show.finding import find_trajectory
+    from rollbook.cli.terminal import print_json
+    from rollbook.replay.rollouts.rollout import Rollout, replay_rollout
+    from rollbook.store.open import open_store
+
+    log = open_store(path)
+    with of_run(log, run):
+        found = find_trajectory(log, log.head(), trajectory, run)
+    rollout = Rollout(found.trajectory_id, "continued" if continues else "repeated", *turns, draws)
+    result = replay_rollout(log, rollout, weights, lane)
+    if as_json:
+        said = asdict(result)
+        for values, turn in zip(said["turns"], result.turns, strict=True):
+            values |= {"same": turn.same, "repeatable": turn.repeatable}
+        print_json(said)
+    else:
+        _print(result)
+    return 1 if result.differing else 0
+
+
+def _print(result: RolloutReplay) -> None:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console
+
+    console = Console()
+    version = "weights of no version" if result.policy_version is None else f"version {result.policy_version}"
+    console.tell(
+        (result.trajectory, "bold"),
+        f" of run {result.run}, {result.how} with {version} of policy {result.policy} ({result.engine})",
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("turn", "prompt", "recorded", "now", "largest gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tokens")
+    for turn in result.turns:
+        gap = "" if turn.largest_gap is None else f"{turn.largest_gap:.6f}"
+        counts = (turn.prompt_tokens, turn.recorded_tokens, turn.new_tokens)
+        table.add_row(str(turn.number), *map(str, counts), gap, _outcome(turn))
+    console.print(table)
+    if result.stopped is not None:
+        console.tell(("stopped ", "yellow"), result.stopped)
+    console.tell("recorded as ", (result.new_trajectory, "bold"), f" of run {result.new_run}, split replay")
+    _print_verdict(console, result)
+
+
+def _outcome(turn: TurnAgain) -> Text:
+    from rich.text import Text
+
+    if turn.same:
+        return Text("same" if turn.same_prompt else "same, behind another prompt", "green")
+    at = f"differ at {turn.differs_at}: recorded {_token(turn.recorded)}, now {_token(turn.new)}"
+    return Text(at, "red" if turn.repeatable else "yellow")
+
+
+def _token(token: SampledToken | None) -> str:
+    if token is None:
+        return "its end"
+    logprob = "" if token.logprob is None else f" at {token.logprob:.4f}"
+    return f"{token.text!r} ({token.token_id}){logprob}"
+
+
+def _print_verdict(console: Console, result: RolloutReplay) -> None:
+    repeatable = [turn for turn in result.turns if turn.repeatable]
+    same = sum(turn.same for turn in result.turns)
+    if not repeatable:
+        why = "other weights" if not any(t.same_weights for t in result.turns) else "other draws or prompts"
+        console.tell(f"{same} of {len(result.turns)} turns have the same tokens, with {why}")
+    elif result.differing:
+        numbers = ", ".join(str(turn.number) for turn in result.differing)
+        console.tell("same prompt, weights and draws: ", ("differs", "bold red"), f" in turn {numbers}")
+    else:
+        what = f"same prompt, weights and draws in {len(repeatable)} of {len(result.turns)} turns: "
+        console.tell(what, ("the same tokens", "bold green"))

@@ -43,7 +43,7 @@ def replay_run(
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
-    from rollbook.cli.replay.step_report import exit_code
+    from rollbook.cli.replay.step import exit_code
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
@@ -94,7 +94,7 @@ def replay_weights(
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
-    from rollbook.cli.replay.step_report import described, exit_code
+    from rollbook.cli.replay.step import described, exit_code
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.rebuild import rebuild, steps_to
     from rollbook.replay.stretch.stretch import history_of
@@ -147,7 +147,7 @@ def _as_steps(replays: list[StepReplay]) -> list[VerifiedStep]:
 
 def _described(steps: list[VerifiedStep], broken: list[Break]) -> dict[str, Any]:
     """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
-    from rollbook.cli.replay.step_report import described
+    from rollbook.cli.replay.step import described
     from rollbook.replay.verdict import compared
 
     def one(step: VerifiedStep) -> dict[str, Any]:

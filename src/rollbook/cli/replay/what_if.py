@@ -1,13 +1,25 @@
-"""`rollbook replay what-if`: its options. What it does is imported when it runs."""
+"""`rollbook replay what-if`: a recorded step and the same step by another rule, side by side."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console
+    from rollbook.replay.what_if.rescoring import Written
+    from rollbook.replay.what_if.side_by_side import Differences, SampleSides, StepSides
+    from rollbook.replay.what_if.what_if import WhatIf
 
 Recipe = Annotated[Path | None, typer.Option("--recipe", help="A recipe file, or a CONFIG for its recipe.")]
 Set = Annotated[
@@ -64,8 +76,6 @@ def what_if(
     rollbook replay what-if 12 --to 40 --store runs --recipe fresh.toml -o other-model
     rollbook replay what-if 12 --store runs --rescore my_rewards:score --write
     """
-    from rollbook.cli.replay.what_if_report import WhatIfOptions, run_what_if
-
     if rescore is None and (write or source or replace):
         raise typer.BadParameter(
             "goes with --rescore module:function", param_hint="--write, --source, --replace"
@@ -78,3 +88,233 @@ def what_if(
         *(write, source, replace, out, trust_parts, one_rank),
     )
     raise typer.Exit(run_what_if(store, options, json))
+
+
+SHOWN = 20
+"""Samples listed on a terminal; `--json` has all."""
+LEAST = 3
+"""Least similar tensors that are listed."""
+SIDES = ("recorded", "other")
+_COLUMNS = (
+    *(("step", 6), ("samples", 12), ("came", 5), ("went", 5), ("loss", 21), ("reward", 17)),
+    *(("cosine", 9), ("kl", 10), ("apart", 10)),
+)
+"""Of the line of a step, where there are several; with their widths."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfOptions:
+    """What is asked for on the command line.
+
+    Attributes:
+        step, last: the first and the last step.
+        recipe, overrides, rescore: what differs.
+        write, source, replaces: whether the function's rewards are recorded, as which source, and whether
+            they supersede others of it.
+        out: a folder for the last weights.
+    """
+
+    step: int
+    last: int
+    run: str | None
+    policy: str
+    recipe: Path | None
+    overrides: tuple[str, ...]
+    rescore: str | None
+    write: bool = False
+    source: str | None = None
+    replaces: bool = False
+    out: Path | None = None
+    trust_parts: bool = False
+    one_rank: bool = False
+
+
+def run_what_if(path: Path, options: WhatIfOptions, as_json: bool) -> int:
+    """Take the steps by the other rule and print both sides; the exit code, 0 if the recorded one is as
+    recorded.
+
+    Raises:
+        RollbookError: it cannot be done: see `what_if` and `write_rewards`.
+    """
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import Console, print_json, say
+    from rollbook.replay.what_if.counterfactual import Changes
+    from rollbook.replay.what_if.rescoring import rescoring, write_rewards
+    from rollbook.replay.what_if.what_if import Asked, what_if
+    from rollbook.store.errors import ConfigError
+    from rollbook.store.open import open_store
+    from rollbook.train.config.files import load_recipe
+
+    if options.out is not None and os.path.lexists(options.out):
+        raise ConfigError(f"--out {options.out}: it exists, and nothing is written over: name another folder")
+    log = open_store(path)
+    made = None if options.rescore is None else rescoring(options.rescore, options.source)
+    recipe = None if options.recipe is None else load_recipe(options.recipe).recipe
+    changes = Changes(recipe, options.overrides, None if made is None else made.source)
+    asked = Asked(
+        *(options.step, options.last, changes, made, options.trust_parts, options.one_rank, options.out)
+    )
+    lines = options.last > options.step and not as_json
+    if lines:
+        say("".join(name.rjust(width) for name, width in _COLUMNS))
+    with of_run(log, options.run):
+        found = what_if(log, asked, options.run, options.policy, say_line if lines else lambda sides: None)
+    written = None
+    if made is not None and options.write:
+        written = write_rewards(log, found.run, made, found.reward_source, replaces=options.replaces)
+    if as_json:
+        print_json(described(found) | {"written": None if written is None else asdict(written)})
+    else:
+        _show(Console(), found, written, options.out)
+    return 0 if found.proven else 1
+
+
+def described(found: WhatIf) -> dict[str, object]:
+    """Both sides for machines."""
+    return asdict(found) | {"proven": found.proven}
+
+
+def say_line(sides: StepSides) -> None:
+    """Print a step in a line."""
+    from rollbook.cli.terminal import say
+
+    counts = [_number(sides.metric(side, "samples") or 0) for side in SIDES]
+    values = (
+        *(str(sides.step), " / ".join(counts), str(len(sides.came)), str(len(sides.went))),
+        *(_both(sides, "loss"), _both(sides, "reward")),
+        *(_number(None if sides.gradients is None else sides.gradients.whole.cosine),),
+        *(_number(sides.kl), _number(sides.apart)),
+    )
+    say("".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True)))
+
+
+def _show(console: Console, found: WhatIf, written: Written | None, out: Path | None) -> None:
+    first, last = found.steps[0], found.steps[-1]
+    which = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
+    console.print(
+        f"run {found.run}, {which}: what was recorded, and another rule, both from the checkpoint of version "
+        f"{found.from_version}, {len(found.reran)} steps run again before"
+    )
+    if first is last:
+        _show_step(console, first)
+    if not found.proven:
+        wrong = next((one for one in found.steps if not one.equal), None)
+        stage = "" if wrong is None else f" in stage {wrong.differs_in}"
+        console.tell(
+            ("not proven", "bold red"),
+            f" step {found.differs_at} is not as recorded{stage} when it is run again: "
+            f"rollbook replay step {found.differs_at} says more",
+        )
+    if written is not None:
+        console.print(
+            f"{written.written} rewards of source {written.source} recorded, of which {written.replaced} "
+            f"supersede others; {written.already} were there already"
+        )
+    if out is not None:
+        console.print(f"the other side's weights after step {last.step}: {out}")
+
+
+def _show_step(console: Console, sides: StepSides) -> None:
+    console.print(_metric_table(sides))
+    both = sum(one.recorded is not None and one.other is not None for one in sides.samples)
+    console.print(f"samples: {both} on both sides, {_moved(sides)}")
+    for side in SIDES:
+        if rules := sides.let_go[side]:
+            console.print(f"let go, {side}: {_counted(rules)}")
+    for what, of in (("rewards", sides.rewards), ("advantages", sides.advantages)):
+        console.print(f"{what}: {_said(of)}")
+    _show_gradients(console, sides)
+    kl = "" if sides.kl is None else f"; KL to the recorded ones {_number(sides.kl)}"
+    console.print(f"weights after the step: {_number(sides.apart)} of their norm apart{kl}")
+    _show_samples(console, sides.samples)
+
+
+def _metric_table(sides: StepSides) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("metric")
+    for name in (*SIDES, "difference"):
+        table.add_column(name, justify="right")
+    names = dict.fromkeys(name for side in SIDES for name in sides.metrics[side] or {})
+    for name in names:
+        first, second = (sides.metric(side, name) for side in SIDES)
+        if first is None and second is None:
+            continue
+        apart = None if first is None or second is None else second - first
+        table.add_row(name, _number(first), _number(second), _number(apart) if apart else "")
+    return table
+
+
+def _show_gradients(console: Console, sides: StepSides) -> None:
+    if sides.gradients is None:
+        console.tell(("no step", "yellow"), " on the other side: no sample is left of those that there were")
+        return
+    whole = sides.gradients.whole
+    console.print(f"gradients: cosine {_number(whole.cosine)}, norms {_pair(whole.norms)}")
+    for one in sides.gradients.tensors[:LEAST]:
+        console.print(f"  least alike: {one.name}, cosine {_number(one.cosine)}, norms {_pair(one.norms)}")
+
+
+def _show_samples(console: Console, samples: Sequence[SampleSides]) -> None:
+    """The samples that differ the most first: those of one side, then by the advantage."""
+    from rich.table import Table
+
+    from rollbook.cli.terminal import visible
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("sample of")
+    for name in ("reward", "other", "advantage", "other", "tokens", "other"):
+        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for one in sorted(samples, key=_alike)[:SHOWN]:
+        first, second = one.recorded, one.other
+        cells = [
+            _number(None if of is None else getattr(of, what))
+            for what in ("reward", "advantage", "tokens")
+            for of in (first, second)
+        ]
+        mark = "" if not one.why else f"{'came: was' if first is None else 'went:'} {one.why}"
+        table.add_row(visible(one.trajectory), *cells, mark)
+    console.print(table)
+    if len(samples) > SHOWN:
+        console.print(f"and {len(samples) - SHOWN} more: --json lists all")
+
+
+def _alike(one: SampleSides) -> float:
+    if one.recorded is None or one.other is None:
+        return float("-inf")
+    first, second = one.recorded.advantage, one.other.advantage
+    return 0.0 if first is None or second is None else -abs(second - first)
+
+
+def _moved(sides: StepSides) -> str:
+    """How many came and went, and why."""
+    said = []
+    for what, moved in (("came", sides.came), ("went", sides.went)):
+        rules = _counted(Counter(one.why for one in moved))
+        said.append(f"{len(moved)} {what}" + (f" ({rules})" if rules else ""))
+    return ", ".join(said)
+
+
+def _counted(rules: Mapping[str, int]) -> str:
+    return ", ".join(f"{rule} {count}" for rule, count in rules.items())
+
+
+def _said(of: Differences) -> str:
+    if not of.compared:
+        return "none on both sides"
+    like = "" if of.correlation is None else f", correlation {_number(of.correlation)}"
+    return f"mean difference {_number(of.mean)} over {of.compared} samples, {of.flips} of another sign{like}"
+
+
+def _both(sides: StepSides, name: str) -> str:
+    return " / ".join(_number(sides.metric(side, name)) for side in SIDES)
+
+
+def _pair(values: tuple[float, float]) -> str:
+    return " and ".join(map(_number, values))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rollbook.cli.runs import of_run
-from rollbook.cli.show.draw import TokenText, View, draw
-from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
-from rollbook.cli.show.finding import NotFoundError, find_trajectory
-from rollbook.cli.show.reading import facts_of
-from rollbook.cli.terminal import Console, print_json, short_id, visible
-from rollbook.engines.hub import model_folder
-from rollbook.store.cut import Cut, holds
-from rollbook.store.log.store import Store
-from rollbook.store.log.trajectory_reader import TrajectoryReader
-from rollbook.store.open import open_store
+import typer
+
+from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
+    from rollbook.store.cut import Cut
+    from rollbook.store.log.store import Store
+
+
+def show(
+    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    store: StoreOption,
+    as_of: AsOf = "head",
+    run: Run = None,
+    tokens: Annotated[
+        bool | None,
+        typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model, or its name at the hub, whose tokenizer has the tokens' text.")
+    ] = None,
+    turn: Annotated[
+        str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Shorten nothing.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Look at one trajectory: its outcome, and its turns as a tree, each with messages, reply and tokens.
+
+    A turn's line says which turn it extends, or why it is a root; then its
+    finish reason, prompt + completion tokens, the policy versions that
+    sampled them, their mean and lowest logprob, whether the client has the
+    reply, and how long it took. Beneath: the messages it added, the reply.
+
+    rollbook show task-7 --store runs
+    rollbook show task-7 --store runs --turn 3 --model ./my-model
+    rollbook show task-7 --store runs --as-of step:12 --json
+    """
+    run_show(store, trajectory, as_of, run, tokens, model, turn, full, json)
 
 
 def run_show(
@@ -40,6 +70,13 @@ def run_show(
         ModelError: the model directory has no tokenizer.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.show.draw import TokenText, View, draw
+    from rollbook.cli.show.finding import find_trajectory
+    from rollbook.cli.terminal import Console, print_json
+    from rollbook.engines.hub import model_folder
+    from rollbook.store.open import open_store
+
     log = open_store(store)
     with of_run(log, run):
         cut = log.cut(as_of, run)
@@ -61,6 +98,10 @@ def run_show(
 
 def read_facts(log: Store, cut: Cut, trajectory_id: str) -> TrajectoryFacts:
     """A trajectory at a cut; reads only what holds its events."""
+    from rollbook.cli.show.reading import facts_of
+    from rollbook.store.cut import holds
+    from rollbook.store.log.trajectory_reader import TrajectoryReader
+
     events = TrajectoryReader(log.path).events(sorted(cut), [trajectory_id])
     return facts_of([event for event in events if holds(cut, event.lane, event.seq)])
 
@@ -71,6 +112,9 @@ def find_turn(facts: TrajectoryFacts, wanted: str) -> TurnFacts:
     Raises:
         NotFoundError: there is none, or several.
     """
+    from rollbook.cli.show.finding import NotFoundError
+    from rollbook.cli.terminal import short_id, visible
+
     found = [turn for turn in facts.turns if wanted in (turn.turn_id, f"{turn.number}")]
     found = found or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]
     if len(found) == 1:

@@ -1,24 +1,38 @@
-"""What `rollbook ledger` prints."""
+"""`rollbook ledger`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import duckdb
-from rich.table import Table
+import typer
 
 from rollbook.cli.errors import interrupted_with
-from rollbook.cli.runs import check_run, of_run
-from rollbook.cli.terminal import Console, print_json
-from rollbook.store.cut import format_cut
-from rollbook.store.errors import CutError
-from rollbook.store.open import open_store
-from rollbook.store.sql.balance import TERMS, Comparison, Omitted, RunLedger, read_ledger
-from rollbook.store.sql.object_storage import outage
-from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.sandbox import explained
+from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollbook.cli.terminal import Console
+    from rollbook.store.sql.balance import Comparison, Omitted, RunLedger
+
+
+def ledger(
+    store: StoreOption,
+    run: Run = None,
+    as_of: AsOf = "head",
+    by_version: Annotated[bool, typer.Option("--by-version", help="A line per version, too.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Where every sampled token went, and whether what was dropped is like what was trained.
+
+    generated = trained + dropped (by a rule) + waiting (finished, unused)
+    + in flight (still open) + kept out (for a reason), at every cut. The last
+    line says that it balances; exit code 1: it does not. See docs/ledger.md.
+    """
+    raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
+
 
 SIGNIFICANT = 0.05
 """Dropped and trained trajectories are said to differ below this p-value."""
@@ -33,6 +47,18 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
     Raises:
         CutError: no such cut, or the run has no completed turn in it.
     """
+    import duckdb
+
+    from rollbook.cli.runs import check_run, of_run
+    from rollbook.cli.terminal import Console, print_json
+    from rollbook.store.cut import format_cut
+    from rollbook.store.errors import CutError
+    from rollbook.store.open import open_store
+    from rollbook.store.sql.balance import read_ledger
+    from rollbook.store.sql.object_storage import outage
+    from rollbook.store.sql.query import connect_at
+    from rollbook.store.sql.sandbox import explained
+
     log = open_store(path)
     with of_run(log, run):
         cut = format_cut(log.cut(as_of, run))
@@ -117,6 +143,10 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
 
 
 def _terms(ledger: RunLedger) -> Table:
+    from rich.table import Table
+
+    from rollbook.store.sql.balance import TERMS
+
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("term")
     for name in ("tokens", "turns", "share"):
@@ -138,6 +168,10 @@ def _percent(tokens: int, of: int) -> str:
 
 
 def _by_version(ledger: RunLedger) -> Table:
+    from rich.table import Table
+
+    from rollbook.store.sql.balance import TERMS
+
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("policy")
     for name in ("version", "generated", *TERMS):
@@ -176,6 +210,8 @@ def _omitted(one: Omitted) -> str:
 
 
 def _verdict(ledger: RunLedger) -> str:
+    from rollbook.store.sql.balance import TERMS
+
     terms = " + ".join(f"{ledger.tokens(term):,} {term}" for term in TERMS)
     if ledger.balances:
         return f"{ledger.run} balances: {ledger.generated.tokens:,} generated = {terms}"

@@ -1,21 +1,64 @@
-"""What `rollbook doctor` and `rollbook preflight` print."""
+"""`rollbook doctor` and `rollbook preflight`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from rollbook import store
-from rollbook.cli.runs import check_run, of_run, only_run
-from rollbook.cli.terminal import Console, print_json, say, visible
-from rollbook.store.cut import Cut
-from rollbook.train.config.config import TrainConfig
-from rollbook.train.doctor.evidence import Finding, TrainingCourse, read_course
-from rollbook.train.doctor.signs import findings
+from rollbook.cli.options import AsJson, AsOf, Run, Source, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.store.cut import Cut
+    from rollbook.train.config.config import TrainConfig
+    from rollbook.train.doctor.evidence import Finding, TrainingCourse
+
+
+def preflight(
+    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
+    store: Annotated[
+        Path | None,
+        typer.Option(envvar="ROLLBOOK_STORE", help="The log to train on; absent: none is looked at."),
+    ] = None,
+    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    as_of: AsOf = "head",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key.")] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="Reward function, module:function, to try on recorded completions."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Check a CONFIG before a training: model, memory, batch, normalization, KL, staleness, data, rewards.
+
+    Exit code 1: a check is red, so the training would fail or teach nothing.
+    --reward imports your function and gives it up to 64 completions of the log,
+    each as a line of `rollbook export --format jsonl`, for up to 30 s.
+
+    rollbook preflight grpo.toml --store runs --source tail
+    rollbook preflight grpo.toml --store runs --reward my_rewards:score
+    """
+    from rollbook.train.config.files import load_config
+
+    raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, reward, json))
+
+
+def doctor(
+    store: StoreOption,
+    run: Run = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    as_of: AsOf = "head",
+    json: AsJson = False,
+) -> None:
+    """Name the failures of which a policy's newest training has signs: what was seen, and what acts on it.
+
+    Exit code 0: no sign of failure; 1: some. The numbers are in the view `metrics`.
+
+    rollbook doctor --store runs --run math-1
+    """
+    raise typer.Exit(run_doctor(store, run, policy, as_of, json))
 
 
 def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bool) -> int:
@@ -25,6 +68,12 @@ def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bo
     Raises:
         CutError: no such run or cut.
     """
+    from rollbook import store
+    from rollbook.cli.runs import check_run, of_run, only_run
+    from rollbook.cli.terminal import print_json, visible
+    from rollbook.train.doctor.evidence import read_course
+    from rollbook.train.doctor.signs import findings
+
     log = store.open(path)
     run = run or only_run(log)
     with of_run(log, run):
@@ -42,6 +91,8 @@ def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bo
 
 
 def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
+    from rollbook.cli.terminal import Console, say, visible
+
     console = Console()
     if not course.rows:
         say(f"{where}: no committed step")
@@ -64,6 +115,12 @@ def run_preflight(
         CutError: no such cut.
         BadParameter: a reward function has no completions to be tried on.
     """
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollbook import store
+    from rollbook.cli.terminal import Console, print_json
+
     if reward is not None and path is None:
         raise typer.BadParameter(
             "is tried on recorded completions: name their store with --store", param_hint="--reward"

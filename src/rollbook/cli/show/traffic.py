@@ -1,0 +1,285 @@
+"""Lines of traffic: one per answered or failed turn, outcome, reward and policy version; or one per event.
+
+A turn's line joins two events, and names a trajectory that a third one opened. What is remembered for that is
+bounded: of what came too long ago, or before the tail began, a line tells less and is printed all the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from cachetools import FIFOCache
+from rich.cells import cell_len
+from rich.text import Text
+
+from rollbook.cli.show.messages import beginning
+from rollbook.cli.show.reading import mean_and_lowest
+from rollbook.cli.terminal import (
+    Console,
+    clock,
+    duration,
+    one_line,
+    say,
+    short_id,
+    visible,
+)
+from rollbook.store.events import (
+    Event,
+    PolicyActivated,
+    RewardAssigned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnFailed,
+    TurnRequested,
+)
+from rollbook.store.fold.versions import unversioned
+
+WORDS = 60
+"""Characters of a text that a line shows."""
+
+
+class EventLines:
+    """Prints events for people, with colours if the output is a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(soft_wrap=True)
+
+    def __call__(self, event: Event) -> None:
+        time, place, kind, trajectory, summary = map(visible, line_of(event))
+        colour = {"turn": "cyan", "trajectory": "green", "reward": "yellow", "step": "magenta"}
+        text = Text.assemble(
+            (f"{time} ", "dim"),
+            f"{place:<14} ",
+            (f"{kind:<22} ", "red" if kind.endswith(".failed") else colour.get(kind.split(".")[0], "")),
+            (f"{trajectory:<8} ", "dim"),
+            summary,
+        )
+        self._console.print(text)
+
+
+def line_of(event: Event) -> tuple[str, str, str, str, str]:
+    """An event's line: time (UTC), lane=seq, kind, the trajectory's last eight characters, a summary."""
+    trajectory = short_id(str(getattr(event.record, "trajectory_id", "")))
+    return clock(event.time_us), f"{event.lane}={event.seq}", event.kind, trajectory, _summary(event.record)
+
+
+def _summary(record: Any) -> str:
+    match record:
+        case TrajectoryOpened():
+            parts = [record.name, f"task {record.task}" if record.task else "", record.split]
+            return " ".join(part for part in parts if part)
+        case TurnRequested():
+            link = (
+                f"after {record.parent_turn_id[-8:]}" if record.parent_turn_id else record.root_reason or ""
+            )
+            last = record.messages[-1] if record.messages else {}
+            return f"{link}: {one_line(last.get('role'), WORDS)}: {one_line(last.get('content'), WORDS)}"
+        case TurnCompleted():
+            version = "" if record.policy_version is None else f" by {record.policy} v{record.policy_version}"
+            if record.logprobs is not None and (unknown := unversioned(record)):
+                version += f", {unknown} of no version"
+            tokens = f"{record.prompt_length}+{len(record.completion_ids)} tokens"
+            return (
+                f"{tokens}{version}, {record.finish_reason}: {one_line(record.reply.get('content'), WORDS)}"
+            )
+        case TurnFailed():
+            return one_line(record.error, WORDS)
+        case RewardAssigned():
+            of = f" for turn {record.turn_id[-8:]}" if record.turn_id else ""
+            return f"{record.reward:g} from {record.source}{of}"
+    shown = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "trajectory_id"}
+    small = {k: v for k, v in shown.items() if isinstance(v, (str, int, float)) and v != ""}
+    return one_line(" ".join(f"{name}={value}" for name, value in small.items()), WORDS)
+
+
+KINDS = frozenset(
+    record.KIND
+    for record in (
+        TrajectoryOpened,
+        TurnRequested,
+        TurnCompleted,
+        TurnFailed,
+        RewardAssigned,
+        TrajectoryFinished,
+        PolicyActivated,
+    )
+)
+"""What a `Traffic` reads; it ignores other kinds."""
+
+TRAJECTORIES, RUNNING, NUMBERS = 4096, 4096, 16_384
+"""Remembered: names of trajectories, turns without an answer, and numbers of turns that may be extended."""
+NAME_WIDTH = 16
+"""Characters of a text that a line shows, more where the terminal is wide."""
+COLOURS = ("green", "cyan", "blue", "magenta", "bright_green", "bright_cyan", "bright_blue", "bright_magenta")
+
+Words = list[tuple[str, str]]
+"""Pieces of a line with their styles."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A trajectory's name and its number of turns so far; None if some of its events were missed."""
+
+    name: str | None
+    turns: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A running turn: the parts of its request that its line shows."""
+
+    time_us: int
+    number: int | None
+    parent: str | None
+    root_reason: str | None
+
+
+class Traffic:
+    """Folds events into lines. Does no I/O.
+
+    Args:
+        width: of the terminal; None where the lines go elsewhere.
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        self._width = width
+        self._trajectories: FIFOCache[str, _Known] = FIFOCache(TRAJECTORIES)
+        self._running: FIFOCache[str, _Asked] = FIFOCache(RUNNING)
+        self._numbers: FIFOCache[str, int] = FIFOCache(NUMBERS)
+        self._day = ""
+
+    def lines(self, event: Event) -> list[Words]:
+        """The lines for an event: none, or one, preceded by the date (UTC) if that changed."""
+        words = self._words(event)
+        if words is None:
+            return []
+        day, _, time = clock(event.time_us, "%Y-%m-%d %H:%M:%S").partition(" ")
+        trajectory_id = str(getattr(event.record, "trajectory_id", ""))
+        colour = COLOURS[zlib.crc32(trajectory_id.encode()) % len(COLOURS)] if trajectory_id else ""
+        name = _fitted(self._name(trajectory_id) if trajectory_id else getattr(event.record, "policy", ""))
+        line = [(f"{time[:8]:<8} ", "dim"), (f"{name:<{NAME_WIDTH}} ", colour), *words]
+        if isinstance(event.record, TurnCompleted):
+            room = WORDS if self._width is None else max(WORDS // 2, self._width - cell_len(_plain(line)) - 2)
+            line.append((f" {beginning(event.record.reply, room)}", ""))
+        date = [[(f"{day} UTC", "dim")]] if day != self._day else []
+        self._day = day
+        return [*date, line]
+
+    def _words(self, event: Event) -> Words | None:
+        match event.record:
+            case TurnRequested() as asked:
+                self._ask(asked, event.time_us)
+                return None
+            case TurnCompleted() as done:
+                return self._completed(done, event.time_us)
+            case TurnFailed() as failed:
+                asked_at = self._running.pop(failed.turn_id, None)
+                took = f" after {duration((event.time_us - asked_at.time_us) / 1000)}" if asked_at else ""
+                return [*self._place(asked_at), (f"failed{took}: {one_line(failed.error, 2 * WORDS)}", "red")]
+            case TrajectoryOpened() as opened:
+                before = self._trajectories.get(opened.trajectory_id)
+                self._trajectories[opened.trajectory_id] = replace(before or _Known(None), name=opened.name)
+                parts = [opened.split, _named("group", opened.group), _named("task", opened.task)]
+                return [("opened  ", "bold"), (", ".join(part for part in parts if part), "dim")]
+            case TrajectoryFinished() as finished:
+                return self._finished(finished)
+            case RewardAssigned() as given:
+                return self._reward(given)
+            case PolicyActivated() as policy:
+                return [
+                    (f"v{policy.policy_version} serves, on {one_line(policy.engine, WORDS)}", "bold magenta")
+                ]
+        return None
+
+    def _ask(self, asked: TurnRequested, time_us: int) -> None:
+        # Where the tail began later, or lanes are read in another order, the opening was not seen by now.
+        known = self._trajectories.get(asked.trajectory_id) or _Known(None, None)
+        number = None if known.turns is None else known.turns + 1
+        self._trajectories[asked.trajectory_id] = replace(known, turns=number)
+        if number is not None:
+            self._numbers[asked.turn_id] = number
+        self._running[asked.turn_id] = _Asked(time_us, number, asked.parent_turn_id, asked.root_reason)
+
+    def _completed(self, done: TurnCompleted, time_us: int) -> Words:
+        asked = self._running.pop(done.turn_id, None)
+        versions = sorted({span.version for span in done.version_spans})
+        version = f"v{'-'.join(map(str, (versions[0], *versions[1:][-1:])))}" if versions else ""
+        counts = f"{done.prompt_length}+{len(done.completion_ids)}"
+        tokens = counts if counts != "0+0" else "text only"
+        mean, _ = mean_and_lowest(done.logprobs)
+        logprob = "" if mean is None else f"{mean:.3f}"
+        finish = visible(done.finish_reason)
+        took = duration((time_us - asked.time_us) / 1000) if asked else ""
+        return [
+            *self._place(asked),
+            (f"{tokens:>11} ", "cyan"),
+            (f"{version:<5} ", "magenta"),
+            (f"{finish:<10} ", "green" if finish in ("stop", "tool_calls") else "yellow"),
+            (f"{took:>7} ", ""),
+            (f"{logprob:>7}", ""),
+            (" no version" if done.logprobs is not None and unversioned(done) else "", "yellow"),
+        ]
+
+    def _place(self, asked: _Asked | None) -> Words:
+        """A turn's number, and the turn it extends or why it is a root."""
+        if asked is None:
+            return [(f"{'':>3} {'':<11} ", "")]
+        number = "" if asked.number is None else str(asked.number)
+        if asked.parent is None:
+            return [(f"{number:>3} ", "bold"), (f"{visible(asked.root_reason or 'root'):<11} ", "magenta")]
+        extends = f"extends {self._numbers.get(asked.parent) or short_id(asked.parent)}"
+        return [(f"{number:>3} ", "bold"), (f"{extends:<11} ", "")]
+
+    def _finished(self, finished: TrajectoryFinished) -> Words:
+        known = self._trajectories.get(finished.trajectory_id)
+        success = {None: "", True: ", success", False: ", no success"}[finished.success]
+        count = known.turns if known else None
+        turns = "" if count is None else ", 1 turn" if count == 1 else f", {count} turns"
+        good = finished.status == "completed" and finished.success is not False
+        outcome = f"{visible(finished.status)}{success}{turns}"
+        return [("finished  ", "bold"), (outcome, "green" if good else "yellow")]
+
+    def _reward(self, given: RewardAssigned) -> Words:
+        of = ""
+        if given.turn_id is not None:
+            of = f" for turn {self._numbers.get(given.turn_id) or short_id(given.turn_id)}"
+        instead = ", instead of an earlier one" if given.supersedes else ""
+        source = one_line(given.source, WORDS)
+        return [("reward  ", "bold"), (f"{given.reward:g} from {source}{of}{instead}", "yellow")]
+
+    def _name(self, trajectory_id: str) -> str:
+        known = self._trajectories.get(trajectory_id)
+        return known.name if known and known.name is not None else f"..{short_id(trajectory_id)}"
+
+
+def _named(what: str, value: str | None) -> str:
+    return f"{what} {one_line(value, WORDS)}" if value else ""
+
+
+def _fitted(name: str) -> str:
+    """The name; of a long name its beginning and end."""
+    text = visible(name)
+    return text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 10]}..{text[-8:]}"
+
+
+def _plain(line: Words) -> str:
+    return "".join([text for text, _ in line])
+
+
+class TurnLines:
+    """Prints traffic; with colours on a terminal, else without Rich, which would take most of the time."""
+
+    def __init__(self) -> None:
+        self._console = Console(soft_wrap=True)
+        self._coloured = self._console.is_terminal
+        self._traffic = Traffic(self._console.width if self._coloured else None)
+
+    def __call__(self, event: Event) -> None:
+        for line in self._traffic.lines(event):
+            if self._coloured:
+                self._console.print(Text.assemble(*line))
+            else:
+                say(_plain(line))
