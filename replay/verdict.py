@@ -1,7 +1,4 @@
-"""What a replay says of a step, stage by stage.
-
-What a replay comes to, in words: what was compared, and what was not.
-"""
+"""What a replay says of a step, stage by stage, and in words: what was compared, and what was not."""
 
 from __future__ import annotations
 

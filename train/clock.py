@@ -1,7 +1,4 @@
-"""How long the parts of a step take.
-
-What the steps of a training take of time and memory, as their metrics say it.
-"""
+"""How long the parts of a step take, and what steps take of time and memory, as metrics of a training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`rollbook score`: rewards of finished trajectories by a reward model, appended to the log.
 
-A reward model as transformers reads it, which gives whole paths of tokens a score.
+The reward model is read as transformers reads it, and gives whole paths of tokens a score.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Exports one step as a bundle, and opens bundles: each opens as a store in which the step is replayed.
-
-Replays the step of a bundle that was opened, as far as what is in the bundle goes.
-"""
+"""Exports one step as a bundle, and opens bundles: each opens as a store in which the step is replayed, as
+far as what is in the bundle goes."""
 
 from __future__ import annotations
 

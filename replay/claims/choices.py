@@ -1,11 +1,10 @@
 """The choices of a training, made again: what each step had to take of what was there, and to drop of it.
 
-A training's source of samples is followed from step to step by the code that it is of, over the same log. At
-a cut all is decided by that. On the tail, the log up to a plan's cut says which groups were complete, what
-the recipe makes of each, and how many a step takes; which of those that wait came first may have hung on
-clocks and on the order in which lanes were read, and is then taken as recorded.
-
-A training's queue of groups as it stood, for who follows a training that was recorded.
+A training's source of samples is followed from step to step by its own code, over the same log. At a cut all
+is decided by that. On the tail, the training's queue of groups is kept as it stood: the log up to a plan's
+cut says which groups were complete, what the recipe makes of each, and how many a step takes. Which of the
+waiting groups came first may have depended on clocks and on the order in which lanes were read, and is taken
+as recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The turns of a replay, one after another: each asked, recorded and compared with the recorded one.
 
-What of a recorded conversation still applies behind a new reply.
-
-The agent and its tools are not there. A user's message is said whatever the model replied. A tool's result is
-the answer to one call: it is used for a call of the same name and arguments, and for no other.
+The agent and its tools are not there, so a new reply is followed by what of the recorded conversation still
+applies. A user's message is said whatever the model replied. A tool's result is the answer to one call: it is
+used for a call of the same name and arguments, and for no other.
 """
 
 from __future__ import annotations

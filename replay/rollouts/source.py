@@ -1,9 +1,5 @@
-"""A recorded trajectory as the source of a replay: which of its turns are sampled again, and in which order.
-Nothing of it is ever written.
-
-A recorded request, asked again: the call that it was, and the plan that sends exactly its prompt's ids.
-Pure.
-"""
+"""A recorded trajectory as the source of a replay: which of its turns are sampled again, in which order, and
+the plan that sends exactly the ids of each recorded prompt. Nothing is written to it."""
 
 from __future__ import annotations
 

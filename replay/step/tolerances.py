@@ -1,4 +1,5 @@
-"""How near a stage comes where bits are not promised, and whether two sets of numbers are that near. Pure.
+"""How near a stage comes where bits are not promised, and whether two sets of numbers are that near, also
+counted in units in the last place. Pure.
 
 Stated for a step that begins with the recorded weights and optimizer: where these differ, so may all else.
 
@@ -8,8 +9,6 @@ million parameters. The most that it found, in float32 and in bfloat16, of the l
 logprobs 2e-7 and 5e-4; losses 9.3e-7 and 3.3e-3; gradients 5e-7 and 4.9e-3; moments 5.1e-7 and 5e-3; of the
 metrics' own 5.3e-7 and 5.5e-4; of the learning rate for weights 0.034 and 2.2, as root mean square 5.3e-5 and
 0.067. Tolerances allow some ten times that, since models are larger, and weights what a step of Adam may do.
-
-How far two numbers lie apart, counted in the numbers between them: units in the last place. Pure.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Finds the first step of a training that differs, without running all of it.
+"""Finds the first step of a training that differs when it is run again, or at which something holds by what
+the log recorded of it.
 
 From a step on at which code, settings or the machine changed, every step differs when it is run by itself. So
 the steps that follow checkpoints are bisected, and then those between two checkpoints run in order: of n
 checkpoints that are m steps apart, at most 1 + log2(n) + m steps are run.
-
-Finds the first step of a training at which something holds, by what the log recorded of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The other side of a what-if: recorded steps by another rule, one after the other, on a policy of its own.
+"""The other side of a what-if: recorded steps by another recipe, algorithm or optimizer, one after the other,
+on a policy of its own.
 
 Nothing of it is recorded. A step of it is the recorded one with a manifest of its own, run by the same code.
-
-What is to be different on the other side of a what-if: recipe, algorithm and optimizer of a step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What was recorded and what another rule makes of it, side by side: values, printed elsewhere.
 
-How alike two gradients are, tensor by tensor: the first is kept in files, so that neither is in memory.
+Gradients are compared tensor by tensor: the first is kept in files, so that neither is in memory.
 """
 
 from __future__ import annotations

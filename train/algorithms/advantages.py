@@ -1,13 +1,9 @@
-"""Advantages from rewards. Pure numpy, without a loop over groups.
-
-Steps are recorded with the bits of these sums: the numbers of a group are added in the order in which numpy
-adds those of an array of one axis.
-
-Baselines: advantages of trajectories from the rewards of their groups. Pure, without a loop over groups.
+"""Advantages of trajectories from their rewards: rewards are shaped, then compared with a baseline of their
+group. Pure numpy, without a loop over groups.
 
 A trajectory counts once in its group, however many samples it was split into; all of them get its advantage.
-
-Shaping: what becomes of trajectories' rewards before they are compared. Pure numpy.
+Steps are recorded with the bits of these sums: the numbers of a group are added in the order in which numpy
+adds those of an array of one axis.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Parts of one's own: functions and algorithms that a CONFIG names as `module:name`.
+"""A user's own functions and algorithms, which a CONFIG names as `module:name`.
 
 They are imported when a CONFIG is read, or when a replay is told to trust what a manifest names: a log by
-itself runs no code. What they were is recorded by the digest of their source.
-
-What a part gives is held against what was asked of it.
-
-A part of one's own that gives another shape would otherwise be spread over the batch without a word.
+itself runs no code. The digest of their source is recorded. What a function gives is checked against the
+shape that was asked of it, since another shape would silently be spread over the batch.
 """
 
 from __future__ import annotations

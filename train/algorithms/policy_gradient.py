@@ -1,12 +1,9 @@
-"""Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss.
+"""Policy gradients without a critic, such as GRPO: what their keys mean, and how the parts that they name
+make one loss.
 
-Group-relative policy optimization.
-
-What an algorithm carries from step to step: a KL coefficient that follows a target, and the moments of all
-rewards so far.
-
-Both are keys of the algorithm, so the manifest of each step holds the values that it used, and the next ones
-follow from it and from the step's metrics.
+Two things are carried from step to step: a KL coefficient that follows a target, and the moments of all
+rewards so far. Both are keys of the algorithm, so the manifest of each step holds the values that it used,
+and the next ones follow from it and from the step's metrics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The registry of algorithms.
-
-Named combinations of the parts of a policy gradient. Each key may still be set.
-"""
+"""The registry of algorithms, among them named combinations of the parts of a policy gradient, whose keys may
+still be set."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""Returns and advantages of tokens, from the rewards of tokens. Pure numpy.
+"""Returns and advantages of tokens, from the rewards of tokens, where each token or each turn takes a step of
+discount. Pure numpy.
 
 Tokens of samples lie one after the other, [P]; `lengths` [N] says how many are of each sample. Only trained
-tokens count: what a tool or a user said in between takes no step of discount, as in verl.
-
-Returns and advantages where a turn, not a token, takes a step of discount; and sums of trajectories. Pure
-numpy.
-
-A turn is what a policy sampled in answer to one request. Its tokens are discounted alike: the reward of the
-next turn counts `discount` times at each of them.
+tokens count: what a tool or a user said in between takes no step of discount, as in verl. A turn is what a
+policy sampled in answer to one request. Its tokens are discounted alike: the reward of the next turn counts
+`discount` times at each of them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Surrogates: the loss of each token, whose gradient is that of the policy. Pure torch.
+"""The loss of each token: surrogates, whose gradient is that of the policy, and regularizers, which are added
+to them. Pure torch.
 
-In all of them r = exp(logprob - old logprob), the ratio of the policy in training to the old one (the
-engine's, or the trainer's as the batch began), l and h are the clips, and A is the advantage.
-
-Regularizers: what is added to the loss of each token beside the surrogate. Pure torch.
-
-The estimates of KL(policy || reference) from one sampled token are those of Schulman 2020, "Approximating KL
-Divergence" (joschu.net/blog/kl-approx.html), with d = logprob - reference logprob.
+In all surrogates r = exp(logprob - old logprob), the ratio of the policy in training to the old one (the
+engine's, or the trainer's as the batch began), l and h are the clips, and A is the advantage. The estimates
+of KL(policy || reference) from one sampled token are those of Schulman 2020, "Approximating KL Divergence"
+(joschu.net/blog/kl-approx.html), with d = logprob - reference logprob.
 """
 
 from __future__ import annotations

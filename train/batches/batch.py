@@ -1,9 +1,5 @@
-"""The batch of one optimizer step as aligned arrays, a pure function of its samples' experience.
-
-Mini-batches: the parts of a rollout batch that its optimizer steps take.
-
-Shares out samples so that forward passes are of about equal work.
-"""
+"""The batch of one optimizer step as aligned arrays, a pure function of its samples' experience; how a
+rollout batch is divided into such batches, and a batch into forward passes of about equal work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Units of training, at a cut: the samples that a recipe keeps, or pairs of them.
-
-Pairs of samples from recorded preferences.
-"""
+"""Units of training, at a cut: samples that a recipe keeps, or pairs of them from recorded preferences."""
 
 from __future__ import annotations
 

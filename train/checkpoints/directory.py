@@ -1,6 +1,6 @@
-"""A checkpoint's directory: its name, its manifest, what it has beside tensors, how it is made durable.
+"""A checkpoint's directory: its name, its manifest, and what it has beside tensors.
 
-The folder in which a checkpoint is built: renamed once it is complete, removed if it never will be.
+It is built in a folder that is made durable and renamed once it is complete, or removed if it never will be.
 """
 
 from __future__ import annotations

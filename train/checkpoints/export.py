@@ -1,7 +1,5 @@
-"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone.
-
-A checkpoint's files as if only weights had been written: for whoever needs no more, as of a reference.
-"""
+"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone,
+with its files as if only weights had been written."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The files in which each rank writes its own pieces of tensors: their names, and what they call the pieces.
+"""Writes a checkpoint to which each rank of the training adds files of its own pieces, so that nothing is
+gathered.
 
-A piece's name says in terms of the whole model which numbers it is, so that any layout can take it up:
+A piece's name says which numbers of the whole model it holds, so that any layout can read it:
 
     optimizer/decoder.layers.0.mlp.linear_fc1.weight/exp_avg/1-of-2/64x32/512
 
 kind, Megatron's tensor, field of the optimizer's state, part of the tensor, the part's shape, first number.
-
-Writes a checkpoint of which each rank of the training writes its own pieces: nothing is gathered.
 """
 
 from __future__ import annotations

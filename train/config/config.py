@@ -1,9 +1,5 @@
-"""CONFIG of `rollbook train`: a TOML file, typed; an unknown or ill-typed key is an error.
-
-How checkpoints are written, and which are kept: the keys of `[checkpoint]`.
-
-`[record]` of a CONFIG: what steps record beside the digests of their stages.
-"""
+"""CONFIG of `rollbook train`, with its tables `[checkpoint]` and `[record]`: a TOML file, typed; an unknown
+or ill-typed key is an error."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""A file of TensorBoard's with the points of one policy; each policy has a folder, `RUN/POLICY`.
+"""Writers of the points of one policy: a file of TensorBoard's, in the folder `RUN/POLICY`, or a run of
+Weights & Biases, where `wandb` is installed and was asked for.
 
-The messages are TensorBoard's own (`tensorboard.compat.proto`). Its writer is not used: it takes a second to
+TensorBoard's messages are its own (`tensorboard.compat.proto`). Its writer is not used: it takes a second to
 import, ten times as long as they do. A record is a length and the message, each followed by its checksum:
 https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details".
-
-A run of Weights & Biases with the points of one policy, where `wandb` is installed and was told of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A check of preflight, and its verdict.
-
-What a CONFIG's model can be given.
-"""
+"""A check of preflight, its verdict, and what is known of a CONFIG's model for it."""
 
 from __future__ import annotations
 

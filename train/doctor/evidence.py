@@ -1,12 +1,8 @@
-"""What a diagnosis looks at, the course of a training, and what it finds.
+"""What a diagnosis is made from and what it finds: the course of a training, read from its log.
 
-Queries that a diagnosis is read with, and that it shows as its evidence: whoever runs one sees the same
-numbers.
-
-Reads the course of a training from its log.
-
-A policy may have had several trainings one after the other, as an imitation before a reinforcement: the
-course is that of the newest. What changes from one to the next is no sign of anything.
+The queries are shown with a diagnosis as its evidence, so that whoever runs one sees the same numbers. A
+policy may have had several trainings one after the other, such as imitation and then reinforcement: the
+course is that of the newest, since a change from one to the next is no sign of anything.
 """
 
 from __future__ import annotations

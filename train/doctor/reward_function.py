@@ -1,9 +1,8 @@
-"""The check `reward_function`: what a reward function of the user's own gives recorded completions.
+"""The check `reward_function`: what a user's own reward function gives recorded completions, and what that
+says before anything learns from it.
 
-It is called as an agent would call it, so it may be slow, fail or never return: the time is bounded, and
-what it did until then is told.
-
-What can be said of rewards before anything learns from them.
+The function is called as an agent would call it, so it may be slow, fail or never return: the time is
+bounded, and what it did until then is reported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Signs of the canonical failures of a training, each a rule over the metrics of its steps. Pure.
+"""Signs of the canonical failures of a training: of its learning, of a policy that went far from where it
+began or got worse on held-out data, and of what failed beside it (steps, syncs, turns, launches of agents).
+Pure.
 
-A rule compares the last tenth of the steps with the first, so that one odd step is no sign; a training of
-fewer than `FEWEST` steps is not judged by its course. Thresholds are conventions, said in each rule; what
-they are compared with is in the evidence, so that a reader may judge for himself.
-
-Signs that a policy went far from where it began, or got worse at what is held out of its training. Pure.
-
-See `train.doctor.signs`.
-
-Signs that something failed beside the learning: steps, syncs, turns, launches of agents. Pure.
+Each is a rule over the metrics of the training's steps. It compares the last tenth of the steps with the
+first, so that one odd step is no sign; a training of fewer than `FEWEST` steps is not judged by its course.
+Thresholds are conventions, stated in each rule; what they are compared with is in the evidence, so that
+readers may judge for themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Evaluates the versions of a training on what is held out of it. It changes nothing of the training.
+"""Evaluates the versions of a training on held-out data, or waits for agents to be evaluated at the trainer's
+version.
 
-Waits for agents to be evaluated at the trainer's version. Who runs them hears of it from the log.
+It changes nothing of the training. Whoever runs the agents learns of an evaluation from the log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Judges a training after each rollout batch: evaluates it where that is due, and ends it early by rule.
-
-Early stopping: rules over metrics of steps and of evaluations.
+"""Judges a training after each rollout batch: evaluates it where that is due, and stops it early by rules
+over the metrics of steps and evaluations.
 
 Whether a rule holds follows from values that are in the log, so a restarted training stops where it stopped.
 """

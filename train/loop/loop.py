@@ -1,6 +1,7 @@
 """`rollbook train`: take steps from a source until the configuration's number is reached.
 
-Reports how the learning rate changes if `steps`, at which its schedule ends, was changed.
+If `steps`, at which the schedule of the learning rate ends, was changed since the last start, the change of
+the rate is reported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Trains one policy on one log: restores its state, takes steps, and records them as events.
 
-The rollout batch on which a training takes its steps, and how an interrupted one is found again in the
-log.
-
-The drops of the steps to come: what their plans record, and what becomes of it where a step is skipped.
-
-Who has the devices that a training shares with the engines that it gives weights to.
+Besides the trainer this holds what it works with: the rollout batch, which is found again in the log after an
+interruption; the drops that the plans of the next steps record, also where a step is skipped; and who has the
+devices that the training shares with the engines that it gives weights to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What Megatron's layers are made of, and where families differ from Megatron's own. Imported once Megatron's
-device is decided.
+"""What Megatron's layers are made of, and where families of models differ from Megatron's own: attention of
+packed samples, and norms.
 
-Attention of packed samples. Imported once Megatron's device is decided.
-
-The norm of Megatron's layers. Imported once Megatron's device is decided.
+Imported once Megatron's device is decided.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A model spread over ranks: which part of its tensors each rank holds, and how they are whole again. Pure.
+"""A model spread over ranks: which part of its tensors each rank holds and gives, and how the parts become
+whole again. Pure.
 
-Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate and up
-each on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order, experts to
+Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate and up each
+on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order, experts to
 ranks in order. The tensors of an expert are split like a dense layer's, or whole on every rank
 (`expert_tensor` 1). Interleaved stages are not known here.
 
-What each rank gives of a policy where all give their own pieces: together every number, and each once.
-
-Which piece is which is said in terms of the whole model, so that it can be taken up in any layout. Pure.
+Where all ranks give their own pieces, these hold every number exactly once. Pieces are named in terms of the
+whole model, so that they can be taken up in any layout.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Maps weights between Hugging Face's names and Megatron-core's (local layer spec), in both directions.
 
-The plan lists every Megatron tensor with the Hugging Face tensors it is made of. The mapping is a
-bijection on the real rows, so weights survive the round trip bit for bit, split over tensor-parallel
-ranks or not. Experts have the names of files, one tensor per expert and projection; the fused ones
-that transformers 5 holds in memory are read too.
+The plan lists every Megatron tensor with the Hugging Face tensors it is made of. The mapping is a bijection
+on the real rows, so weights survive the round trip bit for bit, split over tensor-parallel ranks or not.
+Experts have the names of files, one tensor per expert and projection.
 
-Files in which the experts of a layer are one tensor: taken apart, and put together.
-
-As transformers 5 holds Qwen3-MoE in memory: [expert, out, in], gate above up. As files of gpt-oss are:
-weights [expert, in, out] and biases [expert, out], gate and up in turns.
+The experts of a layer fused into one tensor are taken apart and put together too. Qwen3-MoE, as transformers
+5 holds it in memory: [expert, out, in], gate above up. Files of gpt-oss: weights [expert, in, out] and biases
+[expert, out], gate and up in turns.
 """
 
 from __future__ import annotations

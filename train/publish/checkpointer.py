@@ -1,7 +1,5 @@
-"""Writes a policy's versions to the store as checkpoints: at once, or while training goes on.
-
-Removes a training's checkpoints that it is not to keep (`[checkpoint] keep_last`, `keep_every`).
-"""
+"""Writes a policy's versions to the store as checkpoints, at once or while training goes on, and removes
+those that are not to be kept (`[checkpoint] keep_last`, `keep_every`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What rules drop, as columns: candidates by their numbers, and details once somebody reads them.
+"""What a recipe's rules drop, as columns, with details that are made once somebody reads them; and the
+dropped members of groups with which the kept samples are compared.
 
-Members of the samples' groups that a recipe dropped, and with which the samples are compared.
-
-A manifest holds what was used of them, so that a step needs nothing else of them when it is run again.
+A manifest holds what was used of these members, so that a step needs nothing else of them when it is run
+again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The root-to-leaf paths of trajectories, from the columns of their turns. Pure.
-
-Which leaf of a trajectory is trained on, where a recipe takes one path of each. Pure.
-"""
+"""The root-to-leaf paths of trajectories, from the columns of their turns, and which one of each is trained
+on where a recipe takes one. Pure."""
 
 from __future__ import annotations
 

@@ -3,12 +3,10 @@
 Samples of another split, or without a trainable token, are not candidates: the ledger counts them as kept
 out. A candidate is kept, or dropped by exactly one named rule. Candidates with erased tokens, and those that
 do not fit the model, are always dropped. Whether rewards of a group differ is decided on the members that are
-left. Rules run on columns, so that no object per sample is needed.
+left. Of a group a recipe uses the best samples, all that differ, or the best and the worst; a sample without
+a group is, where samples are ranked, a group of its trajectory alone.
 
-Which samples of a prompt group are used: the best, all that differ, or the best and the worst. Pure.
-
-Everything runs on columns. A sample without a group is, where samples are ranked, a group of its trajectory
-alone.
+Rules run on columns, so that no object per sample is needed.
 """
 
 from __future__ import annotations

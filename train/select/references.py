@@ -1,14 +1,9 @@
 """Which samples a log holds at a cut, as columns: what each is made of, and what decides whether it is used.
 
 No event is decoded for this: it comes from the scalars of turns (`store.sql`), which sealed units keep ready.
-Tokens are read when a sample is used: `train.batches.materialize`.
-
-What decides on samples that are known by the columns of their turns: which policies and versions sampled
-them, the version by which one becomes too old, and a reward that is no number.
-
-The order of a trajectory's turns, where it takes more than one lane to know it.
-
-What turns of a log record of the experts that their tokens went to.
+Tokens are read when a sample is used: `train.batches.materialize`. Columns tell which policies and versions
+sampled a sample, the version by which it becomes too old, whether a reward is no number, the order of a
+trajectory's turns over several lanes, and whether a turn records the experts of its tokens.
 """
 
 from __future__ import annotations

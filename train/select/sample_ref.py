@@ -1,6 +1,6 @@
 """A sample by name, with what decides whether it is used; its tokens are read once it is. Pure.
 
-Numbers for names: groups and trajectories are numbered once, where samples come from. Pure.
+Groups and trajectories are numbered once, where samples come from, so that columns hold numbers for names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Sorts candidates out by a recipe: which are trained on, and which rule drops each of the others. Pure.
+"""Sorts the candidates of folded trajectories by a recipe: which are trained on, and which rule drops each of
+the others. Pure.
 
 Rules that look at one sample at a time come first, then those that compare what is left of a group.
-
-The candidates of one folded trajectory: its samples that a recipe speaks of. Pure.
 """
 
 from __future__ import annotations

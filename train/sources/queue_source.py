@@ -1,8 +1,7 @@
 """Groups from a stream of events, used once each, as the staleness policy selects them.
 
-How long a source waits for samples, and what it says meanwhile.
-
-Trajectories that still run, and the groups that they will be.
+Trajectories that still run are kept as the groups that they will be. While the source waits for samples, it
+says what it waits for, and it waits only so long.
 """
 
 from __future__ import annotations

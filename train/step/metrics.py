@@ -1,7 +1,5 @@
-"""The metrics of a step, from what its tokens came to. Recorded with the step, and again by its replay.
-
-Metrics of a step that replays recorded routing.
-"""
+"""The metrics of a step, from what its tokens came to, also where it replays recorded routing. Recorded with
+the step, and computed again by its replay."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""What a policy says of the tokens of a micro-batch, padded or packed, as arrays of one form.
-
-A reward model's scores of a micro-batch, and their loss.
-
-Log-probabilities of tokens, and the entropy of the distributions that they are of. Pure torch.
-"""
+"""What a policy says of the tokens of a micro-batch, padded or packed, as arrays of one form:
+log-probabilities and entropies of tokens, or a reward model's scores and their loss."""
 
 from __future__ import annotations
 

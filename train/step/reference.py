@@ -1,14 +1,12 @@
-"""Renews the reference of an algorithm: every so many steps the policy's newest version takes its place.
+"""The reference of an algorithm: when it is renewed, and how it runs in processes of its own.
 
-The manifest of each step holds the version that it used, so a replay needs nothing else. Source: the hard
-update of Gorbatovski et al. 2024 (arXiv:2404.09656), there for DPO; `ref_update_interval` of TRL's
-`ref_model_sync_steps`.
+Every so many steps the policy's newest version takes the reference's place. The manifest of each step holds
+the version that it used, so a replay needs nothing else. Source: the hard update of Gorbatovski et al. 2024
+(arXiv:2404.09656), there for DPO; `ref_update_interval` of TRL's `ref_model_sync_steps`.
 
-The reference of an algorithm in processes of its own: it says what it says of samples while the policy
-computes.
-
-It is one copy of the model, laid out over its ranks as the policy is, so its numbers are, to the bit, those
-of the policy's process with the reference's weights in place: a replay needs no second process.
+In processes of its own the reference scores samples while the policy computes. It is one copy of the model,
+laid out over its ranks as the policy is, so its numbers are, to the bit, those of the policy's process with
+the reference's weights in place: a replay needs no second process.
 
     python -m rollbook.train.step.reference HOST PORT RANK COUNT LEADER
 """

@@ -1,13 +1,8 @@
 """A cassette as an HTTP server: OpenAI's and Anthropic's endpoints, answered from recorded trajectories.
 
 Nothing is recorded. What an agent says of its trajectory (its end, rewards, labels) is taken and forgotten,
-so that a program which records itself runs unchanged.
-
-Serves a cassette until it is interrupted.
-
-What of a cassette was asked for, for machines.
-
-A real engine behind a cassette: what was not recorded is passed on to it, byte for byte.
+so that a program which records itself runs unchanged. What was not recorded may be passed on to a real
+engine, byte for byte. What was asked for is reported for machines.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Recorded trajectories as a source of answers: which recorded request a new one is. No I/O.
+"""Recorded trajectories as a source of answers: which recorded request a new one is, or which comes nearest
+to it and how the two differ. No I/O.
 
 A request is answered from the trajectory that it names, if there is one of that name or id; else from the one
 that the same agent was answered from before, if that has it; else from the first that has it. The k-th time
 that the same request comes it gets the k-th recorded answer, and after the last one the last one again.
-
-The recorded request that comes nearest to one that was not recorded, and how the two differ.
 """
 
 from __future__ import annotations

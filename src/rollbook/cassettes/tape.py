@@ -1,18 +1,14 @@
-"""A recorded trajectory as the requests that came and how each was answered.
+"""A recorded trajectory as the requests that came and how each was answered, read from a store.
 
 Turns of one request are one entry: the choices of `n > 1`. A turn that was started over on another engine
 counts as the one that took its place.
 
-What a client was answered when a recorded turn failed, read from the recorded error.
+Where a turn failed, its answer is made from the recorded error. The log keeps an error's text: an upstream's
+begins with the status that it answered with; one of the proxy's own is the error as Python writes it, and the
+proxy answers each kind of error in one way.
 
-The log keeps an error's text. An upstream's begins with the status that it answered with; one of the proxy's
-own is the error as Python writes it, and the proxy answers each kind of error in one way.
-
-The ids that an upstream gave a reply and its parts, beside those that this code makes of the turn's.
-
-An agent names what it was given in its next request, so a reply from a cassette has the recorded ids.
-
-Reads trajectories of a store as tapes.
+Ids that an upstream gave a reply and its parts are kept beside those that this code makes of the turn's: an
+agent names what it was given in its next request, so a reply from a cassette has the recorded ids.
 """
 
 from __future__ import annotations

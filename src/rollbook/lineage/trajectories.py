@@ -1,7 +1,4 @@
-"""The lineage of a trajectory, or of one of its samples.
-
-The lineage of one sampled token.
-"""
+"""The lineage of a trajectory, of one of its samples, or of one sampled token."""
 
 from __future__ import annotations
 

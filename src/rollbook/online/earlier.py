@@ -1,7 +1,5 @@
-"""What an earlier start of a run left running on this host: found by the locks that its processes hold.
-
-One start of a run: the mark of all that it starts, and the guard that ends what outlives it.
-"""
+"""What the starts of a run leave on this host: the mark of all that a start begins, the guard that ends what
+outlives it, and what an earlier start left running, found by the locks that its processes hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The parts of a run: what is started for each, in which order.
-
-Starts the parts of a run in order, keeps them running, and stops them in the other order.
-"""
+"""The parts of a run: what is started for each, in which order, how they are kept running, and how they are
+stopped in the other order."""
 
 from __future__ import annotations
 

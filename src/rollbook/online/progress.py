@@ -1,7 +1,7 @@
 """How a run goes, as one looks at it while it does: a fold of its log. Pure.
 
-What a run waits for, as text made of its state (parts, an evaluation, groups, a step, room), and when that
-is said. Pure.
+It also says what a run waits for, as text made of its state (parts, an evaluation, groups, a step, room), and
+when that is said.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""The CONFIG of `rollbook rollout`: which tasks, which agent, how it is started, watched and scored.
+"""The CONFIG of `rollbook rollout`: which tasks, which agent (`[agent]`), how it is started and watched, and
+what its reward is made of (`[[score]]`).
 
 The docstring under a key is what the page of keys says of it.
-
-What all tables of a CONFIG have in common.
-
-The docstring under a key is what the page of keys says of it.
-
-`[agent]` of a CONFIG: what is run for each trajectory, where, and how it is kept.
-
-`[[score]]` of a CONFIG: what a reward is made of.
 """
 
 from __future__ import annotations

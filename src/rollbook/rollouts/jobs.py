@@ -1,7 +1,5 @@
-"""What it is to run an agent: what is given to it, how its end is waited for, and the clocks that end it.
-
-What the proxy sees of trajectories while their agents run, from its log: the clocks go by it.
-"""
+"""What it is to run an agent: what is given to it, how its end is waited for, and the clocks that end it,
+which go by what the proxy's log says of its trajectory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""How a rollout ended, and what that means for its trajectory. Pure.
-
-What a scorer is given of a rollout, beside its task. Pure.
-"""
+"""How a rollout ended, what that means for its trajectory, and what a scorer is given of it beside its task.
+Pure."""
 
 from __future__ import annotations
 

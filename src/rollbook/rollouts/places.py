@@ -1,7 +1,5 @@
-"""The places of rollouts, and what the log says of each: who runs it, and what is left to do.
-
-How far rollouts are, for whoever looks.
-"""
+"""The places of rollouts, and what the log says of each: who runs it, what is left to do, and how far all of
+them are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What rollouts say to a proxy, and ask of it, over HTTP alone.
 
-Requests to a proxy, over connections that are kept: hundreds of agents ask through one client at once.
+Connections are kept: hundreds of agents ask through one client at once.
 """
 
 from __future__ import annotations

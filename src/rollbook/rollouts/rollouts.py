@@ -1,9 +1,7 @@
 """All rollouts of a CONFIG: each place of each group is run, scored and told to the log, until none is left.
 
-Nothing is known here that the log does not know: a process that is started again goes on from it.
-
-Watches how many launches fail: warns, and stops rollouts whose infrastructure is gone, before they use up
-every attempt on it.
+Nothing is known here that the log does not know: a process that is started again goes on from it. Where many
+launches fail it warns, and it stops rollouts whose infrastructure is gone before they use up every attempt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Scores of ended rollouts: components, each by a function, a program or a judge, and their weighted sum.
-
-Judges of what agents did: somebody's service, and a model that is asked through a proxy.
-"""
+"""Scores of ended rollouts: components and their weighted sum, each by a function, a program or a judge (a
+service, or a model that is asked through a proxy)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The tasks of rollouts, read from files or made by a function.
-
-Tasks in folders as Harbor has them: `task.toml`, `instruction.md`, `environment/` and `tests/test.sh`.
-"""
+"""The tasks of rollouts, made by a function or read from files, among them folders as Harbor has them:
+`task.toml`, `instruction.md`, `environment/` and `tests/test.sh`."""
 
 from __future__ import annotations
 

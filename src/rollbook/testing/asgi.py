@@ -1,7 +1,5 @@
-"""Minimal ASGI helpers for scripted servers, and uvicorn in a thread.
-
-Loopback ports for servers that are told which port to take.
-"""
+"""Scripted ASGI servers: what they have in common, uvicorn in a thread, and loopback ports for servers that
+are told which port to take."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ Per run and policy version, at any cut,
 in tokens of completed turns. What decides is what the trainer does: a turn belongs to the sample of the first
 leaf above it in turn order, and is decided with that sample by each committed attempt that consumed or
 dropped it and was not abandoned since, if it had been delivered by the cut of the attempt's plan (before that
-it was masked). Tests and benchmarks hold the SQL view `ledger` against it: it shares no code with that.
-
-Trajectories that a training of groups had to decide on, and did not: a part of the ledger. Pure.
+it was masked). Trajectories that a training of groups had to decide on, and did not, are a part of the
+ledger. Tests and benchmarks hold the SQL view `ledger` against it: it shares no code with that.
 """
 
 from __future__ import annotations

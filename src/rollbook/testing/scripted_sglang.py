@@ -1,14 +1,13 @@
 """A scripted server of SGLang's native protocol (0.5.23), for tests and benchmarks: no model, little CPU.
 
-It answers `POST /generate` and the routes that control a server, in the shapes of the real one; what it
-"samples" comes from a script (`testing.scripted_job`). As a process of its own, on a port that it prints:
+It answers `POST /generate` and the routes that control a server, in the shapes of the real one, with its
+chunks, failures, and aborts when the client disconnects; what it "samples" comes from a script
+(`testing.scripted_job`). As a process of its own, on a port that it prints:
 
     python -m rollbook.testing.scripted_serve --port 0 --length 64 --stop-id 2
 
 or in this one: `with serving(ScriptedSGLang(script)) as url`. Differences: one request a body, no prompt
 logprobs, and the radix cache, grammar and sampling are not there: `cached_tokens` is the script's.
-
-Sends the replies of a scripted SGLang: chunks, failures, and the abort when the client disconnects.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 With `Options.weights` it starts from the tensors of its model directory and keeps, of every tensor, SGLang's
 checksum: q, k and v merged in `qkv_proj`, gate and up in `gate_up_proj`, experts in `w13_weight` and
 `w2_weight`, vocabularies padded to a multiple of 64 rows. Tensors that it has no place for are passed over
-without a word, as in the real one.
-
-Faults of a scripted server: a route that hangs, fails, takes a tensor wrong, or ends the process.
+without a word, as in the real one. Faults may be scripted: a route hangs, fails, takes a tensor wrong, or
+ends the process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Plays rollouts of a verifiers environment: `python -P verifiers_worker.py PORT WORDS...`.
-
-The words are being vf-eval's.
+"""Plays rollouts of a verifiers environment: `python -P verifiers_worker.py PORT WORDS...`, with the words of
+vf-eval.
 
 It runs with verifiers and without Rollbook. Each line that it is sent is a rollout to play, or to cancel;
 each that it sends says how one ended. What a rollout is, and what it is worth, is the environment's affair.

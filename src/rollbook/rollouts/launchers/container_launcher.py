@@ -1,10 +1,8 @@
 """Agents in containers of Docker or podman: one for each launch, which is gone once the launch is.
 
-The client that starts a container and shows what it prints runs under a keeper, as agents of this host do: it
-ends the container, and removes it, also when this process is killed. What even the keeper could not remove is
-found by its label.
-
-Docker or podman by its command line: what is there, images, containers by label.
+The engine is asked by its command line. The client that starts a container and shows what it prints runs
+under a keeper, as agents of this host do: it ends the container, and removes it, also when this process is
+killed. What even the keeper could not remove is found by its label.
 """
 
 from __future__ import annotations

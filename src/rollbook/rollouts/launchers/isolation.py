@@ -1,9 +1,8 @@
-"""How far an agent can be kept from others on this host, and the command lines that do it.
+"""How far an agent can be kept from others on this host, the command lines that do it, and agents as another
+user of the host.
 
 What works is tried, not guessed: whether namespaces may be made depends on the kernel, on AppArmor and on the
 container that all of this runs in. Each level is tried once per process; it takes some 20 ms.
-
-Agents as another user of this host: who that is, and what becomes theirs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Agents as processes of this host, each with a keeper (`reaper.py`) between it and this process.
 
-What a launch takes of the disk, which no kernel bounds by folder: it is measured, every few seconds.
+What a launch takes of the disk, which no kernel bounds by folder, is measured every few seconds.
 """
 
 from __future__ import annotations
