@@ -225,15 +225,15 @@ def _not_finite(fabric: Any, log: Store, patch: pytest.MonkeyPatch, way: str) ->
 
     right, spoilt = trainer.run_step, list[int]()
 
-    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+    def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         if not spoilt:
-            spoilt.append(plan.step)
+            spoilt.append(settings.version)
             of = batch.experience
             values = of.advantages.values.astype(np.float64)
             values[2] = np.inf
             spoilt_of = replace(of, advantages=replace(of.advantages, values=values))
-            return right(policy, plan, replace(batch, experience=spoilt_of), **options)
-        return right(policy, plan, batch, **options)
+            return right(policy, settings, replace(batch, experience=spoilt_of), **options)
+        return right(policy, settings, batch, **options)
 
     patch.setattr(trainer, "run_step", spoils)
     fabric.append(log, fabric.rollout_records(6, 4, first=400 if way == "skip" else 500), run=way)
