@@ -1,5 +1,4 @@
-"""Scripted engines and servers, and a second ledger: for tests and benchmarks, in projects of users too."""
+"""Scripted engines and servers, and a second ledger: for tests and benchmarks, in projects of users too.
 
-from rollbook.testing.ledger import fold_ledger
-
-__all__ = ["fold_ledger"]
+It imports nothing: pytest loads the plugin of cassettes from here in every run.
+"""

@@ -40,6 +40,8 @@ from rollbook.store.events.erased import TOKENS_ERASED
 from rollbook.store.fold.ownership import OwnershipChain, Position
 from rollbook.store.sql.balance import TERMS
 
+__all__ = ["fold_ledger"]
+
 Training = tuple[str, str, int]
 """Run, policy, and how many trajectories make up a group."""
 
