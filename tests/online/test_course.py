@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from rollbook.cli.online.run import lines_of
-from rollbook.online.progress import RunProgress
+from rollbook.online.progress import KINDS, RunProgress
 from rollbook.store.events import (
     EvalFinished,
     EvalStarted,
@@ -47,6 +47,12 @@ def dropped(trajectory: str) -> SampleDropped:
     """A sample of it is not used."""
     values: dict[str, Any] = {field.name: None for field in fields(SampleDropped)}
     return SampleDropped(**values | {"trajectory_id": trajectory, "rule": "too_stale"})
+
+
+def test_what_is_read_of_the_log() -> None:
+    """What the screen shows, and nothing of checkpoints and retirements, which it does not."""
+    assert {"step.committed", "eval.started", "launch.ended", "reward.assigned"} <= KINDS
+    assert not {"checkpoint.written", "checkpoint.removed", "step.retired", "stop.fired"} & KINDS
 
 
 def test_groups() -> None:

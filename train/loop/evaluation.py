@@ -16,8 +16,7 @@ import torch
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import parse_cut
 from rollbook.store.events import EvalFinished, EvalSampled, EvalStarted, Json
-from rollbook.store.fold.history import CAME_TO_AN_END, EvaluatedAgents, History
-from rollbook.store.fold.history import EVALUATION_KINDS as KINDS
+from rollbook.store.fold.history import CAME_TO_AN_END, EVALUATION_KINDS, EvaluatedAgents, History
 from rollbook.store.log.tail import Filter
 from rollbook.store.patience import Patience, waits
 from rollbook.store.sql.query import connect_at
@@ -238,7 +237,7 @@ def await_agents(
     """
     assert config.evaluation is not None
     version, wait_s, agents = trainer.version, config.evaluation.wait_s, EvaluatedAgents()
-    with log.tail(log.head(), Filter(KINDS | {EvalSampled.KIND}, run=config.run)) as tail:
+    with log.tail(log.head(), Filter(EVALUATION_KINDS | {EvalSampled.KIND}, run=config.run)) as tail:
         trainer.have_served()
         trainer.write(EvalStarted(config.policy, version, trainer.phase))
         began = time.monotonic()

@@ -30,11 +30,10 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
-from rollbook.store.fold import history
-from rollbook.store.fold.history import EvaluatedAgents
+from rollbook.store.fold.history import EVALUATION_KINDS, EvaluatedAgents
 from rollbook.store.patience import SAY_AFTER_S, SAY_AGAIN_S, Patience, waits
 
-KINDS = history.KINDS | frozenset(
+KINDS = EVALUATION_KINDS | frozenset(
     record.KIND
     for record in (
         *(RunOpened, StepPlanned, StepCommitted, StepFailed, SyncFinished, EvalStarted, EvalFinished),
