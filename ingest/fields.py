@@ -1,7 +1,4 @@
-"""The shapes of what clients send, checked at the HTTP edge and nowhere else.
-
-The shapes of what a launcher sends, checked at the HTTP edge and nowhere else.
-"""
+"""The shapes of what clients and launchers send, checked at the HTTP edge and nowhere else."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.keys import Keys
 from rollbook.edge.web_pages import Own
 from rollbook.ingest.recording.recorder import Recorder
@@ -68,14 +69,9 @@ class ProxyOptions:
     redactor: Redactor = field(default_factory=Redactor)
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
-    @property
-    def body_limits(self) -> dict[str, Any]:
-        """What bounds bodies, by the arguments of `BodyRoom`."""
-        return {
-            "most": self.max_body_bytes,
-            "total": self.max_bodies_bytes,
-            "silence_s": self.body_timeout_s,
-        }
+    def body_budget(self) -> BodyBudget:
+        """A budget of its own for bodies, within these limits."""
+        return BodyBudget(self.max_body_bytes, self.max_bodies_bytes, self.body_timeout_s)
 
     @property
     def naming(self) -> tuple[str, ...]:

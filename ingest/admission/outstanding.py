@@ -1,6 +1,6 @@
 """A run's prompt groups that were admitted and are neither used nor dropped: a fold. Pure.
 
-The online training that a run's log says is under way. Pure.
+Which online training is under way follows from the run's log as well.
 """
 
 from __future__ import annotations

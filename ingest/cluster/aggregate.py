@@ -126,14 +126,14 @@ def merged(pages: Iterable[tuple[int, bytes]]) -> list[Metric]:
     return list(families.values())
 
 
-def add_whole(app: FastAPI, whole: WorkerAggregate, recorder: Recorder) -> None:
+def add_aggregate(app: FastAPI, aggregate: WorkerAggregate, recorder: Recorder) -> None:
     """Add /healthz and /metrics."""
     own, redactor, secret = whose(recorder), recorder.redactor, store_secret(recorder.store.path, PROVING)
     named = {"store": own.store} | ({"start": own.start} if own.start else {})
 
     @app.get("/healthz")
     async def healthz(request: Request, response: Response) -> Json:
-        details = await whole.health() | named
+        details = await aggregate.health() | named
         if (word := request.headers.get(ASKS)) is not None:
             response.headers[PROVES] = proof(secret, word, own)
         failing = details["status"] != OK
@@ -144,7 +144,7 @@ def add_whole(app: FastAPI, whole: WorkerAggregate, recorder: Recorder) -> None:
 
     @app.get("/metrics")
     async def page() -> Response:
-        return await whole.metrics()
+        return await aggregate.metrics()
 
 
 NAMED_BYTES = 1 << 16

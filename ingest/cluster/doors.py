@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _OF_ROUTING = frozenset({"path_params", "endpoint", "route", "router"})
 
 
-def add_sending_on(app: FastAPI, peers: Peers, room: BodyBudget, failed: Callable[[Exception], None]) -> None:
+def add_forwarding(app: FastAPI, peers: Peers, room: BodyBudget, failed: Callable[[Exception], None]) -> None:
     """Have requests sent on that belong to another proxy. Add the guards after that: they come before it.
 
     Args:

@@ -109,7 +109,7 @@ class Peers:
     Attributes:
         naming: the headers that name a trajectory.
         duties: what is done by whoever holds the first seat.
-        cleaned, knows: see `http.siblings.Others`; the application sets them.
+        cleaned, knows: see `RequestRouter`; the application sets them.
         keeps_headers: replies have no headers of the server's own.
     """
 
@@ -395,7 +395,7 @@ class ProxyAwayError(RequestError):
 
 @dataclass(slots=True, eq=False)
 class PeerBus:
-    """One proxy's end: see `workers.asks.Asks`; numbers are those of seats."""
+    """One proxy's end: see `Asks`; numbers are those of seats."""
 
     seats: ShardLeases
     _handlers: dict[str, Handler] = field(default_factory=dict)

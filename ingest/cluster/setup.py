@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
-from rollbook.ingest.cluster.doors import add_peers, add_sending_on, counted
+from rollbook.ingest.cluster.doors import add_forwarding, add_peers, counted
 from rollbook.ingest.cluster.peers import Peers
 from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.endpoints.registry import error_body
@@ -36,7 +36,7 @@ def join(
     if others is not None:
         others.cleaned, others.knows = options.redactor.text, knows
     if isinstance(others, Peers):
-        add_sending_on(app, others, room, counted(metrics.failed, metrics.refused))
+        add_forwarding(app, others, room, counted(metrics.failed, metrics.refused))
 
 
 def add_all_guards(
@@ -73,5 +73,5 @@ async def meeting(others: Cluster | None) -> AsyncIterator[None]:
 
 
 def health(others: Cluster | None) -> Json:
-    """What /healthz says of other proxies; of other workers `http.whole` does."""
+    """What /healthz says of other proxies; of other workers `aggregate` does."""
     return {"proxies": others.seats.states()} if isinstance(others, Peers) else {}

@@ -1,7 +1,4 @@
-"""What OpenAI's APIs have in common in their replies: usage, finish reasons. Pure.
-
-What a request gives the chat template besides messages and tools. Pure.
-"""
+"""What OpenAI's APIs have in common: usage, finish reasons, what a request gives the chat template. Pure."""
 
 from __future__ import annotations
 

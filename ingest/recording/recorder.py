@@ -6,7 +6,7 @@ what becomes of another's. What is in memory here is a fold of the log: a restar
 goes on with the trajectories that are still open. A trajectory of which an append failed is read back too,
 before it is used again, so that memory never says more than the log.
 
-Finishes trajectories that had no traffic for too long, so that nothing waits for them for ever.
+Trajectories that had no traffic for too long are finished, so that nothing waits for them for ever.
 """
 
 from __future__ import annotations

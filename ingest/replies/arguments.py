@@ -1,12 +1,12 @@
-"""JSON as sampled text: where an object ends, and its members' values verbatim.
+"""Arguments of calls as sampled text: JSON, and bare text typed by the tool's schema.
+
+Of JSON: where an object ends, and its members' values verbatim.
 
 Nothing here recurses, so that what is read does not depend on how deep the caller's stack is; orjson
 judges validity and refuses nesting beyond 1024, NaN, infinities and halves of surrogate pairs.
 
-Arguments sampled as bare text, typed by the tool's JSON schema.
-
-Such families write the string "5" and the number 5 alike. Where the schema says string and nothing else,
-the text is the string. Elsewhere (and where the schema says nothing) it is read as JSON, its spelling
+Families of bare text write the string "5" and the number 5 alike. Where the schema says string and nothing
+else, the text is the string. Elsewhere (and where the schema says nothing) it is read as JSON, its spelling
 kept, or as one of Python's True, False and None, which some templates print; else it is a string.
 """
 

@@ -1,13 +1,12 @@
-"""Which parser reads a model's replies: the family detected from its chat template, or one that the operator
-names.
+"""Which parser reads a model's replies: the family detected from its chat template, or one that the
+operator names.
 
 A family of ours comes first, since it streams; where there is none for a model, and it ships a response
 template of its own, transformers reads that, if it is installed.
 
-Detects a model's family from its chat template's source; and the families by name.
-
-A template shows how its model spells calls: in its instructions, and where it renders earlier calls. The
-first rule that fits counts. A template that fits none gives `plain`: reasoning, and all else content.
+A family is detected from the template's source. It shows how its model spells calls: in its instructions, and
+where it renders earlier calls. The first rule that fits counts. A template that fits none gives `plain`:
+reasoning, and all else content.
 """
 
 from __future__ import annotations

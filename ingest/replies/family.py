@@ -7,11 +7,10 @@ A parser is a pure function of the sampled text. It never raises: a call that ca
 content, flagged, since the sampled tokens are on record elsewhere. Streaming is the same function with
 `final=False`: of any prefix of a text it returns only what the whole text's parse begins with.
 
-Reasoning blocks in front of the answer: `<think>...</think>` and `[THINK]...[/THINK]`.
-
-Only a block at the very start counts, white space aside; a later `<think>` is text. White space around
-the reasoning is trimmed, and so are line feeds between it and the answer, as templates add them. An
-empty block gives an empty reasoning, not None: it was sampled.
+Reasoning stands in front of the answer: `<think>...</think>` or `[THINK]...[/THINK]`. Only a block at the
+very start counts, white space aside; a later `<think>` is text. White space around the reasoning is trimmed,
+and so are line feeds between it and the answer, as templates add them. An empty block gives an empty
+reasoning, not None: it was sampled.
 """
 
 from __future__ import annotations

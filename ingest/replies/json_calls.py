@@ -1,4 +1,6 @@
-"""Hermes, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""Families whose calls are JSON: Hermes, Llama 3, Mistral.
+
+Hermes, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 Llama 3: the whole reply is a call, `{"name": ..., "parameters": {...}}`, or several with `;` between.
 

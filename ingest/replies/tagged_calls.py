@@ -1,4 +1,6 @@
-"""GLM-4.5 and later: a name, then keys and values as tags, values as bare text.
+"""Families whose calls are tags: GLM, and Qwen3-Coder with those after it.
+
+GLM-4.5 and later: a name, then keys and values as tags, values as bare text.
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>

@@ -3,12 +3,11 @@
 A feed at rest holds a cut and nothing else: it can be put aside at any time, and goes on behind the last
 event that it handed out.
 
-Sends feeds to clients, which may be slow or stop reading.
-
-Everything that reads the log runs in worker threads, one message at a time and only when the client has taken
-the one before. What a stream holds is bounded: one message, and what reading needs, which is kept for a few
-streams alone; the others rest at their cut and read on from there. A client that takes nothing is let go. All
-clients that wait are woken by one look at the watermarks.
+Feeds are sent to clients, which may be slow or stop reading. Everything that reads the log runs in worker
+threads, one message at a time and only when the client has taken the one before. What a stream holds is
+bounded: one message, and what reading needs, which is kept for a few streams alone; the others rest at their
+cut and read on from there. A client that takes nothing is let go. All clients that wait are woken by one look
+at the watermarks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 
-from rollbook.edge.bodies import BodyBudget, PacedBodies
+from rollbook.edge.bodies import PacedBodies
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Keys
 from rollbook.engines.engine import Engine
@@ -20,7 +20,7 @@ from rollbook.ingest.access import run_guard
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
 from rollbook.ingest.cluster.admitting import GateServer, RemoteGate
-from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_whole, only_for, whose
+from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_aggregate, only_for, whose
 from rollbook.ingest.cluster.peers import Peers
 from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
@@ -67,7 +67,7 @@ def build_app(
     options = (options or ProxyOptions()).recorded_by(recorder)
     gate = _gate(turn_runner, others)
     resolver = RequestResolver(recorder, options, gate if options.admission else None, others)
-    metrics, room = Metrics(), BodyBudget(**options.body_limits)
+    metrics, room = Metrics(), options.body_budget()
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
@@ -249,4 +249,4 @@ def _add_health(
         return turn_runner.engine.policy_version()
 
     recorder = turn_runner.recorder
-    add_whole(app, WorkerAggregate(siblings, metrics, recorder, details, version), recorder)
+    add_aggregate(app, WorkerAggregate(siblings, metrics, recorder, details, version), recorder)

@@ -153,7 +153,7 @@ def _recorder(
 
 
 def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announce) -> None:
-    """Serve as one of several proxies of the run: see `ingest.peers`."""
+    """Serve as one of several proxies of the run: see `ingest.cluster.peers`."""
     options = proxy.options
     log = store.open(options.store, create=True)
     place = Place(options.number, len(options.proxies))

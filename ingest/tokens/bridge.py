@@ -5,13 +5,11 @@ a sentinel, once alone and once followed by the new messages; what follows the s
 token is the text to append. A bridge only appends. On any doubt it is refused with a reason, and the
 request becomes a new root: one more sample, never a wrong token.
 
-The part of a long conversation that decides how its next messages are rendered. Pure.
+Of a long conversation only the part that decides is rendered. Chat templates look at the system messages, at
+the last thing the user said, and at the messages around the end; what a bridge appends rarely depends on
+anything between. Whether that holds for a template is tried, not assumed: see `Bridges`.
 
-Chat templates look at the system messages, at the last thing the user said, and at the messages around the
-end; what a bridge appends rarely depends on anything between. Whether that holds for a template is tried,
-not assumed: see `Bridges`.
-
-A chat template that remembers what it rendered, for a trial that asks for the same many times. Pure.
+A trial asks a template for the same many times, so what was rendered is remembered.
 """
 
 from __future__ import annotations

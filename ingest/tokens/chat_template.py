@@ -3,15 +3,14 @@
 The template runs in the sandbox and with the extras that Hugging Face templates expect: `tojson`
 without HTML escapes, `raise_exception`, `strftime_now`, the `generation` block and loop controls.
 
-Encodes long texts piece by piece, with the ids that the whole has.
+Long texts are encoded piece by piece, with the ids that the whole has. A tokenizer takes about 500 bytes a
+token while it encodes, so that a text of megabytes would take hundreds. A text is cut only where a word
+begins, as the tokenizer itself splits it, well before the end of what it was shown, and only where what
+follows has the same ids with and without what stands before. Words are encoded by themselves, and the letters
+around them decide where they end: so the ids are those of the whole. Where no such place is found, the whole
+is encoded at once.
 
-A tokenizer takes about 500 bytes a token while it encodes, so that a text of megabytes would take hundreds.
-A text is cut only where a word begins, as the tokenizer itself splits it, well before the end of what it
-was shown, and only where what follows has the same ids with and without what stands before. Words are encoded
-by themselves, and the letters around them decide where they end: so the ids are those of the whole. Where no
-such place is found, the whole is encoded at once.
-
-Refuses text that is far longer than a model's context before ids are made of it.
+Text that is far longer than the model's context is refused before ids are made of it.
 """
 
 from __future__ import annotations

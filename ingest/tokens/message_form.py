@@ -12,12 +12,11 @@ place:
 
 The log holds messages as they were sent; this form is made of them anew wherever it is needed.
 
-A normal form of chat messages, for matching a request to its parent turn only, never for rendering.
-
-Clients re-serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a
-string, extra keys. Two messages with one normal form say the same thing. White space in content counts.
-Reasoning is not part of it: many clients drop it, so it is compared apart, by `reasoning_fits`. Nor are names
-and ids: whether they count depends on what the template reads, which `TemplateTraits.same` compares.
+A second, normal form is for matching a request to its parent turn only, never for rendering. Clients re-
+serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a string, extra
+keys. Two messages with one normal form say the same thing. White space in content counts. Reasoning is not
+part of it: many clients drop it, so it is compared apart, by `reasoning_fits`. Nor are names and ids: whether
+they count depends on what the template reads, which `TemplateTraits.same` compares.
 """
 
 from __future__ import annotations

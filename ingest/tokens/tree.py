@@ -3,7 +3,7 @@
 Matching goes by a hash chain over the messages' normal form, deepest turn first; the ids of the
 matched turn are kept as they are and a bridge is appended. See `ingest.tokens.bridge` for what makes a root.
 
-Raw prompts, which no chat template shapes: text, or ids that may go on from an earlier turn's. Pure.
+Raw prompts, which no chat template shapes, are text, or ids that may go on from an earlier turn's.
 """
 
 from __future__ import annotations

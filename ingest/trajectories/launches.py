@@ -2,7 +2,7 @@
 
 A launcher may repeat what it is not sure of: what the log says already is not said again.
 
-How far rollouts of one name are, as the log has it: by SQL, since a launcher that begins again is to wait
+How far rollouts of one name are is asked of the log by SQL, since a launcher that begins again is to wait
 seconds for it, however many launches there were.
 """
 

@@ -2,9 +2,7 @@
 
 Open ones are all here by name. Their contents are kept within a budget: the least recently used of those in
 which nothing is under way go first, and are read back from the log when they are asked for again. Of
-finished ones there is what `trajectories.ended_names` holds.
-
-The names of a run's trajectories that are finished: in bounded memory, however many they are.
+finished ones there are the names (`EndedNames`), in bounded memory, however many they are.
 """
 
 from __future__ import annotations

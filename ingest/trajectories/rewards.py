@@ -3,7 +3,7 @@
 A reward is a new event, also when it comes late or takes another one's place: what was trained before keeps
 the one it had at its cut.
 
-A trajectory as who judges it sees it: its conversations and its rewards, as plain JSON values.
+Who judges a trajectory is shown its conversations and its rewards, as plain JSON values.
 """
 
 from __future__ import annotations

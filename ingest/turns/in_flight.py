@@ -1,8 +1,7 @@
 """A request that is being answered: its turns as they are sampled, and who waits for them.
 
-A completed, durable turn, and what every API's reply takes from it.
-
-A reply is made from the turn's two events alone, so a retry after a crash gets the same reply.
+Every API's reply is made from a completed, durable turn: from its two events alone, so a retry after a
+crash gets the same reply.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Messages and tools are in the form of OpenAI's chat completions, which the chat templates read; so the same
 conversation gives the same trajectory through every endpoint.
 
-Limits of one request: counts and sizes, generous for every agent. Pure.
+Its limits, counts and sizes, are generous for every agent.
 """
 
 from __future__ import annotations

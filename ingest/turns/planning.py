@@ -1,7 +1,4 @@
-"""How a request becomes a prompt, and how its completions will be read. Pure.
-
-Whether a request is a client's retry. Pure.
-"""
+"""How a request becomes a prompt, how its completions will be read, and whether it is a retry. Pure."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.forwarding import plain_session
 from rollbook.ingest.access import run_guard
-from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_whole
+from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_aggregate
 from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
 from rollbook.ingest.options import ProxyOptions
@@ -52,7 +51,7 @@ def build_upstream_app(
     metrics, resolver, room = (
         Metrics(),
         RequestResolver(recorder, options, None, others),
-        BodyBudget(**options.body_limits),
+        options.body_budget(),
     )
     guard = run_guard(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
@@ -76,7 +75,7 @@ def build_upstream_app(
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     details = partial(_details, recorder, routes, others)
     siblings = others if isinstance(others, Siblings) else None
-    add_whole(app, WorkerAggregate(siblings, metrics, recorder, details), recorder)
+    add_aggregate(app, WorkerAggregate(siblings, metrics, recorder, details), recorder)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     add_all_guards(app, others, options, guard, metrics)

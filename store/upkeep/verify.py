@@ -4,7 +4,7 @@ Of a sealed unit: its place among the others (segments, sequence numbers, chain)
 sha256, its Parquet pages, and that it holds each sequence number once. Of a WAL file, sealed or not: every
 frame's checksum, chain and sequence numbers, and where it was sealed that it is what the manifest says. A
 lane's first fault is reported, and noted in the lane; the note is taken away when the lane is whole again.
-A fault of a WAL file whose events are in a unit that is whole says so: `upkeep.repair` takes the unit's.
+A fault of a WAL file whose events are in a unit that is whole says so: `repair_store` takes the unit's.
 
 No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
 a lease keeps the unit that is being read.

@@ -1,11 +1,10 @@
 """The files of one lane: its folder, lock, watermark and segments.
 
-The durable ends of all lanes at one instant: what makes `head` a closed cut.
-
-An event may name one of another lane that was durable before it: a parent, the adopted part of a
-trajectory, a superseded reward. Reading one watermark after the other could see the later event and not
-the earlier one. So all are read, again and again, until two passes agree: watermarks only grow, hence
-every lane stood where it stands in the instant between the two.
+`head` is a closed cut: the durable ends of all lanes at one instant. An event may name one of another lane
+that was durable before it: a parent, the adopted part of a trajectory, a superseded reward. Reading one
+watermark after the other could see the later event and not the earlier one. So all are read, again and again,
+until two passes agree: watermarks only grow, hence every lane stood where it stands in the instant between
+the two.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
 of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
-every other one carries events: as an Arrow IPC record batch message, or, where they are few, as rows
-(`wal.rows`). `docs/format.md` draws every byte.
-
-Row frames: a few events as plain bytes, where an Arrow batch would cost more than it is worth. Pure.
+every other one carries events: as an Arrow IPC record batch message, or, where they are few, as rows.
+`docs/format.md` draws every byte.
 
 Building and serializing an Arrow batch costs about the same for one event as for ten. A commit of fewer than
 `FEW` events is therefore written row by row, and made into a batch by whoever reads it. As a batch, an append

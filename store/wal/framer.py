@@ -2,7 +2,7 @@
 
 No file is touched here; the jobs it makes are for `wal.flusher`, in the order they were made.
 
-The newest event ids of a lane, which make appends idempotent.
+The newest event ids of a lane are held beside it, which make appends idempotent.
 """
 
 from __future__ import annotations

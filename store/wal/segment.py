@@ -1,6 +1,6 @@
 """One segment's WAL file as record batches, zero-copy out of the memory-mapped file.
 
-Verifies segments (frames, chain, sequence numbers), and describes the state of a lane.
+Segments are verified (frames, chain, sequence numbers), which says what state a lane is in.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A directory is written under a temporary name, made durable and renamed, so an existing one is complete. Its
 `rollbook.json` holds the digests of all tensors together and of each tensor; loading checks them. Weights may
 come as a stream: then one tensor is in memory at a time. Ranks may write their pieces instead
-(`checkpoints.sharded`): what is read is the same.
+(`checkpoints.shards`): what is read is the same.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 No traceback is printed. Of what was not foreseen it is kept in a file, which the line names; with
 ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
 
-Which extra of the package a command needs, of which a base install has none.
+A command that needs an extra of the package names it where the install has none.
 """
 
 from __future__ import annotations

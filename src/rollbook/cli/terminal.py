@@ -4,9 +4,7 @@ Every command prints through here. `Console` writes an escape for each character
 at the last moment, when all that is to be styled has its style; and takes no text for markup. JSON keeps its
 exact values: such a character is written there as JSON's own escape.
 
-Prints rows as a table: numbers right-aligned, long values cut, one value per line if too wide.
-
-Makes recorded text safe and short enough to print.
+Rows are printed as a table: numbers right-aligned, long values cut, one value per line if too wide.
 
 What agents send and models sample is not to be trusted: an escape sequence in it would drive the terminal it
 is printed on, and a right-to-left override would change what a line seems to say. So every character that is

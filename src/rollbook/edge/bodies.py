@@ -5,8 +5,7 @@ need none: they are in memory anyhow. Where all room is taken, what comes next w
 sender that has room and is slow loses it to those who wait. One body at a time may go on beyond the room, the
 one that has waited longest: so a burst of large bodies, all begun and none of them whole, comes to its end.
 
-Decodes bodies by their content encoding, within bounds: those of requests and of an upstream's replies.
-Pure.
+Bodies are decoded by their content encoding, within bounds: those of requests and of an upstream's replies.
 """
 
 from __future__ import annotations

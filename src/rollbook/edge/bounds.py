@@ -1,9 +1,8 @@
 """Bounds of what enters by HTTP: JSON's depth and weight, numbers, and work that grows with a body.
 
-Work whose time grows with a body is done beside the event loop where the body is large.
-
-It has threads of its own, one less than there are cores: however much of it there is, the loop has a core,
-and who waits for a thread for something small does not wait behind it.
+Work whose time grows with a body is done beside the event loop where the body is large. It has threads of its
+own, one less than there are cores: however much of it there is, the loop has a core, and who waits for a
+thread for something small does not wait behind it.
 
 A number that is none is refused; what no engine can compute with is refused or clamped.
 """

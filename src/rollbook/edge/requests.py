@@ -1,7 +1,4 @@
-"""How many requests are answered at once.
-
-A client that may go away before it has its reply.
-"""
+"""How many requests are answered at once, and what becomes of one whose client goes away before its reply."""
 
 from __future__ import annotations
 

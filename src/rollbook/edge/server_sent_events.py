@@ -1,10 +1,9 @@
-"""Server-sent events in a stream of bytes: the one reader for engines, upstreams' replies and a tail. Pure.
+"""Server-sent events as bytes, written and read: the one reader for engines, upstreams' replies and a
+tail. Pure.
 
 A library's reader would need one of ours beside it: httpx-sse reads the text of an httpx response, while
 engines are asked with aiohttp and an upstream's reply is read from the bytes that passed; and it holds a
 line of any length, while a stranger's stream must be given up at a bound.
-
-Server-sent events as bytes, written and read. Pure.
 """
 
 from __future__ import annotations

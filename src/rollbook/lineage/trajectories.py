@@ -66,7 +66,7 @@ def trajectory_lineage(
         ReplayError: the turn is no leaf, and no step consumed or dropped a sample by its name.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    told = read_told(log, connection, cut, trajectory_id)
+    told = read_snapshot(log, connection, cut, trajectory_id)
     turns, drops = tuple(told.turns.values()), told.drops
     uses = tuple(one.use for one in told.consumed)
     if leaf_turn_id is not None:
@@ -98,7 +98,7 @@ def trajectory_lineage(
     )
 
 
-def read_told(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> TrajectorySnapshot:
+def read_snapshot(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> TrajectorySnapshot:
     """What the log tells of a trajectory; reads only what holds its events, and the manifests that name it.
 
     Raises:
@@ -240,7 +240,7 @@ def token_lineage(
         ReplayError: the turn sampled no such token.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    told = read_told(log, connection, cut, trajectory_id)
+    told = read_snapshot(log, connection, cut, trajectory_id)
     turn, index = _find_token(told.trajectory, turn_id, index)
     done, origin = turn.completed, told.turns[turn.turn_id]
     assert done is not None

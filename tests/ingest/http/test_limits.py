@@ -281,7 +281,7 @@ def test_a_silent_sender_is_a_408(sent: int) -> None:
         leave, upload = asyncio.Event(), Upload(SIZE)
         leave.set()
         upload.send(sent)
-        await upload.run(BodyBudget(**options.body_limits), leave)
+        await upload.run(options.body_budget(), leave)
 
     with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
         asyncio.run(scenario())
@@ -295,7 +295,7 @@ def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> float:
         options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.2)
         leave, upload = asyncio.Event(), Upload(SIZE)
-        task = asyncio.create_task(upload.run(BodyBudget(**options.body_limits), leave))
+        task = asyncio.create_task(upload.run(options.body_budget(), leave))
         begun = time.monotonic()
         while not task.done():
             upload.send(1)

@@ -17,7 +17,7 @@ from rollbook.ingest.tokens.tree import TurnTree, grown
 from rollbook.ingest.turns.model_call import check_messages
 from rollbook.store.errors import RequestError
 
-from .test_real_templates import NAMES, STOCK, TOOLS
+from .test_real_templates import NAMES, ONE_OF_EACH, STOCK, TOOLS
 
 RealChat = Callable[[str], ChatTokenizer]
 
@@ -205,19 +205,7 @@ def _conversation(
     return made, texts
 
 
-@pytest.mark.more_but(
-    "deepseek_r1_distill",
-    "deepseekv3_training",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "llava_next",
-    "phi3_5",
-    "qwen2_5_training",
-    "qwen3",
-    "qwen3_8",
-)
+@pytest.mark.more_but(*ONE_OF_EACH)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_vanishes_without_a_word(real_chat: RealChat, name: str) -> None:
     """Each shape of a text is in the prompt of each template, and all of them make the same prompt.

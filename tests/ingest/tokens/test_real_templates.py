@@ -94,6 +94,11 @@ ALONE = (
 )
 STOCK = [name for name in EXPECTED if not name.endswith("_training")]
 NAMES = sorted([*STOCK, *(f"{name}_training" for name in STOCK if name not in ALONE)])
+ONE_OF_EACH = (
+    *("deepseek_r1_distill", "deepseekv3_training", "gemma3", "glm4moe", "gptoss", "llama3_1", "llava_next"),
+    *("phi3_5", "qwen2_5_training", "qwen3", "qwen3_8"),
+)
+"""One template of each family: these stay in `make test`."""
 
 
 def _call(number: int) -> dict[str, Any]:
@@ -138,18 +143,7 @@ def test_the_table_is_of_all_templates(templates: dict[str, str]) -> None:
     assert sorted(templates) == NAMES
 
 
-@pytest.mark.more_but(
-    "deepseek_r1_distill",
-    "deepseekv3_training",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "phi3_5",
-    "qwen2_5_training",
-    "qwen3",
-    "qwen3_8",
-)
+@pytest.mark.more_but(*ONE_OF_EACH)
 @pytest.mark.parametrize("name", NAMES)
 def test_which_transitions_have_a_bridge(real_chat: RealChat, name: str) -> None:
     """As the table says; and where there is a bridge, rendering the whole gives the very same ids."""
@@ -205,18 +199,7 @@ def _conversations(rng: random.Random) -> Iterator[tuple[list[Any], Any, list[An
             )
 
 
-@pytest.mark.more_but(
-    "deepseek_r1_distill",
-    "deepseekv3_training",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "phi3_5",
-    "qwen2_5_training",
-    "qwen3",
-    "qwen3_8",
-)
+@pytest.mark.more_but(*ONE_OF_EACH)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bridge_is_what_rendering_the_whole_appends(real_chat: RealChat, name: str) -> None:
     """Over odd texts: whatever the template does to the reply, the ids behind it are the bridge's."""
@@ -235,17 +218,7 @@ def test_a_bridge_is_what_rendering_the_whole_appends(real_chat: RealChat, name:
 # Recording over each of them -------------------------------------------------------------------------
 
 
-@pytest.mark.more_but(
-    "deepseek_r1_distill",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "llava_next",
-    "phi3_5",
-    "qwen3",
-    "qwen3_8",
-)
+@pytest.mark.more_but(*ONE_OF_EACH)
 @pytest.mark.parametrize("name", STOCK)
 def test_every_template_records_exactly(desk: Any, real_chat: RealChat, name: str) -> None:
     """With a bridge or without: a family that has none costs roots, and never a token."""

@@ -1,10 +1,6 @@
 """Draws a trajectory with Rich: a header, and its turns as a tree.
 
-Draws a turn's tokens: prompt tokens dim, sampled tokens coloured by their logprobs.
-
-Decodes single tokens for the terminal.
-
-Arranges turns as a tree for drawing.
+Of a turn's tokens those of the prompt are dim, sampled ones coloured by their logprobs.
 
 A conversation that never forks is one list, however long: a turn that is its parent's only continuation
 follows it on the same level. Only where a conversation goes on in several ways is each of them set in, and

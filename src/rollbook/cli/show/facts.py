@@ -1,7 +1,4 @@
-"""The facts of one trajectory, as frozen values and as JSON. Pure.
-
-Converts frozen values to plain JSON values. Pure.
-"""
+"""The facts of one trajectory, as frozen values and as JSON. Pure."""
 
 from __future__ import annotations
 

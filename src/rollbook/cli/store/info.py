@@ -1,11 +1,4 @@
-"""What `rollbook store info` prints.
-
-What `rollbook store rebuild-catalog` prints.
-
-What `rollbook store checkpoints` prints.
-
-What `rollbook store upload` and `rollbook store attach` print.
-"""
+"""What `rollbook store info`, `rebuild-catalog`, `checkpoints`, `upload` and `attach` print."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `rollbook store retain`, `retire` and `erase` print.
-
-`rollbook store secrets`: prints the secrets that were found, and the remedies.
-"""
+"""What `rollbook store retain`, `retire`, `erase` and `secrets` print."""
 
 from __future__ import annotations
 

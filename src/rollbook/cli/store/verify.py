@@ -103,7 +103,7 @@ def run_repair(path: Path, as_json: bool) -> int:
 
     Raises:
         NotAStoreError: there is none.
-        LaneLockedError, UpkeepError, RemoteError: as `upkeep.repair`.
+        LaneLockedError, UpkeepError, RemoteError: as `upkeep.verify`.
     """
     log = open_store(path)
     with _progress(log) as on_bytes:

@@ -2,8 +2,6 @@
 
 The guard before the application decides who may use them. Each that changes something is recorded before it
 is answered, done or refused: who set which weights is in the log.
-
-SGLang's routes that change an engine's weights and verify them, over the embedded engine.
 """
 
 from __future__ import annotations

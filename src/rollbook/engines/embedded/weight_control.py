@@ -2,7 +2,7 @@
 
 One thing at a time: calls queue up behind each other. A call that a client gives up goes on to its end.
 
-The gate in front of an engine's batch: shut for as long as there is a reason, and who is behind it.
+The gate in front of the batch is shut for as long as there is a reason.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Nothing here goes through text: SGLang's OpenAI routes render and parse by thems
 logprobs out. One server, or a router in front of several. It is asked with aiohttp: with 50 requests at once
 httpx takes 27 times the CPU.
 
-A completion that came in parts, since the server, and not the client, ended a request before it was done.
-
-A pause in mode `abort`, the usual one, ends all requests with what they have. That is kept: the prompt and
-the ids that were sampled are sent again, as ids, and sampling goes on from there. Pure, but for `routing_of`.
+A completion may come in parts, since a pause in mode `abort`, the usual one, ends all requests with what they
+have. That is kept: the prompt and
+the ids that were sampled are sent again, as ids, and sampling goes on from there.
 """
 
 from __future__ import annotations

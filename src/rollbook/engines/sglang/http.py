@@ -1,6 +1,6 @@
 """Calls of an SGLang server's routes for information and control, with aiohttp.
 
-What an engine answers, read within bounds: one that never ends takes no memory without end.
+An answer is read within bounds: one that never ends takes no memory without end.
 """
 
 from __future__ import annotations
