@@ -27,8 +27,25 @@ print("in", [node["NodeManagerAddress"] for node in ray.nodes()])
 """
 
 
+def _listeners() -> set[tuple[str, int]]:
+    """The addresses and ports that this process and its children listen on."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 @pytest.fixture(scope="module")
-def started() -> Iterator[Path]:
+def earlier() -> set[tuple[str, int]]:
+    """What listens before Ray is started: ranks of other tests, which met in this process, still do."""
+    return _listeners()
+
+
+@pytest.fixture(scope="module")
+def started(earlier: set[tuple[str, int]]) -> Iterator[Path]:
     """Ray, as a command starts it; the file of its token."""
     with pytest.MonkeyPatch.context() as patch:
         for name in OF_RAY:
@@ -59,20 +76,14 @@ def _joins(**changes: str | None) -> subprocess.Popen[str]:
 
 
 @pytest.mark.ranks
-def test_it_listens_on_the_loopback(started: Path) -> None:
+def test_it_listens_on_the_loopback(started: Path, earlier: set[tuple[str, int]]) -> None:
     """All of its processes, workers among them."""
     import ray
 
     assert ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid()
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    found = {
-        connection.laddr
-        for process in processes
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert len(found) > 5
-    assert {address.ip.removeprefix("::ffff:") for address in found} == {"127.0.0.1"}
+    addresses = _listeners() - earlier
+    assert len(addresses) > 5
+    assert {ip for ip, _port in addresses} == {"127.0.0.1"}
 
 
 @pytest.mark.ranks
