@@ -75,11 +75,12 @@ def threading() -> Json:
 
 def flags(device: torch.device) -> Json:
     """Torch's settings that decide which kernels run, and how exactly they compute."""
+    tiny = sys.float_info.min  # below it this thread's processor may take numbers for 0; torch cannot say
     found: Json = {
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "onednn": torch.backends.mkldnn.enabled,
         "onednn_matmul": _precision(torch.backends.mkldnn, "matmul"),
-        "flush_denormals": _flushes_denormals(),
+        "flush_denormals": tiny * 0.5 == 0.0,
     }
     return found | _cuda_flags() if device.type == "cuda" else found
 
@@ -118,12 +119,6 @@ def _precision(backend: Any, operation: str) -> str:
     """What a backend may round float32 to in an operation; `none` asks for nothing, which is `ieee`."""
     said = str(getattr(backend, operation).fp32_precision)
     return "ieee" if said == "none" else said
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread's processor takes numbers below the smallest normal one for 0; torch cannot say."""
-    smallest = sys.float_info.min
-    return smallest * 0.5 == 0.0
 
 
 def _cpuinfo(key: str) -> str:

@@ -170,7 +170,8 @@ class _Scorer:
         for sample in samples:
             ended = np.flatnonzero(sample.loss_mask)
             tokens = sample.tokens[: ended[-1] + 1] if len(ended) else sample.tokens[:0]
-            why = _unscorable(sample) or self.model.unfit(tokens)
+            why = "erased" if sample.erased else None if len(ended) else "nothing_sampled"
+            why = why or self.model.unfit(tokens)
             if why is None:
                 kept.append((sample, tokens))
             else:
@@ -192,12 +193,6 @@ class _Scorer:
                 "scores",
             )
         return RewardAssigned(sample.trajectory_id, None, reward, self.scoring.source)
-
-
-def _unscorable(sample: Sample) -> str | None:
-    if sample.erased:
-        return "erased"
-    return None if sample.loss_mask.any() else "nothing_sampled"
 
 
 def _follow(log: Store, cut: Cut, scorer: _Scorer, idle_timeout_s: float) -> None:

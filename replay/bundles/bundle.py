@@ -223,7 +223,7 @@ def _unpacked(path: Path, folder: Path) -> Bundle:
     """Unpack a bundle into a folder, and see that it is a store that holds what the manifest tells."""
     create_marker(folder)
     bundle = unpack_bundle(path, folder)
-    sealed = [member.name for member in bundle.members if _is_sealed(member.name)]
+    sealed = [member.name for member in bundle.members if member.name.startswith("sealed/")]
     try:
         for name in sealed:
             if name.endswith(".parquet"):
@@ -249,10 +249,6 @@ def _check_pages(file: Path, name: str) -> None:
         refuse_large_pages(file, PAGE_BYTES, GROUP_BYTES)
     except (pa.ArrowException, OSError) as error:
         raise CorruptionError(f"{name} cannot be read: {error}") from error
-
-
-def _is_sealed(name: str) -> bool:
-    return name.startswith("sealed/")
 
 
 def _wrong(bundle: Bundle, log: Store) -> str | None:

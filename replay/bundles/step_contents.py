@@ -141,16 +141,12 @@ def events_of_versions(log: Store, contents: StepContents, rows: Rows) -> list[E
 def _checkpoint(log: Store, history: History, version: int) -> CheckpointWritten:
     """The checkpoint of a version that a step names, which a replay reads."""
     found = [c for c in history.checkpoints if c.policy_version == version]
-    if not found or not _is_there(log, found[-1]):
+    if not found or not place_inside(log.path, found[-1].path).is_dir():
         raise ReplayError(
             f"run {history.run!r} has no checkpoint of version {version} of policy {history.policy!r}, which "
             "the step's manifest names: restore it from a copy"
         )
     return found[-1]
-
-
-def _is_there(log: Store, checkpoint: CheckpointWritten) -> bool:
-    return place_inside(log.path, checkpoint.path).is_dir()
 
 
 def _with_config(log: Store, history: History) -> list[CheckpointWritten]:

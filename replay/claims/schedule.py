@@ -65,20 +65,13 @@ def schedule(
         due["rollout_batch"] = _rollout_batch_due(history, step, algorithm, whole, copies, policy)
     if critic is not None and plan.critic is not None:
         said |= {"critic_learning_rate": plan.critic["learning_rate"], "critic_alone": plan.critic["alone"]}
-        due |= _critic_due(plan, critic, number, settings["steps"])
+        due["critic_learning_rate"] = critic.learning_rate(number, settings["steps"])
+        due["critic_alone"] = number < recorded_critic(plan).alone_steps
     for key in ("seed", "steps"):
         opened = [config[key] for config in openings if key in config]
         said[f"training_{key}"] = settings[key]
         due[f"training_{key}"] = settings[key] if settings[key] in opened or not opened else opened[-1]
     return Claim(said, due)
-
-
-def _critic_due(plan: StepPlanned, critic: Policy, number: int, steps: int) -> Json:
-    """How a critic learns at a step of its training."""
-    return {
-        "critic_learning_rate": critic.learning_rate(number, steps),
-        "critic_alone": number < recorded_critic(plan).alone_steps,
-    }
 
 
 def _keys_of(algorithm: Algorithm) -> Json:

@@ -120,7 +120,7 @@ class Selections:
         due |= {
             "samples": samples,
             "drops": sorted([*given, *([d.leaf_turn_id, d.rule] for d in ruled)]),
-            "others": _by_name(others if _compares(recipe) else plan.others),
+            "others": _by_name(others if recipe.group_statistics == "all" else plan.others),
         }
         details = details_of(plan, drops, ruled)
         return Claim(said | {"details": details.said}, due | {"details": details.due}, hung)
@@ -331,11 +331,6 @@ def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:
     if recipe.asks_sql:
         return "labels, models or SQL choose its samples, and the excerpt may lack what they ask"
     return None
-
-
-def _compares(recipe: RecipeConfig) -> bool:
-    """Whether samples are compared with members of their groups that the recipe drops."""
-    return recipe.group_statistics == "all"
 
 
 def _reference(sample: Candidate, context: int | None) -> Json:

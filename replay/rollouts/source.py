@@ -208,17 +208,13 @@ def plan_again(source: Trajectory, turn: Turn, tree: TurnTree, parent: TreeTurn 
     hasher = hashlib.sha256() if parent is None else parent.hasher.copy()
     hasher.update(ids_bytes(delta))
     base, shared = tree.base(messages, parent)
-    reason = None if parent is not None else _root_reason(turn, tree)
+    reason = None
+    if parent is None:
+        reason = turn.requested.root_reason or "replayed_otherwise" if tree.turns else "first_turn"
     # What the template does not show was found when the request was recorded.
     left_out = tuple(name for name in turn.requested.honoured if name not in SamplingFields.model_fields)
     stored = (ids, delta, base, shared, messages, hashes, hasher)
     return Plan(parent, parent, reason, *stored, left_out=left_out)
-
-
-def _root_reason(turn: Turn, tree: TurnTree) -> str:
-    if not tree.turns:
-        return "first_turn"
-    return turn.requested.root_reason or "replayed_otherwise"
 
 
 def _history(source: Trajectory) -> History:

@@ -93,7 +93,8 @@ def _whole_start(
 def _start_of_weights(log: Store, history: History, step: CommittedStep, reasons: list[str]) -> Start | None:
     """A start at the step itself that has all but the optimizer's state; why others are none is added."""
     plan = step.planned
-    for record in _weights_of(history, plan.policy_version) if begins(plan) else []:
+    of_version = [c for c in reversed(history.checkpoints) if c.policy_version == plan.policy_version]
+    for record in of_version if begins(plan) else []:
         if (found := _read(log, record, reasons)) is None:
             continue
         held, goes_on = found[2], record.phase == plan.phase
@@ -117,10 +118,6 @@ def _whole_ones(history: History, step: CommittedStep) -> Sequence[CheckpointWri
         return history.bases_for(step.planned.step, step.planned.phase)
     except TrainError:
         return []
-
-
-def _weights_of(history: History, version: int) -> list[CheckpointWritten]:
-    return [c for c in reversed(history.checkpoints) if c.policy_version == version]
 
 
 def _read(

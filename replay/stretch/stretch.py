@@ -16,7 +16,7 @@ from rollbook.replay.step.starts import find_start, has_state
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, ReplayError, TrainError
-from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_histories, fold_history
+from rollbook.store.fold.history import KINDS, History, fold_histories, fold_history
 from rollbook.store.open import open_store
 from rollbook.train.step.reference import policy_of
 
@@ -118,14 +118,11 @@ def chain(history: History, steps: Sequence[int]) -> list[Break]:
             pairs += [("input_optimizer", "optimizer"), ("critic_input_optimizer", "critic_optimizer")]
         for stage, last in pairs:
             starts, ended = step.planned.input_digests.get(stage), before.committed.digests.get(last)
-            if None not in (starts, ended) and starts != ended and not _narrowed(before, step):
+            # A training in another type rounds the weights that it begins with.
+            retyped = before.planned.environment.get("dtype") != step.planned.environment.get("dtype")
+            if None not in (starts, ended) and starts != ended and not retyped:
                 found.append(Break(number, stage, str(ended), str(starts)))
     return found
-
-
-def _narrowed(before: CommittedStep, step: CommittedStep) -> bool:
-    """Whether the weights were rounded between two steps, which a training in another type does."""
-    return bool(before.planned.environment.get("dtype") != step.planned.environment.get("dtype"))
 
 
 def segments(history: History, first: int, last: int) -> list[list[int]]:

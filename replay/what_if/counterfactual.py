@@ -22,8 +22,7 @@ from rollbook.store.fold.history import CommittedStep
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm, recorded_algorithm
 from rollbook.train.batches.batch import Batch, Partition, mini_batches
-from rollbook.train.config.config import OptimizerConfig, said_wrong
-from rollbook.train.config.fitting import check_recipe
+from rollbook.train.config.config import OptimizerConfig, check_recipe, said_wrong
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.ranks.policy import Policy

@@ -190,21 +190,14 @@ def _own(values: Json) -> Algorithm:
     return made
 
 
-def _of_then(values: Json) -> Json:
-    """A manifest's keys, with what its release did where it had no key for it yet. A manifest has every key
-    of its release."""
-    if "reward_moments" in values and "reward_moments_of" not in values:
-        return values | {"reward_moments_of": "samples"}
-    return values
-
-
 def recorded_algorithm(values: Json) -> Algorithm:
     """The algorithm that a manifest names.
 
     Raises:
         TrainError: this release has none of that name, or not with these keys.
     """
-    values = _of_then(values)
+    if "reward_moments" in values and "reward_moments_of" not in values:  # as releases without that key did
+        values = values | {"reward_moments_of": "samples"}
     name = str(values.get("name"))
     for own in named_parts(values):
         loaded(own)

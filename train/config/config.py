@@ -17,9 +17,9 @@ from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.sql.training_views import RECORDED
 from rollbook.store.upkeep.checkpoints import Keep, keep_of
+from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
-from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
@@ -382,3 +382,55 @@ def _meant(keys: Sequence[str], values: Json) -> str:
         )
         return f"it belongs to {places}"
     return f"{where} has {', '.join(sorted(here))}"
+
+
+# Whether a recipe has a meaning for an algorithm.
+
+
+def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
+    """Check that an algorithm has what the keys of a recipe speak of.
+
+    Raises:
+        ValueError: it has not.
+    """
+    name, needs = algorithm.algorithm_name, algorithm.needs
+    if recipe.age_decay < 1 and "logprobs" not in needs:
+        raise ValueError(
+            f"recipe.age_decay weighs the tokens of policy gradients: {name} has no versions to go by"
+        )
+    if algorithm.head_width and recipe.max_staleness is not None:
+        raise ValueError(
+            "recipe.max_staleness counts versions of the policy in training, and no token is sampled by "
+            "a reward model: leave it out"
+        )
+    if recipe.order == "recorded" and not algorithm.cycles:
+        raise ValueError(
+            f'recipe.order = "recorded" is about samples that are gone over again and again, and {name} uses '
+            "each once: leave it out, and see admission.order"
+        )
+    if recipe.min_group is not None and not algorithm.cycles:
+        _check_min_group(recipe.min_group, algorithm)
+    if recipe.group_statistics == "all" and ("groups" not in needs or "pairs" in needs):
+        raise ValueError(
+            f'recipe.group_statistics = "all" is about the baselines of groups, and {name} has none here: '
+            "leave it out, or compare groups (algorithm.group_size)"
+        )
+
+
+def _check_min_group(least: int, algorithm: Algorithm) -> None:
+    """Check that a group of which a step is made can have so many members.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    size = algorithm.demand.group_size
+    if "groups" not in algorithm.needs:
+        raise ValueError(
+            f"recipe.min_group counts the members of a group, and {algorithm.algorithm_name} takes samples "
+            "one by one here: leave it out, or compare groups (algorithm.group_size)"
+        )
+    if least > size:
+        raise ValueError(
+            f"recipe.min_group {least} is more than a group has (algorithm.group_size {size}): every one "
+            "would be dropped"
+        )

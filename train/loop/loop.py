@@ -74,7 +74,8 @@ def train(
         history, before = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))
-        if done >= config.steps and family != _last_family(history):
+        newest = history.steps[max(history.steps)].planned.phase if history.steps else None
+        if done >= config.steps and (newest is None or family != family_of(newest)):
             watcher.note("nothing to do: every step of this configuration is committed")
             return
         cut = _phase_cut(log, history, family, as_of, config.run)
@@ -269,11 +270,6 @@ def _noted(
         if isinstance(record, RunOpened) and record.command == "train" and event.run == config.run:
             opened[:] = [record] if record.config.get("policy") == config.policy else opened
         yield event
-
-
-def _last_family(history: History) -> str | None:
-    """The configuration whose step was the last to commit."""
-    return family_of(history.steps[max(history.steps)].planned.phase) if history.steps else None
 
 
 def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) -> Cut:

@@ -57,7 +57,10 @@ def install() -> bool:
     if _installed:
         return False
     _installed = True
-    _redirect_identity()
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    for name in ("set_device", "synchronize", "empty_cache"):
+        # One distinct function per name: dynamo rejects one object under two torch names.
+        setattr(torch.cuda, name, lambda *_, **__: None)
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_random_state()
@@ -72,13 +75,6 @@ def _names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, int) and not isinstance(device, bool)
-
-
-def _redirect_identity() -> None:
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    for name in ("set_device", "synchronize", "empty_cache"):
-        # One distinct function per name: dynamo rejects one object under two torch names.
-        setattr(torch.cuda, name, lambda *_, **__: None)
 
 
 def _redirect_factories() -> None:

@@ -174,13 +174,6 @@ def _stage_of(weight: Weight, layout: RankLayout) -> int:
     return next(i for i, end in enumerate(ends) if weight.layer < end)
 
 
-def _expert_rank_of(weight: Weight, shape: ModelShape, layout: RankLayout) -> int:
-    """Which of the ranks that share the experts has the weight's; 0 for a weight of no expert."""
-    if weight.expert is None or shape.experts is None:
-        return 0
-    return weight.expert // (shape.experts.count // layout.spread)
-
-
 def local_name(weight: Weight, shape: ModelShape, layout: RankLayout) -> str:
     """Its name on the ranks that hold it, whose layers and experts are numbered from 0."""
     if not weight.megatron.startswith(LAYERS):
@@ -203,7 +196,9 @@ def holds(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
     """Whether a rank holds the weight, or a part of it."""
     if _stage_of(weight, layout) != layout.stage:
         return False
-    return weight.expert is None or _expert_rank_of(weight, shape, layout) == layout.expert_rank
+    if weight.expert is None or shape.experts is None:
+        return weight.expert is None or layout.expert_rank == 0
+    return weight.expert // (shape.experts.count // layout.spread) == layout.expert_rank
 
 
 def givers(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[list[int]]:

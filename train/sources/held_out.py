@@ -58,7 +58,9 @@ class HeldOutSamples:
         chosen = np.random.default_rng([config.seed, len(kept)]).permutation(len(kept))
         self._chosen = np.sort(chosen[: config.evaluation.max_samples])
         self._samples = Materializer(log, cut, found, config.run)
-        self._size = _forward_size(config)
+        # Samples in a forward pass: as many as in training.
+        demand, pairs = config.algorithm.demand, "pairs" in config.algorithm.needs
+        self._size = config.micro_batch_size or demand.groups * (2 if pairs else demand.group_size)
 
     def __len__(self) -> int:
         """How many samples there are."""
@@ -85,12 +87,6 @@ def _of_eval(config: TrainConfig) -> RecipeConfig:
             "too_long": "drop",
         }
     )
-
-
-def _forward_size(config: TrainConfig) -> int:
-    """Samples in a forward pass: as many as in training."""
-    demand, pairs = config.algorithm.demand, "pairs" in config.algorithm.needs
-    return config.micro_batch_size or demand.groups * (2 if pairs else demand.group_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,20 +20,32 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rollbook.engines.sglang.protocol import release_of
 from rollbook.engines.weights.expected import Expected, Holding, described
-from rollbook.engines.weights.name import weight_name
+from rollbook.engines.weights.name import read_name, weight_name
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
-from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.engines.weights.tensor_checksums import checksum_kind
+from rollbook.engines.weights.tensor_layout import check_layout
+from rollbook.store.errors import EngineError, EngineLostError, ModelError
 from rollbook.store.events import Json, PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
-from rollbook.train.model.shape import ModelShape
-from rollbook.train.sync.control import ASLEEP, EMBEDDED, UNVERIFIED, WAKING, EngineControl, EngineInfo
-from rollbook.train.sync.fits import check_fits, check_transport, holding
-from rollbook.train.sync.given_memory import EngineOffload
+from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.sync.control import (
+    ASLEEP,
+    CACHE,
+    EMBEDDED,
+    SESSIONS_SINCE,
+    UNVERIFIED,
+    WAKING,
+    WEIGHTS,
+    EngineControl,
+    EngineInfo,
+)
 from rollbook.train.sync.presence import looking_at
-from rollbook.train.sync.transports import Receiver, Transport, Weights
+from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
 
 DRAIN = "drain"
 POLL_S = 0.01
@@ -383,3 +395,146 @@ class Syncer:
 
 def _present(attempts: Sequence[SyncAttempt]) -> list[SyncAttempt]:
     return [attempt for attempt in attempts if attempt.receiver.error is None]
+
+
+# Whether an engine can load a policy's tensors, and how it holds them. This is checked before any tensor is
+# sent: SGLang's scheduler dies of a tensor of another shape, in the middle of a version.
+
+EXACT = "float32"
+"""The type that holds whatever is trained; an engine's checksums are of the type that it holds."""
+BUILDS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "experts")
+"""Fields of a model's shape that determine the shapes of its tensors."""
+
+
+def check_fits(
+    url: str,
+    info: EngineInfo,
+    ranks: Sequence[RankChecksums],
+    names: Sequence[str],
+    shape: ModelShape | None,
+    dtype: str,
+) -> None:
+    """Compare an engine with what it is to be sent: names, types and shapes.
+
+    An engine reports the names and the type of its tensors, but not their shapes. Those follow from its
+    model's configuration; if that cannot be read from here, shapes are not compared.
+
+    Args:
+        dtype: of what it is sent.
+
+    Raises:
+        EngineError: it is of another model, or of another type; the first difference is named.
+    """
+    if names:
+        check_layout(url, ranks, names)
+    if info.kind == EMBEDDED:
+        return  # it refuses a tensor that does not fit without damage
+    if info.dtype not in ("", "auto", EXACT, dtype):
+        raise EngineError(
+            f"engine {url} holds its weights in {info.dtype}, and those that are trained are {dtype}: they "
+            f"would be rounded, and what it samples would be another policy. Start it with --dtype {dtype}"
+        )
+    held = _shape_of(info)
+    if shape is None or held is None:
+        return
+    odd = [name for name in BUILDS if getattr(held, name) != getattr(shape, name)]
+    if odd:
+        shown = ", ".join(f"{name} {getattr(held, name)}, not {getattr(shape, name)}" for name in odd)
+        raise EngineError(f"engine {url} serves a model of another shape ({info.model_path}): {shown}")
+
+
+def _shape_of(info: EngineInfo) -> ModelShape | None:
+    """The shape of its model, None where its directory is not on this host, or of no kind that is trained."""
+    path = Path(info.model_path)
+    if not path.is_absolute() or not (path / "config.json").is_file():
+        return None
+    try:
+        return read_shape(path)
+    except ModelError:
+        return None  # the names have been compared
+
+
+def holding(info: EngineInfo, head_dim: int, dtype: str) -> Holding:
+    """How an engine will hold what it is sent.
+
+    Args:
+        head_dim: of the model's attention.
+        dtype: of what it is sent.
+    """
+    # The embedded engine hashes as on a CPU, whatever its device, and pads nothing.
+    own = info.kind == EMBEDDED
+    # It widens what it is sent, and SGLang what is narrower than its own type.
+    wide = own or info.dtype == EXACT
+    kind = checksum_kind("cpu" if own else info.device)
+    return Holding(kind, EXACT if wide else dtype, head_dim, padded=not own)
+
+
+def check_transport(url: str, info: EngineInfo, transport: str) -> None:
+    """Check that an engine knows how weights come to it.
+
+    Raises:
+        EngineError: it is too old.
+    """
+    found = release_of(info.version)
+    too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
+    if transport != FromDisk.name and too_old:
+        raise EngineError(
+            f"engine {url}: SGLang {info.version} takes no weights by {transport}: use {SESSIONS_SINCE} or "
+            'newer, or transport = "disk"'
+        )
+
+
+# The memory of engines that share devices with a trainer: given away while it trains, and taken again.
+#
+# An engine's state stays with the engine, in what it calls its weights: whoever syncs it next knows what it
+# must give back, also where the trainer that took it is gone.
+
+
+class EngineOffload:
+    """Which engines gave their memory away.
+
+    Attributes:
+        woken: those that have the memory of their weights again, and not that of their caches.
+    """
+
+    def __init__(self) -> None:
+        self.woken: set[str] = set()
+        self._given: set[str] = set()
+        """Those that gave it to this trainer."""
+
+    def give(self, control: EngineControl, stop: Callable[..., None]) -> None:
+        """Stop an engine, and have it give its memory away. One that a trainer left so is so already.
+
+        Args:
+            stop: pauses it; `flush` also flushes its cache.
+        """
+        own = control.info().kind == EMBEDDED
+        name = "" if own else control.weight_version()
+        self._given.add(control.url)
+        if name == ASLEEP:
+            return
+        stop(flush=not own and name != WAKING)
+        control.release_memory(*((WEIGHTS,) if name == WAKING else (CACHE, WEIGHTS)))
+        if not own:
+            control.activate(ASLEEP)
+
+    def take_weights(self, control: EngineControl, info: EngineInfo) -> None:
+        """Have an engine take its weights' memory again, if it gave it away."""
+        if info.kind == EMBEDDED:  # which keeps it
+            self.woken |= {control.url} if info.asleep else set()
+            return
+        name, given = control.weight_version(), control.url in self._given
+        self._given.discard(control.url)
+        # A proxy that was just comparing weights may have named it since; one that was started anew has
+        # another name, and all of its memory.
+        asleep = name == ASLEEP or (given and read_name(name) is not None)
+        if asleep:
+            control.resume_memory(WEIGHTS)
+            control.activate(WAKING)
+        self.woken |= {control.url} if asleep or name == WAKING else set()
+
+    def take_cache(self, control: EngineControl) -> None:
+        """And that of its cache."""
+        if control.url in self.woken:
+            control.resume_memory(CACHE)
+            self.woken.discard(control.url)
