@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,54 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     """It is named."""
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         load_settings(tmp_path / "none.toml", {})
+
+
+GIVEN = {
+    **{"store": "runs", "model": "m", "engine": "sglang", "engine_url": ["http://me:word@host:1"]},
+    **{"engine_ask": {"logprobs": True}, "script": "s.py:f", "port": 9, "threads": 2, "images": True},
+    **{"proxies": ["http://a:1", "http://b:2"], "proxy": 1, "image_host": ["pics"], "history": "preserve"},
+    **{"hold_s": 5, "abandon_s": 2, "trajectory_header": ["X-Task", "x-task"], "redact": ["known"]},
+    **{"allow_host": ["Far.example"], "allow_origin": ["http://localhost:3000"], "seal": False},
+    **{"forwarded_from": ["10.0.0.0/8"], "pass_path": ["POST /v1/rerank"], "on_store_failure": "refuse"},
+    **{"max_body_mb": 0.1, "max_bodies_mb": 100, "max_reply_mb": 1.5, "max_connections": 7},
+    **{"memory_mb": 0, "admission": False},
+}
+RECORDED = """\
+{"store": "runs", "model": "m", "engine": "sglang", "script": "s.py:f", "host": "127.0.0.1", "port": 9, \
+"run": "default", "lane": "serve", "workers": 1, "proxies": ["http://a:1", "http://b:2"], "number": 1, \
+"policy": "actor", "device": "cpu", "threads": 2, "seal": false, "engine_urls": ["http://host:1"], \
+"engine_key": true, "engine_admin_key": true, "engine_ask": {"logprobs": true}, "images": true, \
+"routed_experts": false, "reply_format": "auto", \
+"tree": {"reasoning": "restore", "history": "preserve", "unfinished": "root"}, "hold_s": 5.0, \
+"forwarded_from": ["10.0.0.0/8"], "pass_paths": ["POST /v1/rerank"], \
+"proxy": {"keys": {"api-key-1": "operator"}, "keys_file": null, \
+"hosts": ["127.0.0.1", "b", "far.example", "here", "here.example"], "origins": ["http://localhost:3000"], \
+"trajectory_headers": ["x-task"], "on_store_failure": "refuse", "max_body_bytes": 104857, \
+"max_bodies_bytes": 104857600, "body_timeout_s": 30.0, "max_running": 4096, "max_connections": 7, \
+"max_consumers": 64, "max_reply_bytes": 1572864, "memory_bytes": 0, "admission": false, \
+"abandoned_s": 2.0, "image_hosts": ["pics"]}}"""
+PLAIN = """\
+{"store": "runs", "model": null, "engine": "embedded", "script": null, "host": "127.0.0.1", "port": 8000, \
+"run": "default", "lane": "serve", "workers": 1, "proxies": [], "number": 0, "policy": "actor", \
+"device": "cpu", "threads": null, "seal": true, "engine_urls": [], "engine_key": false, \
+"engine_admin_key": false, "engine_ask": null, "images": false, "routed_experts": false, \
+"reply_format": "auto", "tree": {"reasoning": "restore", "history": "faithful", "unfinished": "root"}, \
+"hold_s": 110.0, "forwarded_from": [], "pass_paths": [], "proxy": {"keys": {}, "keys_file": null, \
+"hosts": ["127.0.0.1", "here", "here.example"], "origins": [], "trajectory_headers": [], \
+"on_store_failure": "pass", "max_body_bytes": 67108864, "max_bodies_bytes": 536870912, \
+"body_timeout_s": 30.0, "max_running": 4096, "max_connections": null, "max_consumers": 64, \
+"max_reply_bytes": 67108864, "memory_bytes": 536870912, "admission": true, "abandoned_s": 0.0, \
+"image_hosts": []}}"""
+
+
+@pytest.mark.parametrize(
+    ("given", "secrets", "recorded"),
+    [
+        ({"store": "runs"}, {}, PLAIN),
+        (GIVEN, {"engine_key": "k", "engine_admin_key": "a", "api_keys": ("o",)}, RECORDED),
+    ],
+)
+def test_what_a_log_records_of_the_settings(given: Any, secrets: Any, recorded: str) -> None:
+    """To the byte, so that runs of different releases can be compared; without a secret."""
+    made = options_of(parse_settings(given, "test"), Secrets(**secrets), {}, "Here.example")
+    assert json.dumps(made.as_json()) == recorded
