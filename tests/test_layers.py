@@ -32,7 +32,7 @@ ROOMS = {
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],
     "ingest": [
-        *("tokens", "replies", "turns", "trajectories", "admission", "recording", "options", "endpoints"),
+        *("tokens", "replies", "turns", "trajectories", "admission", "recording", "endpoints"),
         *("cluster", "routes", "upstream", "serve", "datasets"),
     ],
     "train": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from key_tables import HEAD, rows
 
-from rollbook.ingest.serve.settings import SECRETS, ServeSettings
+from rollbook.ingest.settings import SECRETS, ServeSettings
 
 INTRODUCTION = """# Settings of the proxy
 

@@ -45,7 +45,7 @@ from rollbook.ingest.cluster.shard_leases import LOOK_S, ShardLeases, look_again
 from rollbook.ingest.cluster.shared_connections import ElsewhereError
 from rollbook.ingest.cluster.siblings import KNOWS, first_known, knower_of, moves_cursor, named_by_head
 from rollbook.ingest.recording.restore import RunReader
-from rollbook.ingest.trajectories.identity import TRAJECTORY_HEADER
+from rollbook.ingest.settings import TRAJECTORY_HEADER
 from rollbook.ingest.trajectories.place import FIRST, owner_of
 from rollbook.store.errors import EndingError, RequestError
 from rollbook.store.events import Json

@@ -9,11 +9,11 @@ from fastapi import FastAPI
 
 from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
+from rollbook.edge.web_pages import Own
 from rollbook.ingest.cluster.doors import add_forwarding, add_peers, counted
 from rollbook.ingest.cluster.peers import Peers
 from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.store.events import Json
 
@@ -23,7 +23,7 @@ Cluster = Siblings | Peers
 def join(
     app: FastAPI,
     others: Cluster | None,
-    options: ProxyOptions,
+    cleaned: Callable[[str], str],
     knows: Callable[[str], bool],
     room: BodyBudget,
     metrics: Metrics,
@@ -31,19 +31,18 @@ def join(
     """Let the others know what this one knows, and have what is another proxy's sent on.
 
     Args:
+        cleaned: takes secrets out of a text.
         knows: whether a reply, by its id, is known here.
     """
     if others is not None:
-        others.cleaned, others.knows = options.redactor.text, knows
+        others.cleaned, others.knows = cleaned, knows
     if isinstance(others, Peers):
         add_forwarding(app, others, room, counted(metrics.failed, metrics.refused))
 
 
-def add_all_guards(
-    app: FastAPI, others: Cluster | None, options: ProxyOptions, guard: Guard, metrics: Metrics
-) -> None:
+def add_all_guards(app: FastAPI, others: Cluster | None, own: Own, guard: Guard, metrics: Metrics) -> None:
     """Put before every route whatever comes before it. Add this last."""
-    add_guards(app, guard, options.own, metrics.failed, error_body)
+    add_guards(app, guard, own, metrics.failed, error_body)
     if isinstance(others, Peers):
         add_peers(app, others)
 

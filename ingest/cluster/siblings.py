@@ -24,13 +24,8 @@ from rollbook.ingest.cluster.bus import Asks, Bus
 from rollbook.ingest.cluster.shared_connections import SETTLED, ElsewhereError, give_away
 from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.recording.metrics import Metrics
-from rollbook.ingest.trajectories.identity import (
-    HINT_HEADERS,
-    TRAJECTORY_HEADER,
-    header_text,
-    hinted,
-    split_path,
-)
+from rollbook.ingest.settings import TRAJECTORY_HEADER
+from rollbook.ingest.trajectories.identity import HINT_HEADERS, header_text, hinted, split_path
 from rollbook.ingest.trajectories.place import FIRST, Place, owner_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json

@@ -36,9 +36,11 @@ class Redactor:
         self._secrets = [_compiled(pattern) for pattern in patterns if pattern != KNOWN]
         self._scrub = Scrubber(key or secrets.token_bytes(32))
 
-    def keyed(self, key: bytes) -> Redactor:
-        """The same, with a key of its own."""
-        return Redactor(self._patterns, key)
+    def with_patterns(self, patterns: Sequence[str]) -> Redactor:
+        """One of other patterns, with the same key."""
+        made = Redactor(patterns)
+        made._scrub = self._scrub
+        return made
 
     def knowing(self, values: Iterable[str]) -> Redactor:
         """One that knows these secrets besides, wherever they are outside the conversation."""

@@ -32,7 +32,6 @@ from rollbook.ingest.cluster.shared_connections import ElsewhereError
 from rollbook.ingest.endpoints.api import AgentApi, EarlierTurn, StreamWriter
 from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.fields import json_object
-from rollbook.ingest.options import KeepAlive
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
@@ -47,6 +46,13 @@ from rollbook.ingest.turns.planning import PromptPlan, retry_count
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, Json
 
+STREAM_SILENCE_S, WHOLE_SILENCE_S = 10.0, 120.0
+"""After so much silence bytes are sent that mean nothing: comments in streams, spaces before a JSON reply.
+
+Once a byte is out, the status can no longer say that the request failed: so a reply that is sent whole waits
+longer than requests are held.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class ModelRoutes:
@@ -60,9 +66,9 @@ class ModelRoutes:
     reader: CallReader = field(init=False)
 
     def __post_init__(self) -> None:
-        options = self.resolver.options
-        self.slots = RequestSlots(options.max_running)
-        self.reader = CallReader(self.resolver, self.turn_runner, ImageLinks(options.image_hosts), self.slots)
+        settings = self.resolver.settings
+        self.slots = RequestSlots(settings.max_running)
+        self.reader = CallReader(self.resolver, self.turn_runner, ImageLinks(settings.image_host), self.slots)
 
     def add(self, app: FastAPI) -> None:
         """Add the APIs' paths, each with a trajectory in front of it and without."""
@@ -94,7 +100,7 @@ class ModelRoutes:
             raise
         asked.live.sending += 1
         exchange = Exchange(api, asked.live, in_flight, self.turn_runner, self.metrics, self.slots)
-        return TurnResponse(exchange, self.resolver.options.keep_alive)
+        return TurnResponse(exchange)
 
     async def _in_flight(self, asked: ReadCall) -> InFlightCall:
         """What answers a request: the one that it repeats, which may run or be stored, or one of its own."""
@@ -174,7 +180,7 @@ class CallReader:
         await self.resolver.ensure_local(request, identity.name, named, raw)
         identity, known = await self._known(api, identity, body)
         call = await beside(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
-        check_call(call, size, self.resolver.options.max_body_bytes)
+        check_call(call, size, self.resolver.settings.max_body_bytes)
         call = replace(call, messages=await self.images.resolved(call.messages))
         if identity.name is not None and known is None:
             with self.slots.lent():  # a held request must not keep those out that others wait for
@@ -287,11 +293,10 @@ class TurnResponse(Response):
 
     Args:
         exchange: the request and the client that waits.
-        keep_alive: when bytes without meaning are sent.
     """
 
-    def __init__(self, exchange: Exchange, keep_alive: KeepAlive) -> None:
-        self._exchange, self._keep_alive = exchange, keep_alive
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._in_flight, self._api = exchange.in_flight, exchange.api
         self.background = None
 
@@ -315,7 +320,7 @@ class TurnResponse(Response):
         in_flight, done = self._in_flight, self._in_flight.done
         while not done.done() and not client.gone:
             woken.clear()
-            if not await _wait(woken, self._keep_alive.whole_s):
+            if not await _wait(woken, WHOLE_SILENCE_S):
                 await client.body(b" ", self._head(None, "application/json"))
         if not done.done():
             return
@@ -344,7 +349,7 @@ class TurnResponse(Response):
                 opening = b""
             if done.done():
                 break
-            silent = not await _wait(woken, self._keep_alive.stream_s)
+            silent = not await _wait(woken, STREAM_SILENCE_S)
         if not done.done():
             return
         error = done.exception()

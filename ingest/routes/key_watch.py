@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from rollbook.ingest.options import ProxyOptions
+from rollbook.edge.keys import Keys
 from rollbook.ingest.recording.recorder import Recorder, sweep
 from rollbook.store import Event
 from rollbook.store.events import Record, TurnCompleted, TurnRequested
@@ -109,9 +109,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def housekeeping(recorder: Recorder, options: ProxyOptions) -> AsyncIterator[None]:
+async def housekeeping(recorder: Recorder, abandon_s: float, keys: Keys) -> AsyncIterator[None]:
     """End what is abandoned, and read keys again as they change, while the context lasts."""
-    beside = (sweep(recorder, options.abandoned_s), options.keys.follow())
+    beside = (sweep(recorder, abandon_s), keys.follow())
     tasks = [asyncio.create_task(one) for one in beside]
     yield
     for task in tasks:

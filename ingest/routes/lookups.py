@@ -56,7 +56,7 @@ class LookupRoutes:
     def _prompt_length(self, api: AgentApi, raw: bytes) -> int:
         assert api.count is not None
         call = api.count(json_object(raw))
-        check_call(call, len(raw), self.resolver.options.max_body_bytes)
+        check_call(call, len(raw), self.resolver.settings.max_body_bytes)
         tokenizer = self.turn_runner.bridges.tokenizer
         text = tokenizer.render(call.messages, call.tools, generate=True, **call.template_kwargs)
         return len(tokenizer.encode(text))

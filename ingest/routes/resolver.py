@@ -15,8 +15,8 @@ from rollbook.edge.keys import Caller
 from rollbook.ingest.admission.gate import Gate
 from rollbook.ingest.cluster.siblings import RequestRouter
 from rollbook.ingest.fields import OpenTrajectory
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.settings import ServeSettings
 from rollbook.ingest.tokens.message_form import chain_all
 from rollbook.ingest.trajectories.identity import Identity, check_said_once, identify, split_path
 from rollbook.ingest.trajectories.live import LiveTrajectory
@@ -44,7 +44,7 @@ class RequestResolver:
     """Finds the trajectory that a request belongs to."""
 
     recorder: Recorder
-    options: ProxyOptions
+    settings: ServeSettings
     gate: Gate | None = None
     """Holds new trajectories while an online training could not use them in time."""
     others: RequestRouter | None = None
@@ -56,7 +56,7 @@ class RequestResolver:
         Raises:
             RequestError: 404, the path holds no id; 400, it or the headers say two things.
         """
-        check_said_once(request.headers.raw, self.options.naming)
+        check_said_once(request.headers.raw, self.settings.naming)
         raw = request.scope.get("raw_path") or request.url.path.encode()
         said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
         return Address(said, endpoint, caller_of(request))
@@ -67,11 +67,11 @@ class RequestResolver:
         Raises:
             RequestError: 400, it names two, or its headers cannot be read.
         """
-        naming = self.options.naming
+        naming = self.settings.naming
         identity = identify(address.said, request.headers, body, address.caller.key, naming)
         if identity.by != "hint" or identity.name is None:
             return identity
-        return replace(identity, name=self.options.redactor.text(identity.name))
+        return replace(identity, name=self.recorder.redactor.text(identity.name))
 
     async def ensure_local(
         self,
@@ -102,9 +102,9 @@ class RequestResolver:
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""
         if size <= OUTSIDE_BYTES:
-            return await beside(size, self.options.redactor.body, body)
+            return await beside(size, self.recorder.redactor.body, body)
         await aside(check_outside, body)
-        return await aside(self.options.redactor.body, body)
+        return await aside(self.recorder.redactor.body, body)
 
     async def admit(
         self, name: str, wanted: OpenTrajectory, request: Request, reservation: contextlib.ExitStack
@@ -178,5 +178,5 @@ class RequestResolver:
         return self.recorder.relabelled(live, self._clean(identity).labels, by)
 
     def _clean(self, identity: Identity) -> Identity:
-        redacted = self.options.redactor.fields
+        redacted = self.recorder.redactor.fields
         return replace(identity, said=redacted(identity.said), labels=redacted(identity.labels))

@@ -217,7 +217,7 @@ class TrajectoryRouteContext:
             body = await beside(len(raw), json_object, raw)
             check_recordable(body)
             names = {k: v for k, v in body.items() if k in _IDS}
-            fields = await beside(len(raw), self.resolver.options.redactor.fields, body)
+            fields = await beside(len(raw), self.resolver.recorder.redactor.fields, body)
             found = validated(model, fields | names)
             if (
                 self.resolver.others is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 
-from rollbook.edge.bodies import PacedBodies
+from rollbook.edge.bodies import BodyBudget, PacedBodies
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Keys
 from rollbook.engines.engine import Engine
@@ -25,7 +25,6 @@ from rollbook.ingest.cluster.peers import Peers
 from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
 from rollbook.ingest.endpoints.registry import APIS
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
@@ -35,8 +34,10 @@ from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
 from rollbook.ingest.routes.lookups import LookupRoutes
 from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.routes.trajectories import add_trajectory_routes
+from rollbook.ingest.secrets import ProxySecrets
 from rollbook.ingest.serve.follow import GATHER_S, Follower
 from rollbook.ingest.serve.leader_duties import SIBLINGS_GATHER_S, GateDuty
+from rollbook.ingest.settings import ServeSettings
 from rollbook.store.events import EngineControlled, Event, Json, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.log.tail import Filter
 
@@ -56,7 +57,8 @@ def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> I
 
 def build_app(
     turn_runner: TurnRunner,
-    options: ProxyOptions | None = None,
+    settings: ServeSettings,
+    secrets: ProxySecrets,
     model_name: str = "rollbook",
     identity: Identity | None = None,
     others: Cluster | None = None,
@@ -64,10 +66,10 @@ def build_app(
     """The proxy as an ASGI application, beside other workers or other proxies of the run perhaps; it starts
     and stops the engine, and closes the recorder."""
     recorder, engine = turn_runner.recorder, turn_runner.engine
-    options = (options or ProxyOptions()).recorded_by(recorder)
+    recorder.redactor = recorder.redactor.with_patterns(settings.redact)
     gate = _gate(turn_runner, others)
-    resolver = RequestResolver(recorder, options, gate if options.admission else None, others)
-    metrics, room = Metrics(), options.body_budget()
+    resolver = RequestResolver(recorder, settings, gate if settings.admission else None, others)
+    metrics, room = Metrics(), BodyBudget(**settings.body_limits)
     _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     follow_error: list[str] = []  # while the log cannot be followed: syncs and freed room go unnoticed
@@ -77,7 +79,7 @@ def build_app(
         await engine.start(partial(identity.activated, engine.name))
         followers = _follow(recorder, engine, gate, others, follow_error)
         _keep_gate(others, turn_runner, gate, followers[1], follow_error)
-        async with housekeeping(recorder, options), meeting(others):
+        async with housekeeping(recorder, settings.abandon_s, secrets.keys), meeting(others):
             yield
         for follower in followers:
             await follower.stop()
@@ -88,16 +90,16 @@ def build_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
-    join(app, others, options, _knows(recorder), room, metrics)
-    guard = run_guard(options.keys, recorder.run, recorder.store.path)
+    join(app, others, recorder.redactor.text, _knows(recorder), room, metrics)
+    guard = run_guard(secrets.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, resolver, guard, room)
-    streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
+    streams = app.state.streams = add_event_routes(app, recorder, room, settings.max_consumers)
     ModelRoutes(turn_runner, resolver, room, metrics).add(app)
     LookupRoutes(turn_runner, resolver, room, model_name).add(app)
-    details = partial(_details, turn_runner, follow_error, options.keys, others)
+    details = partial(_details, turn_runner, follow_error, secrets.keys, others)
     _add_health(app, turn_runner, details, metrics, gate, others)
-    _add_control(app, recorder, engine, options)
-    add_all_guards(app, others, options, guard, metrics)
+    _add_control(app, recorder, engine, settings.body_timeout_s)
+    add_all_guards(app, others, secrets.own, guard, metrics)
     stops(app, others, gate.stop, turn_runner.stop, room.stop)
     return app
 
@@ -134,10 +136,10 @@ def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[N
     return controlled
 
 
-def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: ProxyOptions) -> None:
+def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, silence_s: float) -> None:
     control = engine.control()
     if control is not None:
-        app.add_middleware(PacedBodies, prefix="/engine", silence_s=options.body_timeout_s)
+        app.add_middleware(PacedBodies, prefix="/engine", silence_s=silence_s)
         app.state.controlled = _controlled(recorder, engine)
         app.include_router(control, prefix="/engine", dependencies=[Depends(only_for(whose(recorder)))])
 

@@ -30,10 +30,12 @@ from rollbook.ingest.cluster.shard_leases import ShardLeases, seat_claimed
 from rollbook.ingest.cluster.shared_connections import shared_http, take_connections
 from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.secrets import ProxySecrets
+from rollbook.ingest.serve.checks import check_settings
 from rollbook.ingest.serve.leader_duties import Seals, sealer_beside
-from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import Prepared, prepared
 from rollbook.ingest.serve.workers import Workers, in_child
+from rollbook.ingest.settings import ServeSettings
 from rollbook.ingest.trajectories.place import ALONE, FIRST, Place
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, LaneLockedError
@@ -92,43 +94,44 @@ def recorded_by(recorder: Recorder) -> Recorded:
     return Recorded(recorder.lane, recorder.adopted, recorder.writer.recovered.truncated_bytes)
 
 
-def serve(options: ServeOptions, announce: Announce) -> None:
+def serve(settings: ServeSettings, secrets: ProxySecrets, announce: Announce) -> None:
     """Serve until interrupted.
 
     Args:
         announce: called once, before the first request is taken.
 
     Raises:
-        RollbookError: something named in the options cannot be used.
+        RollbookError: something named in the settings cannot be used.
     """
-    if options.workers > 1:
+    check_settings(settings)
+    if settings.workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be in the workers
-    proxy = prepared(options)
-    listener = listening_on(options.host, options.port)
-    if options.proxies:
+    proxy = prepared(settings, secrets)
+    listener = listening_on(settings.host, settings.port)
+    if settings.proxies:
         _serve_as_one_of(proxy, listener, announce)
         return
-    with claimed(options) as log:
-        if options.workers > 1:
+    with claimed(settings) as log:
+        if settings.workers > 1:
             _serve_together(proxy, listener, log, announce)
             return
-        recorder = _recorder(log, options)
+        recorder = _recorder(log, settings)
         said = proxy.looked_at(recorder)
-        announce(_started(options, listener, log.path, recorded_by(recorder), said))
-        _run(options, log.path, proxy.app(recorder), listener, proxy.headers)
+        announce(_started(proxy, listener, log.path, recorded_by(recorder), said))
+        _run(settings, log.path, proxy.app(recorder), listener, proxy.headers)
 
 
 @contextlib.contextmanager
-def claimed(options: ServeOptions) -> Iterator[Store]:
+def claimed(settings: ServeSettings) -> Iterator[Store]:
     """The store, claimed to record the run: a client's name means one trajectory in it."""
-    log = store.open(options.store, create=True)
-    with log.claim(f"recording run {options.run}", "name another run with --run"):
+    log = store.open(settings.store, create=True)
+    with log.claim(f"recording run {settings.run}", "name another run with --run"):
         yield log
 
 
 def _recorder(
     log: Store,
-    options: ServeOptions,
+    settings: ServeSettings,
     place: Place = ALONE,
     budget: int | None = None,
     patience_s: float = 0.0,
@@ -138,11 +141,11 @@ def _recorder(
     Args:
         patience_s: how long to wait for its lane, of which another proxy may just be adopting what is open.
     """
-    memory = options.proxy.share(place.workers).memory_bytes if budget is None else budget
+    memory = settings.share.memory_bytes if budget is None else budget
     until = time.monotonic() + patience_s
     while True:
         try:
-            return Recorder(log, place.lane(options.lane), options.run, memory, place=place)
+            return Recorder(log, place.lane(settings.lane), settings.run, memory, place=place)
         except LaneLockedError:
             if time.monotonic() > until:
                 raise
@@ -154,20 +157,20 @@ def _recorder(
 
 def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announce) -> None:
     """Serve as one of several proxies of the run: see `ingest.cluster.peers`."""
-    options = proxy.options
-    log = store.open(options.store, create=True)
-    place = Place(options.number, len(options.proxies))
-    lanes = place.lanes(options.lane)
-    wire = Wire(options.proxies, lanes, options.number, token_of(log.path, options.run))
-    with seat_claimed(log, options.run, wire) as claims:
-        recorder = _recorder(log, options, place, options.proxy.memory_bytes, patience_s=ADOPTED_S)
+    settings = proxy.settings
+    log = store.open(settings.store, create=True)
+    place = Place(settings.proxy, len(settings.proxies))
+    lanes = place.lanes(settings.lane)
+    wire = Wire(settings.proxies, lanes, settings.proxy, token_of(log.path, settings.run))
+    with seat_claimed(log, settings.run, wire) as claims:
+        recorder = _recorder(log, settings, place, patience_s=ADOPTED_S)
         said = proxy.looked_at(recorder)
-        announce(_started(options, listener, log.path, recorded_by(recorder), said))
-        peers = Peers(ShardLeases(wire, recorder, claims), options.proxy.naming)
+        announce(_started(proxy, listener, log.path, recorded_by(recorder), said))
+        peers = Peers(ShardLeases(wire, recorder, claims), settings.naming)
         peers.keeps_headers = bool(proxy.headers)
-        if options.seal:
+        if settings.seal:
             peers.duties.append(Seals(log.path))
-        _run(options, log.path, proxy.app(recorder, peers), listener, proxy.headers, peers=peers)
+        _run(settings, log.path, proxy.app(recorder, peers), listener, proxy.headers, peers=peers)
 
 
 # Several workers ----------------------------------------------------------------------------------
@@ -175,44 +178,44 @@ def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announc
 
 def _serve_together(proxy: Prepared, listener: socket.socket, log: Store, announce: Announce) -> None:
     """Serve with several workers: see `ingest.serve.workers`."""
-    options = proxy.options
+    settings = proxy.settings
     told = in_child(lambda: _open_together(proxy, log.path))
     listener.listen(BACKLOG)  # who comes before the workers waits
-    announce(_started(options, listener, log.path, *told))
-    inboxes = Inboxes.made(options.workers)
+    announce(_started(proxy, listener, log.path, *told))
+    inboxes = Inboxes.made(settings.workers)
 
     def work(number: int, ready: Callable[[], None]) -> None:
-        place = Place(number, options.workers)
-        mine = store.open(options.store)
-        siblings = Siblings(place, Bus(place, inboxes), place.lanes(options.lane), options.proxy.naming)
-        app = proxy.app(_recorder(mine, options, place), siblings)
-        _run(options, mine.path, app, listener, proxy.headers, siblings, ready)
+        place = Place(number, settings.workers)
+        mine = store.open(settings.store)
+        siblings = Siblings(place, Bus(place, inboxes), place.lanes(settings.lane), settings.naming)
+        app = proxy.app(_recorder(mine, settings, place), siblings)
+        _run(settings, mine.path, app, listener, proxy.headers, siblings, ready)
 
     gc.collect()
     gc.freeze()  # what is loaded is the same for all workers: a collection would copy it for each
     try:
-        Workers(options.workers, work).run()
+        Workers(settings.workers, work).run()
     finally:
         gc.unfreeze()
 
 
 def _open_together(proxy: Prepared, path: Path) -> tuple[Recorded, Json]:
     """Before there are workers: let each trajectory be its owner's, check the engines, and open the run."""
-    options, adopted, truncated = proxy.options, Counter[str](), 0
+    settings, adopted, truncated = proxy.settings, Counter[str](), 0
     log = store.open(path)
-    for number in reversed(range(options.workers)):
+    for number in reversed(range(settings.workers)):
         with contextlib.closing(
-            _recorder(log, options, Place(number, options.workers), budget=0)
+            _recorder(log, settings, Place(number, settings.workers), budget=0)
         ) as recorder:
             adopted.update(recorder.adopted)
             truncated += recorder.writer.recovered.truncated_bytes
             said = proxy.looked_at(recorder) if number == FIRST else {}
-    lanes = Place(FIRST, options.workers).lanes(options.lane)
+    lanes = Place(FIRST, settings.workers).lanes(settings.lane)
     return Recorded(", ".join(lanes), {k: n for k, n in adopted.items() if n}, truncated), said
 
 
 def _run(
-    options: ServeOptions,
+    settings: ServeSettings,
     path: Path,
     app: FastAPI,
     listener: socket.socket,
@@ -227,8 +230,8 @@ def _run(
         ready: called once connections are taken.
         peers: the other proxies of the run, if there are any.
     """
-    each = 2 if options.engine in ("upstream", "sglang") else 1
-    wanted = options.proxy.share(options.workers).max_connections
+    each = 2 if settings.engine in ("upstream", "sglang") else 1
+    wanted = settings.share.max_connections
     places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
     http = bounded_http(places) if siblings is None else shared_http(places, siblings)
     config = uvicorn.Config(
@@ -241,7 +244,7 @@ def _run(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=END_S,
         backlog=BACKLOG,
-        **forwarding(options.forwarded_from),
+        **forwarding(settings.forwarded_from),
         **headers,  # type: ignore[arg-type]
     )
     server = _Server(config, siblings, ready, peers, app.state.stop)
@@ -255,7 +258,7 @@ def _run(
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    seals = options.seal and peers is None and (siblings is None or siblings.place.is_first)
+    seals = settings.seal and peers is None and (siblings is None or siblings.place.is_first)
     try:
         with sealer_beside(path) if seals else contextlib.nullcontext():
             server.run(sockets=[listener])
@@ -320,17 +323,16 @@ def listening_on(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _started(
-    options: ServeOptions, listener: socket.socket, path: Path, recorded: Recorded, said: Json
-) -> Started:
-    loopback = is_loopback(options.host) or options.host == "localhost"
+def _started(proxy: Prepared, listener: socket.socket, path: Path, recorded: Recorded, said: Json) -> Started:
+    settings = proxy.settings
+    loopback = is_loopback(settings.host) or settings.host == "localhost"
     return Started(
-        run=options.run,
+        run=settings.run,
         store=path,
         lane=recorded.lane,
-        url=f"http://{options.host}:{listener.getsockname()[1]}",
+        url=f"http://{settings.host}:{listener.getsockname()[1]}",
         adopted=recorded.adopted,
         truncated_bytes=recorded.truncated_bytes,
-        exposed=not loopback and not options.proxy.keys.configured,
+        exposed=not loopback and not proxy.secrets.keys.configured,
         **said,
     )

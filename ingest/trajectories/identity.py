@@ -17,11 +17,9 @@ import orjson
 
 from rollbook.edge.keys import key_name, sent_key
 from rollbook.ingest.fields import OpenTrajectory, check_recordable, check_split, validated
+from rollbook.ingest.settings import TRAJECTORY_HEADER
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
-
-TRAJECTORY_HEADER = "x-rollbook-trajectory"
-"""The header that names a trajectory; operators may add headers that programs for other systems send."""
 
 HINT_HEADERS = ("x-session-id", "x-litellm-session-id")
 """Headers that verifiers, Harbor's agents, mini-swe-agent and litellm send by themselves."""

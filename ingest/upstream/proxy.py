@@ -12,18 +12,20 @@ from functools import partial
 
 from fastapi import FastAPI
 
+from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.forwarding import plain_session
 from rollbook.ingest.access import run_guard
 from rollbook.ingest.cluster.aggregate import OK, WorkerAggregate, add_aggregate
 from rollbook.ingest.cluster.setup import Cluster, add_all_guards, health, join, meeting, stops
 from rollbook.ingest.cluster.siblings import Siblings, answer_errors
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.routes.events import add_event_routes
 from rollbook.ingest.routes.key_watch import KeyWatch, housekeeping
 from rollbook.ingest.routes.resolver import RequestResolver
 from rollbook.ingest.routes.trajectories import add_trajectory_routes
+from rollbook.ingest.secrets import ProxySecrets
+from rollbook.ingest.settings import ServeSettings
 from rollbook.ingest.upstream.paths import Upstream as Upstream
 from rollbook.ingest.upstream.paths import paths_of
 from rollbook.ingest.upstream.recorder import ReplyBudget, UpstreamRecorder
@@ -38,8 +40,8 @@ SERVER_OPTIONS = {"server_header": False, "date_header": False}
 def build_upstream_app(
     recorder: Recorder,
     upstream: Upstream,
-    options: ProxyOptions | None = None,
-    policy: str = "actor",
+    settings: ServeSettings,
+    secrets: ProxySecrets,
     others: Cluster | None = None,
 ) -> FastAPI:
     """The record-only proxy as an ASGI application.
@@ -47,38 +49,36 @@ def build_upstream_app(
     Args:
         others: its other workers, or the other proxies of the run, if there are any.
     """
-    options = (options or ProxyOptions()).recorded_by(recorder)
-    metrics, resolver, room = (
-        Metrics(),
-        RequestResolver(recorder, options, None, others),
-        options.body_budget(),
-    )
-    guard = run_guard(options.keys, recorder.run, recorder.store.path)
+    recorder.redactor = redactor = recorder.redactor.with_patterns(settings.redact)
+    metrics, resolver = Metrics(), RequestResolver(recorder, settings, None, others)
+    room = BodyBudget(**settings.body_limits)
+    guard = run_guard(secrets.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
-    refuses = options.on_store_failure == "refuse"
-    recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
-    recording.room = ReplyBudget(options.max_reply_bytes, 4 * options.max_reply_bytes)
+    refuses = settings.on_store_failure == "refuse"
+    recording = UpstreamRecorder(recorder, metrics, redactor, settings.policy, refuses=refuses)
+    recording.room = ReplyBudget(settings.max_reply_bytes, 4 * settings.max_reply_bytes)
     paths = paths_of(upstream.passes) if upstream.secrets else None
-    routes = UpstreamRoutes(upstream, resolver, room, recording, paths)
+    routes = UpstreamRoutes(upstream, resolver, room, recording, secrets.keys, paths)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with housekeeping(recorder, options), meeting(others), plain_session() as routes.session:
+        kept = housekeeping(recorder, settings.abandon_s, secrets.keys)
+        async with kept, meeting(others), plain_session() as routes.session:
             yield
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
-    join(app, others, options, recording.knows, room, metrics)
+    join(app, others, redactor.text, recording.knows, room, metrics)
     add_trajectory_routes(app, recorder, resolver, guard, room)
-    streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
+    streams = app.state.streams = add_event_routes(app, recorder, room, settings.max_consumers)
     details = partial(_details, recorder, routes, others)
     siblings = others if isinstance(others, Siblings) else None
     add_aggregate(app, WorkerAggregate(siblings, metrics, recorder, details), recorder)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
-    add_all_guards(app, others, options, guard, metrics)
+    add_all_guards(app, others, secrets.own, guard, metrics)
     stops(app, others, room.stop)
     return app
 
@@ -93,5 +93,5 @@ def _details(recorder: Recorder, routes: UpstreamRoutes, others: Cluster | None)
         "policy_version": None,
         "unrecorded": routes.recording.unrecorded,
         **health(others),
-        **routes.resolver.options.keys.trouble(),
+        **routes.keys.trouble(),
     }

@@ -20,7 +20,7 @@ from yarl import URL
 
 from rollbook.edge.bodies import BodyBudget, decoded
 from rollbook.edge.bounds import beside, check_depth, check_weight
-from rollbook.edge.keys import Caller
+from rollbook.edge.keys import Caller, Keys
 from rollbook.edge.requests import ClientGone, ClientWatch, RequestSlots
 from rollbook.edge.server_sent_events import json_of
 from rollbook.ingest.endpoints.api import AgentApi
@@ -53,13 +53,14 @@ class UpstreamRoutes:
     resolver: RequestResolver
     room: BodyBudget
     recording: UpstreamRecorder
+    keys: Keys
     paths: Paths | None = None
     """Those that pass; None: all."""
     session: aiohttp.ClientSession | None = None
     slots: RequestSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = RequestSlots(self.resolver.options.max_running)
+        self.slots = RequestSlots(self.resolver.settings.max_running)
 
     async def answer(self, request: Request) -> Response:
         """Forward a request; the reply is the upstream's."""
@@ -142,13 +143,13 @@ class UpstreamRoutes:
         found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
         with contextlib.suppress(RequestError):
             encoding = request.headers.get("content-encoding", "")
-            sent = json_of(decoded(raw, encoding, self.resolver.options.max_body_bytes))
+            sent = json_of(decoded(raw, encoding, self.resolver.settings.max_body_bytes))
             found |= secrets_in(sent) if isinstance(sent, dict) else set()
         return found
 
     async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
         assert self.session is not None
-        own_keys = self.resolver.options.keys.configured
+        own_keys = self.keys.configured
         headers = self.upstream.headers(request.headers.raw, path, own_keys=own_keys, plain=plain)
         query = request.scope.get("query_string", b"").decode("latin-1")
         target = URL(self.upstream.target(path, query), encoded=True)
@@ -229,7 +230,7 @@ class UpstreamRoutes:
         check_depth(sent)
         if len(plain) > OUTSIDE_BYTES:
             check_outside(sent)
-        body = self.resolver.options.redactor.body(sent)
+        body = self.resolver.recorder.redactor.body(sent)
         check_recordable(body)
         return sent, body
 

@@ -27,8 +27,10 @@ from rollbook.engines.weights.identify import Identity
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
-from rollbook.ingest.serve.options import ServeOptions, engine_key_of, make_engine, model_of
+from rollbook.ingest.secrets import ProxySecrets, engine_key_of
+from rollbook.ingest.serve.engines import make_engine, model_of
 from rollbook.ingest.serve.proxy import identity_of
+from rollbook.ingest.settings import ServeSettings
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.replay.rollouts.compare import TurnAgain
@@ -57,7 +59,7 @@ class Weights:
         version: of the policy, whose checkpoint is in the store; None: `model`, or what an engine serves.
         run: that the version is of, and that the replay is recorded in; None: that of the source.
         model: a model directory, in the place of a version.
-        engine, engine_urls, script, device, threads: as of `ServeOptions`.
+        engine, engine_urls, script, device, threads: as settings of a proxy.
     """
 
     version: int | None = None
@@ -137,10 +139,11 @@ def replay_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str = "
     turns = choose(source, rollout.first, rollout.last)
     run = weights.run or source.run
     with _model(log, weights, run) as model:
-        options = _options(log, weights, run, lane, model)
+        secrets = ProxySecrets(engine_key_of(None, os.environ), engine_key_of(None, os.environ, admin=True))
+        settings = _settings(log, weights, run, lane, model)
         tokenizer = load_chat_tokenizer(model)
         calls = check_shaping(source, turns, rollout.draws, tokenizer, model)
-        made = make_engine(options, tokenizer)
+        made = make_engine(settings, secrets, tokenizer)
         with contextlib.closing(Recorder(log, lane, run, goes_on=False)) as recorder:
             _end_what_was_left(recorder)
             identity = identity_of(recorder, weights.policy, model)
@@ -148,7 +151,7 @@ def replay_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str = "
             check_engines(engine, identity, model)
             family = choose_family("auto", model, tokenizer.template_source)
             runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), family)
-            recorder.append(_opened(rollout, options, tokenizer)).result()
+            recorder.append(_opened(rollout, settings, tokenizer)).result()
             session = Session(source, turns, calls, runner, continues=rollout.how == "continued")
             return asyncio.run(_sampled(session, rollout, weights, identity))
 
@@ -176,13 +179,13 @@ def _model(log: Store, weights: Weights, run: str) -> Iterator[Path]:
         yield Path(made) / "model"
 
 
-def _options(log: Store, weights: Weights, run: str, lane: str, model: Path) -> ServeOptions:
+def _settings(log: Store, weights: Weights, run: str, lane: str, model: Path) -> ServeSettings:
     """What a proxy of these weights would run with.
 
     Raises:
         ModelError: the model's directory is not there.
     """
-    options = ServeOptions(
+    settings = ServeSettings(
         store=log.path,
         model=model,
         engine=weights.engine,
@@ -192,20 +195,18 @@ def _options(log: Store, weights: Weights, run: str, lane: str, model: Path) -> 
         policy=weights.policy,
         device=weights.device,
         threads=weights.threads,
-        engine_urls=weights.engine_urls,
-        engine_key=engine_key_of(None, os.environ),
-        engine_admin_key=engine_key_of(None, os.environ, admin=True),
+        engine_url=weights.engine_urls,
     )
-    model_of(options)
-    return options
+    model_of(settings)
+    return settings
 
 
-def _opened(rollout: Rollout, options: ServeOptions, tokenizer: ChatTokenizer) -> RunOpened:
-    shown = {name: getattr(options, name) for name in ("engine", "policy", "device", "threads", "lane")}
-    shown["engine_urls"] = [address.url for address in options.engine_urls]
+def _opened(rollout: Rollout, settings: ServeSettings, tokenizer: ChatTokenizer) -> RunOpened:
+    shown = {name: getattr(settings, name) for name in ("engine", "policy", "device", "threads", "lane")}
+    shown["engine_urls"] = [address.url for address in settings.engine_url]
     shown |= {"trajectory_id": rollout.trajectory_id, "how": rollout.how}
     digests = (tokenizer.tokenizer_digest, tokenizer.template_digest)
-    return RunOpened("replay rollout", shown, str(options.model), *digests)
+    return RunOpened("replay rollout", shown, str(settings.model), *digests)
 
 
 def _end_what_was_left(recorder: Recorder) -> None:

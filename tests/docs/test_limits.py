@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from rollbook.ingest.serve.settings import ServeSettings
+from rollbook.ingest.settings import ServeSettings
 from rollbook.rollouts.config import AgentConfig
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.parallel import ParallelConfig

@@ -19,7 +19,7 @@ import typer
 
 from rollbook import store as rb
 from rollbook.cli.app import app
-from rollbook.ingest.serve.settings import parse_settings
+from rollbook.ingest.settings import parse_settings
 from rollbook.online.config import load_whole
 from rollbook.rollouts.config import parse_rollouts
 from rollbook.store import Store

@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
-from rollbook.ingest.serve.settings import ServeSettings, load_settings
+from rollbook.ingest.settings import ServeSettings, load_settings
 
 
 def test_the_page_is_the_rendered_one(root: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from exchange import Exchange
 from http_upstream import HttpUpstream
 from played_engine import PlayedEngine
+from proxy_settings import proxy_parts
 from tests.ingest.tokens.corpus import chat_templates, qwen_tokenizer, real_chat_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from warm import WarmProcess
@@ -30,7 +31,6 @@ from rollbook import store
 from rollbook.engines.engine import Generation
 from rollbook.ingest.endpoints.chat import API as CHAT_API
 from rollbook.ingest.fields import OpenTrajectory
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
@@ -408,14 +408,12 @@ def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Calla
 class InProcess:
     """The proxy as an ASGI application with its lifespan, called through httpx."""
 
-    def __init__(
-        self, path: Path, engine: Any, tokenizer: ChatTokenizer, options: ProxyOptions | None = None
-    ) -> None:
+    def __init__(self, path: Path, engine: Any, tokenizer: ChatTokenizer, **given: Any) -> None:
         self.store = store.open(path, create=True)
         self.recorder = Recorder(self.store, "serve", "default")
         self.engine = engine
         self.turn_runner = make_turn_runner(self.recorder, engine, tokenizer)
-        self.app = build_app(self.turn_runner, options)
+        self.app = build_app(self.turn_runner, *proxy_parts(**given))
         self.runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.runner.run(self._lifespan.__aenter__())
@@ -489,11 +487,11 @@ def _proxies_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[Non
 def in_process(
     tmp_path_factory: pytest.TempPathFactory, proxies_made: list[InProcess]
 ) -> Callable[..., InProcess]:
-    """Makes in-process proxies."""
+    """Makes in-process proxies, of settings and secrets by their names."""
 
-    def make(engine: Any, tokenizer: ChatTokenizer, options: ProxyOptions | None = None) -> InProcess:
+    def make(engine: Any, tokenizer: ChatTokenizer, **given: Any) -> InProcess:
         folder = tmp_path_factory.mktemp("in-process")
-        proxies_made.append(InProcess(folder / "store", engine, tokenizer, options))
+        proxies_made.append(InProcess(folder / "store", engine, tokenizer, **given))
         return proxies_made[-1]
 
     return make
@@ -505,10 +503,8 @@ def played(
 ) -> Callable[..., InProcess]:
     """Makes in-process proxies over an engine that plays what a test gives it."""
 
-    def make(
-        answer: Any = "Hello", options: ProxyOptions | None = None, template: str = "chatml"
-    ) -> InProcess:
-        return in_process(PlayedEngine(chat(template), answer), chat(template), options)
+    def make(answer: Any = "Hello", template: str = "chatml", **given: Any) -> InProcess:
+        return in_process(PlayedEngine(chat(template), answer), chat(template), **given)
 
     return make
 

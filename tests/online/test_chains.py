@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from proxy_settings import proxy_parts
 
 pytest.importorskip("torch")
 
@@ -29,7 +30,6 @@ from rollbook.cli.app import app
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import rollbook_command
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import prepared
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Store
@@ -72,8 +72,8 @@ CHAIN = (
 
 def _record(path: Path, run: str, model: Path, first: int) -> None:
     """Groups of trajectories whose rewards differ, through a proxy of this process."""
-    options = ServeOptions(path, model, run=run, threads=1, seal=False)
-    proxy, recorder = prepared(options), Recorder(rb.open(path, create=True), options.lane, run)
+    parts = proxy_parts(store=path, model=model, run=run, threads=1, seal=False)
+    proxy, recorder = prepared(*parts), Recorder(rb.open(path, create=True), "serve", run)
     proxy.looked_at(recorder)
     app = proxy.app(recorder)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.ingest.serve.settings import load_settings
+from rollbook.ingest.settings import load_settings
 from rollbook.online.config import load_whole
 from rollbook.online.parts import specs_of
 from rollbook.rollouts.config import load_rollouts

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from proxy_settings import proxy_parts
 
 from rollbook import store as rb
 from rollbook.demo.model import make_model
@@ -23,7 +24,7 @@ from rollbook.engines.engine import Engine
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
-from rollbook.ingest.serve.options import ServeOptions, make_engine
+from rollbook.ingest.serve.engines import make_engine
 from rollbook.ingest.serve.proxy import build_app, identity_of
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
@@ -64,10 +65,13 @@ async def _serving(log: Store, model: Path, **options: Any) -> AsyncIterator[htt
     tokenizer = load_chat_tokenizer(model)
     recorder = Recorder(log, "serve", RUN)
     identity = identity_of(recorder, "actor", model)
-    made = make_engine(ServeOptions(log.path, model, threads=1, **options), tokenizer)
+    parts = proxy_parts(store=log.path, model=model, threads=1, **options)
+    made = make_engine(*parts, tokenizer)
     engine: Engine = made(identity)
     family = choose_family("auto", model, tokenizer.template_source)
-    app = build_app(TurnRunner(recorder, engine, Bridges.tested(tokenizer), family), identity=identity)
+    app = build_app(
+        TurnRunner(recorder, engine, Bridges.tested(tokenizer), family), *parts, identity=identity
+    )
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:

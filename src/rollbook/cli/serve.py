@@ -21,7 +21,7 @@ from rollbook.cli.options import STORE_VARIABLE, make_literal
 
 if TYPE_CHECKING:
     from rollbook.ingest.serve.serve import Started
-    from rollbook.ingest.serve.settings import ServeSettings
+    from rollbook.ingest.settings import ServeSettings
 
 GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 """Where an option's value comes from if it overrules the file."""
@@ -69,7 +69,7 @@ def serve() -> None:
 
 
 def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values: Any) -> None:
-    from rollbook.ingest.serve.settings import load_settings
+    from rollbook.ingest.settings import load_settings
 
     given = {
         name: _as_setting(name, value)
@@ -79,15 +79,22 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
     settings = load_settings(config, given)
     if show_config:
         from rollbook.cli.terminal import say
-        from rollbook.ingest.serve.settings import as_toml
+        from rollbook.ingest.settings import as_toml
 
         say(as_toml(settings))
         return
-    from rollbook.ingest.serve.options import Secrets, options_of
+    from rollbook.ingest.secrets import secrets_of
     from rollbook.ingest.serve.serve import serve as run_server
 
-    secrets = Secrets(values["engine_key"], values["engine_admin_key"], tuple(values["api_key"] or ()))
-    run_server(options_of(settings, secrets, os.environ, socket.gethostname()), announce)
+    secrets = secrets_of(
+        settings,
+        os.environ,
+        socket.gethostname(),
+        engine_key=values["engine_key"],
+        engine_admin_key=values["engine_admin_key"],
+        api_keys=values["api_key"] or (),
+    )
+    run_server(settings, secrets, announce)
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
@@ -106,7 +113,7 @@ def _as_setting(name: str, value: Any) -> Any:
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with a parameter for each setting and secret."""
-    from rollbook.ingest.serve.settings import ServeSettings
+    from rollbook.ingest.settings import ServeSettings
 
     parameters = [
         _parameter("ctx", typer.Context),

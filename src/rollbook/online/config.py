@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rollbook.ingest.serve.settings import ServeSettings, parse_settings
+from rollbook.ingest.settings import ServeSettings, parse_settings
 from rollbook.rollouts.config import RolloutConfig, Seconds, parse_rollouts, typed
 from rollbook.store.config import (
     ENGINE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -12,11 +11,15 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy_settings import proxy_parts
 from told_weights import ToldWeights
 
 from rollbook.engines.address import EngineAddress
 from rollbook.engines.sglang.client import SglangEngine
-from rollbook.ingest.serve.options import ServeOptions, make_engine, upstream_of
+from rollbook.ingest.secrets import ProxySecrets
+from rollbook.ingest.serve.engines import make_engine, upstream_of
+from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.settings import ServeSettings
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.train.config.config import parse_config
 from rollbook.train.sync.control import EngineControl
@@ -82,31 +85,31 @@ def test_a_login_or_a_key_and_not_both() -> None:
     assert EngineAddress.of("http://h?key=abc&api-version=7").secrets == ("abc",)
 
 
-def _options(tmp_path: Path, *urls: str, **more: Any) -> ServeOptions:
-    return ServeOptions(tmp_path, engine_urls=tuple(EngineAddress.of(url) for url in urls), **more)
+def _parts(*urls: str, **more: Any) -> tuple[ServeSettings, ProxySecrets]:
+    return proxy_parts(engine_url=tuple(EngineAddress.of(url) for url in urls), **more)
 
 
-def test_serve_is_told_and_records_addresses_without_logins(tmp_path: Path, chat: Any) -> None:
+def test_serve_is_told_and_records_addresses_without_logins(chat: Any) -> None:
     """What run.opened holds, what engines are named by, and what is asked of them."""
     url = f"http://u:{SECRET}@h:1"
-    options = _options(tmp_path, url, engine="sglang", engine_key=None)
-    assert options.as_json()["engine_urls"] == ["http://h:1"]
-    assert SECRET not in repr(options)
+    parts = _parts(url, engine="sglang", engine_key=None)
+    assert recorded_settings(*parts)["engine_urls"] == ["http://h:1"]
+    assert SECRET not in repr(parts)
     weights: Any = ToldWeights()
-    fleet: Any = make_engine(options, chat())(weights)
+    fleet: Any = make_engine(*parts, chat())(weights)
     assert fleet.states()[0]["url"] == "http://h:1"
     assert fleet.members[0].engine._keys.headers()["authorization"].startswith("Basic ")
     for refused, match in (
-        (_options(tmp_path, url, "http://h:1/", engine="sglang"), "twice"),
-        (_options(tmp_path, url, engine="sglang", engine_key="k"), "give one of them"),
-        (_options(tmp_path, f"http://h?key={SECRET}", engine="sglang"), "has no query"),
+        (_parts(url, "http://h:1/", engine="sglang"), "twice"),
+        (_parts(url, engine="sglang", engine_key="k"), "give one of them"),
+        (_parts(f"http://h?key={SECRET}", engine="sglang"), "has no query"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
-            make_engine(refused, chat())(weights)
+            make_engine(*refused, chat())(weights)
         assert SECRET not in str(error.value)
     with pytest.raises(ConfigError, match="give one of them"):
-        upstream_of(_options(tmp_path, url, engine="upstream", engine_key="k"))
-    assert SECRET not in repr(upstream_of(_options(tmp_path, url, engine="upstream")))
+        upstream_of(*_parts(url, engine="upstream", engine_key="k"))
+    assert SECRET not in repr(upstream_of(*_parts(url, engine="upstream")))
 
 
 async def _never(*_: Any) -> None:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import EngineError
 from rollbook.store.events import EngineControlled, PolicyActivated
 from rollbook.store.whose import FOR, Whose
@@ -27,8 +26,7 @@ def keyed(tiny_model: Path, in_process: Any) -> Any:
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 
     keys = Keys([Key(name, role, digest_of(f"key-{name}")) for name, role in KEYS.items()])
-    options = ProxyOptions(keys=keys)
-    return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model), options)
+    return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model), keys=keys)
 
 
 def _post(proxy: Any, route: str, key: str | None, peer: str = "127.0.0.1", **body: Any) -> httpx.Response:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy_settings import proxy_parts
 
 from rollbook import store as rb
 from rollbook.engines.hub import cache_folder, model_folder, name_at_hub
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.serve.options import ServeOptions
 from rollbook.ingest.serve.prepared import prepared
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ModelError
@@ -107,10 +107,10 @@ def test_a_run_says_which_commit_it_is_of(cached: Callable[..., Path], tmp_path:
     """A proxy's `run.opened`: the folder, the name and the commit."""
     folder, script = cached(), tmp_path / "script.py"
     script.write_text("def answer(messages, tools):\n    return 'yes'\n")
-    options = ServeOptions(tmp_path / "store", NAME, "scripted", f"{script}:answer")
-    log = rb.open(options.store, create=True)
+    parts = proxy_parts(store=tmp_path / "store", model=NAME, engine="scripted", script=f"{script}:answer")
+    log = rb.open(tmp_path / "store", create=True)
     recorder = Recorder(log, "serve", "run")
-    prepared(options).looked_at(recorder)
+    prepared(*parts).looked_at(recorder)
     recorder.close()
     [opened] = [event.record for event in log.events_of({RunOpened.KIND})]
     assert isinstance(opened, RunOpened)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy_settings import proxy_parts
 
 from rollbook.engines.engine import Generation, Prompt, Sampling
 from rollbook.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
-from rollbook.ingest.serve.options import ServeOptions, make_engine
+from rollbook.ingest.serve.engines import make_engine
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.ingest.tokens.message_form import conversation_digest
 from rollbook.store.errors import ConfigError, EngineError
@@ -228,11 +229,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
 
 def test_options_that_name_no_engine_are_refused(tmp_path: Path, chat: Chat) -> None:
     """The scripted engine wants a script; an unknown engine is answered with those there are."""
-    options = ServeOptions(tmp_path, tmp_path, engine="scripted")
+    settings, secrets = proxy_parts(model=tmp_path, engine="scripted")
     with pytest.raises(ConfigError, match="needs --script"):
-        make_engine(options, chat())
+        make_engine(settings, secrets, chat())
     with pytest.raises(ConfigError, match="embedded, sglang, upstream, scripted"):
-        make_engine(replace(options, engine="quantum"), chat())
+        make_engine(settings.model_copy(update={"engine": "quantum"}), secrets, chat())
 
 
 def test_a_failure_is_a_502_and_a_failed_turn(in_process: Any, chat: Chat) -> None:

@@ -9,7 +9,6 @@ import pytest
 from streamed import KINDS, PATHS, asked
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.secret import store_secret
 
 CHAT = PATHS["chat"]
@@ -19,7 +18,7 @@ KEYS = ("first-key", "second:key")
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy with two keys."""
-    return played(options=ProxyOptions(keys=Keys(given_keys(KEYS, {}))))
+    return played(keys=Keys(given_keys(KEYS, {})))
 
 
 def _key(proxy: Any, name: str, run: str = "default") -> str:

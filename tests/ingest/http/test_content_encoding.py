@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
 from rollbook.edge.bodies import decoded
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
 MIB = 1 << 20
@@ -95,7 +94,7 @@ def test_a_reply_is_read_as_far_as_it_came() -> None:
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy for bodies of a megabyte."""
-    return played(options=ProxyOptions(max_body_bytes=MIB))
+    return played(max_body_mb=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ import orjson
 import pyarrow as pa
 import pytest
 import uvicorn
+from proxy_settings import proxy_parts
 from typer.testing import CliRunner
 
 from rollbook import store as rb
@@ -278,7 +279,7 @@ class Hosted:
         recorder = Recorder(self.store, "serve", "default")
         engine = ScriptedEngine(ReplyWriter(tokenizer, HERMES), lambda messages, tools: "yes")
         turn_runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
-        self.app = build_app(turn_runner)
+        self.app = build_app(turn_runner, *proxy_parts())
         self.streams = self.app.state.streams
         self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error"))
         self.streams.stopping = lambda: self.server.should_exit

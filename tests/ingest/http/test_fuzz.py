@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from openapi_schema import openapi
 from schemathesis import GenerationMode
 
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.fold.trajectory import Trajectory
 
 OPERATIONS = {
@@ -30,7 +29,7 @@ NAMES = itertools.count()
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy that says Hello, to bodies that are not too large."""
-    return played(options=ProxyOptions(max_body_bytes=2**20))
+    return played(max_body_mb=1)
 
 
 def _raw(body: Any) -> bytes:

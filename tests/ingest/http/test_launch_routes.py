@@ -10,7 +10,6 @@ from played_engine import PlayedEngine
 
 from rollbook import store as rb
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store import Event
 from rollbook.store.cut import parse_cut
 from rollbook.store.events import (
@@ -49,7 +48,7 @@ LAUNCHER = {"authorization": "Bearer the-launchers-key"}
 def proxy(played: Any) -> Any:
     """A proxy with a writer's key."""
     key = Key("launching", Role.writer, digest_of("the-launchers-key"))
-    return played(options=ProxyOptions(keys=Keys([key])))
+    return played(keys=Keys([key]))
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from proxy_settings import MIB, settings_of
 from streamed import KINDS, PATHS, asked
 
 from rollbook.edge import bodies as body_room
 from rollbook.edge import memory
 from rollbook.edge.bodies import BodyBudget
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
 MOST = 4096
@@ -27,7 +27,7 @@ CHAT = PATHS["chat"]
 @pytest.fixture(scope="module")
 def small(played: Any) -> Any:
     """A proxy for small bodies, two at a time."""
-    return played(options=ProxyOptions(max_body_bytes=MOST, max_running=2))
+    return played(max_body_mb=MOST / MIB, max_running=2)
 
 
 OF_ONE = ("finish", "rewards", "labels", "launches", "launches/l/end", "launches/l/leaks")
@@ -277,11 +277,11 @@ def test_a_silent_sender_is_a_408(sent: int) -> None:
     """Nobody waits for the rest of a body for ever."""
 
     async def scenario() -> None:
-        options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.1)
+        settings = settings_of(max_body_mb=SIZE / MIB, max_bodies_mb=4 * SIZE / MIB, body_timeout_s=0.1)
         leave, upload = asyncio.Event(), Upload(SIZE)
         leave.set()
         upload.send(sent)
-        await upload.run(options.body_budget(), leave)
+        await upload.run(BodyBudget(**settings.body_limits), leave)
 
     with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
         asyncio.run(scenario())
@@ -293,9 +293,9 @@ def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_room, "PACE", 100 * PART)
 
     async def scenario() -> float:
-        options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.2)
+        settings = settings_of(max_body_mb=SIZE / MIB, max_bodies_mb=4 * SIZE / MIB, body_timeout_s=0.2)
         leave, upload = asyncio.Event(), Upload(SIZE)
-        task = asyncio.create_task(upload.run(options.body_budget(), leave))
+        task = asyncio.create_task(upload.run(BodyBudget(**settings.body_limits), leave))
         begun = time.monotonic()
         while not task.done():
             upload.send(1)
@@ -403,7 +403,7 @@ def test_a_body_larger_than_all_room_is_taken_alone() -> None:
 
 def test_a_burst_of_large_bodies(played: Any) -> None:
     """64 of 500 kB at once, room for four: all are answered, and each is in the log as it was sent."""
-    proxy = played(options=ProxyOptions(max_bodies_bytes=2 * 2**20))
+    proxy = played(max_bodies_mb=2)
 
     async def scenario() -> Any:
         sent = [

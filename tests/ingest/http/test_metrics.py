@@ -9,7 +9,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import EngineError
 
 CHAT = PATHS["chat"]
@@ -19,7 +18,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 @pytest.fixture
 def proxy(played: Any) -> Any:
     """A proxy with counters of its own."""
-    return played(options=ProxyOptions(max_running=8))
+    return played(max_running=8)
 
 
 def _page(proxy: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

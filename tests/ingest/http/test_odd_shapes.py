@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.options import ProxyOptions
-
 NUMBERS = itertools.count()
 MARK = re.compile(r"q\d+q")
 TEMPLATES = ("chatml", "rewriting", "hides_content")
@@ -23,7 +21,7 @@ TEMPLATES = ("chatml", "rewriting", "hides_content")
 @pytest.fixture(scope="module")
 def proxies(played: Any) -> Any:
     """Proxies that say Hello, by their template."""
-    return {name: played(options=ProxyOptions(max_body_bytes=2**20), template=name) for name in TEMPLATES}
+    return {name: played(max_body_mb=1, template=name) for name in TEMPLATES}
 
 
 @pytest.fixture(scope="module")

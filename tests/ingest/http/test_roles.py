@@ -11,7 +11,6 @@ from streamed import PATHS, asked
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.ingest.access import OTHERWISE, ROUTES, RULES
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.events import (
     CursorMoved,
     LabelAdded,
@@ -35,7 +34,7 @@ def made_keys() -> Keys:
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy with a key of each role."""
-    return played(options=ProxyOptions(keys=made_keys()))
+    return played(keys=made_keys())
 
 
 def _sent(proxy: Any, who: str, name: str = "x") -> dict[str, str]:

@@ -18,7 +18,7 @@ from played_engine import Play
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.options import KeepAlive, ProxyOptions
+from rollbook.ingest.routes import calls
 from rollbook.store.errors import EngineError
 from rollbook.store.fold.trajectory import fold
 
@@ -308,10 +308,12 @@ def test_siblings_all_come_to_an_end_when_one_fails(proxy: Any, kind: str) -> No
 # While nothing comes ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def anxious(played: Any) -> Any:
+@pytest.fixture
+def anxious(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A proxy that keeps connections alive every few hundredths of a second."""
-    return played(options=ProxyOptions(keep_alive=KeepAlive(stream_s=0.03, whole_s=0.03)))
+    for silence in ("STREAM_SILENCE_S", "WHOLE_SILENCE_S"):
+        monkeypatch.setattr(calls, silence, 0.03)
+    return proxy
 
 
 @pytest.mark.parametrize("kind", KINDS)

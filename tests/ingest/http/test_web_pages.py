@@ -18,7 +18,6 @@ from streamed import PATHS, asked
 
 from rollbook.edge.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
 from rollbook.ingest.endpoints.registry import error_body
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.serve.serve import forwarding
 from rollbook.store.errors import ConfigError, RequestError
 
@@ -228,7 +227,7 @@ def test_loopback_addresses_are_known_in_any_form() -> None:
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy with one origin of its own."""
-    return played(options=ProxyOptions(own=own("127.0.0.1", "m", [], ["http://localhost:3000"])))
+    return played(own=own("127.0.0.1", "m", [], ["http://localhost:3000"]))
 
 
 ROUTES = [("POST", p) for p in PATHS.values()] + [

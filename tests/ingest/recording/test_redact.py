@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.store.errors import ConfigError
 from rollbook.store.events.event_json import json_bytes
@@ -31,7 +30,7 @@ NAMED = ("api_key", "apikey", "authorization", "x-api-key", "access_token")
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy that takes keys of one form out."""
-    return played(options=ProxyOptions(redactor=Redactor([PATTERN])))
+    return played(redact=(PATTERN,))
 
 
 def _everything(kind: str) -> Any:
@@ -99,7 +98,7 @@ def _seal(proxy: Any) -> None:
 
 def test_no_secret_reaches_the_disk_or_the_model(played: Any) -> None:
     """Through every endpoint and route, in every place; the whole store is searched, sealed too."""
-    proxy = played(options=ProxyOptions(redactor=Redactor([PATTERN])))
+    proxy = played(redact=(PATTERN,))
     for kind in KINDS:
         path = f"/t/secret-{kind}/label/path/{SECRET}{PATHS[kind]}"
         reply = proxy.ask(path, _everything(kind), headers=_headers(kind))

@@ -16,7 +16,6 @@ from streamed import PATHS, asked
 
 from rollbook import store
 from rollbook.cli.terminal import LogFormatter
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.redact import Redactor, changes_conversation
 from rollbook.ingest.routes.key_watch import KeyWatch
 from rollbook.store import Event
@@ -124,7 +123,7 @@ def test_inside_a_conversation_nothing_is_changed_unless_asked(played: Any) -> N
 
 def test_known_formats_are_taken_out_of_conversations_where_asked(played: Any) -> None:
     """Before the model and the log see them, in every place of every API; what has no format stays."""
-    proxy = played(options=ProxyOptions(redactor=Redactor(["known", r"visa \d{4}"])))
+    proxy = played(redact=("known", r"visa \d{4}"))
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"k": "{key(2)}"}}'}}
     text = {"type": "text", "text": key(7)}
     pem = f"-----BEGIN RSA PRIVATE KEY-----\n{'aB3+' * 20}\n-----END RSA PRIVATE KEY-----"
@@ -157,8 +156,7 @@ def test_known_formats_are_taken_out_of_conversations_where_asked(played: Any) -
 
 def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any, tmp_path: Path) -> None:
     """By the store's own secret."""
-    options = ProxyOptions(redactor=Redactor([], b"ignored: the store has its own"))
-    one, other = (played(options=options) for _ in range(2))
+    one, other = (played() for _ in range(2))
     said = []
     for proxy in (one, one, other):
         name = f"t{len(said)}"
@@ -166,7 +164,7 @@ def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any,
         [turn] = proxy.trajectories()[name].turns.values()
         said.append(turn.requested.request["api_key"])
     assert said[0] == said[1] != said[2]
-    assert ProxyOptions().recorded_by(one.recorder).redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
+    assert one.recorder.redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
 
 
 def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Any) -> None:

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from proxy_settings import settings_of
 from streamed import PATHS, asked
 
-from rollbook.ingest.options import ProxyOptions
 from rollbook.store.events import LabelAdded
 
 CHAT = PATHS["chat"]
@@ -17,7 +17,7 @@ CHAT = PATHS["chat"]
 @pytest.fixture
 def proxy(played: Any) -> Any:
     """A proxy that gives agents up after 0.2 s."""
-    return played(options=ProxyOptions(abandoned_s=0.6))
+    return played(abandon_s=0.6)
 
 
 def _labels(proxy: Any, name: str) -> list[Any]:
@@ -61,7 +61,7 @@ def test_who_is_silent_is_finished_as_aborted(proxy: Any) -> None:
 
 def test_without_the_option_nobody_is_given_up(played: Any) -> None:
     """The default: an agent may think for as long as it likes."""
-    assert ProxyOptions().abandoned_s == 0
+    assert settings_of().abandon_s == 0
     proxy = played()
     proxy.ask(f"/t/silent{CHAT}", asked("chat"))
     proxy.run(asyncio.sleep(0.3))

@@ -15,7 +15,6 @@ from streamed import KINDS, PATHS, asked
 
 from rollbook.edge import bounds
 from rollbook.edge.bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.turns import model_call
 from rollbook.store.errors import LimitError
 
@@ -90,7 +89,7 @@ def test_what_may_be_large_and_what_may_not() -> None:
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy for bodies of two megabytes."""
-    return played(options=ProxyOptions(max_body_bytes=2 << 20))
+    return played(max_body_mb=2)
 
 
 def _refused(proxy: Any, path: str, body: Any) -> tuple[int, str]:
@@ -169,7 +168,7 @@ def test_one_call_asks_for_so_much(proxy: Any, asks: dict[str, Any], code: str, 
 
 def test_what_is_beside_the_conversation(played: Any) -> None:
     """Two megabytes of it are searched for secrets, more are refused; a conversation may be larger."""
-    proxy = played(options=ProxyOptions(max_body_bytes=8 << 20))
+    proxy = played(max_body_mb=8)
     text = "word " * 600_000
     tool = FUNCTION | {"headers": {"x": text}}
     for asks in ({"user": text}, {"metadata": {"a": {"b": text}}}, {"tools": [tool]}):

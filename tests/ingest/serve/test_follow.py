@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from played_engine import PlayedEngine
+from proxy_settings import MIB
 from streamed import KINDS, PATHS, asked
 from training_told import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook import store
 from rollbook.engines.fleet import Fleet
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.serve.follow import Follower
 from rollbook.store import Event, Store
@@ -163,7 +163,7 @@ def test_who_is_never_held(proxy: Any) -> None:
 
 def test_without_admission_nothing_is_held(played: Any) -> None:
     """As its options say."""
-    proxy = played(options=ProxyOptions(admission=False))
+    proxy = played(admission=False)
     trainer = Trainer(proxy.store)
 
     async def scenario() -> Any:
@@ -232,7 +232,7 @@ def test_two_first_requests_at_once_are_one_trajectory(proxy: Any) -> None:
 
 def test_who_is_held_keeps_nobody_from_finishing(played: Any) -> None:
     """Held requests are none of those that may run at once; their bodies take no more room than they need."""
-    proxy = played(options=ProxyOptions(max_running=2, max_body_bytes=1000, max_bodies_bytes=2500))
+    proxy = played(max_running=2, max_body_mb=1000 / MIB, max_bodies_mb=2500 / MIB)
     proxy.engine.version = None
     trainer = Trainer(proxy.store)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy_settings import settings_of
 
-from rollbook.edge.web_pages import own
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.serve.options import Secrets, ServeOptions, options_of
-from rollbook.ingest.serve.settings import ServeSettings, load_settings, parse_settings
+from rollbook.ingest.secrets import secrets_of
+from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.settings import load_settings, parse_settings
 from rollbook.store.errors import ConfigError
 
 
@@ -26,10 +26,6 @@ def file(tmp_path: Path) -> Any:
     return write
 
 
-def _options(settings: ServeSettings, **secrets: Any) -> ServeOptions:
-    return options_of(settings, Secrets(**secrets), {}, "here")
-
-
 def test_options_overrule_the_file(file: Any) -> None:
     """Key by key; what neither says is the default."""
     path = file('store = "runs"\nport = 9\nredact = ["known"]\nhold_s = 5\n[engine_ask]\nlogprobs = true\n')
@@ -39,25 +35,16 @@ def test_options_overrule_the_file(file: Any) -> None:
     assert [str(url) for url in settings.engine_url] == ["http://one:1"]
 
 
-def test_no_settings_are_the_options_own_defaults(tmp_path: Path) -> None:
-    """One default for each, whichever way `rollbook serve` is started."""
-    made = _options(parse_settings({"store": tmp_path}, "test"))
-    bare = ServeOptions(tmp_path, proxy=ProxyOptions(own=own("127.0.0.1", "here")))
-    assert made.as_json() == bare.as_json()
-
-
-def test_settings_reach_the_options(tmp_path: Path) -> None:
-    """Those that are named or counted otherwise there."""
-    given = {
-        "store": tmp_path,
-        "max_body_mb": 1,
-        "abandon_s": 2,
-        "image_host": ["pics"],
-        "reasoning": "respect",
-    }
-    made = _options(parse_settings(given, "test"), engine_key="k")
-    assert (made.proxy.max_body_bytes, made.proxy.abandoned_s) == (2**20, 2.0)
-    assert (made.proxy.image_hosts, made.tree.reasoning, made.engine_key) == (("pics",), "respect", "k")
+def test_sizes_and_the_share_of_a_worker() -> None:
+    """Sizes are used in bytes; each of several workers has its part of what bounds the proxy."""
+    settings = settings_of(workers=3, max_body_mb=1, memory_mb=0.1, max_running=4, redact=("known",))
+    share = settings.share
+    assert (settings.max_body_bytes, settings.memory_bytes) == (2**20, 104857)
+    assert (share.max_body_bytes, share.memory_bytes, share.max_bodies_bytes) == (2**20, 34952, 2**29 // 3)
+    assert (share.max_running, share.max_consumers, share.max_connections) == (2, 22, None)
+    assert settings_of(max_connections=7, workers=2).share.max_connections == 4
+    assert share.redact == ("known",)
+    assert settings_of().share == settings_of()
 
 
 @pytest.mark.parametrize(
@@ -149,5 +136,6 @@ PLAIN = """\
 )
 def test_what_a_log_records_of_the_settings(given: Any, secrets: Any, recorded: str) -> None:
     """To the byte, so that runs of different releases can be compared; without a secret."""
-    made = options_of(parse_settings(given, "test"), Secrets(**secrets), {}, "Here.example")
-    assert json.dumps(made.as_json()) == recorded
+    settings = parse_settings(given, "test")
+    made = recorded_settings(settings, secrets_of(settings, {}, "Here.example", **secrets))
+    assert json.dumps(made) == recorded

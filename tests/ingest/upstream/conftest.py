@@ -13,10 +13,10 @@ import httpx
 import pytest
 import uvicorn
 from http_upstream import HttpUpstream
+from proxy_settings import proxy_parts
 
 from rollbook import store
 from rollbook.engines.address import EngineAddress
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, Upstream, build_upstream_app
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -25,10 +25,10 @@ from rollbook.store.fold.trajectory import Trajectory, fold
 class Passed:
     """The record-only proxy of one store, over HTTP, in a thread of this process."""
 
-    def __init__(self, path: Path, upstream: Upstream, options: ProxyOptions) -> None:
+    def __init__(self, path: Path, upstream: Upstream, **given: Any) -> None:
         self.path = path
         self.recorder = Recorder(store.open(path, create=True), "serve", "default")
-        app = build_upstream_app(self.recorder, upstream, options)
+        app = build_upstream_app(self.recorder, upstream, *proxy_parts(**given))
         settings: Any = {"log_level": "critical", "port": 0, **SERVER_OPTIONS}
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)
@@ -110,11 +110,11 @@ def passing(tmp_path: Path, upstream: HttpUpstream) -> Iterator[Callable[..., Pa
     """Makes proxies before the upstream; stops them."""
     made: list[Passed] = []
 
-    def make(key: str | None = None, ask: Any = None, url: str | None = None, **options: Any) -> Passed:
+    def make(key: str | None = None, ask: Any = None, url: str | None = None, **given: Any) -> Passed:
         for one in made:
             one.close()
         target = Upstream(EngineAddress.of(url or upstream.url), key, ask)
-        made.append(Passed(tmp_path / "store", target, ProxyOptions(**options)))
+        made.append(Passed(tmp_path / "store", target, **given))
         return made[-1]
 
     yield make

@@ -32,7 +32,7 @@ def _counted(passed: Any) -> tuple[float, float]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_that_is_too_large_to_keep(passing: Any, upstream: Any, stream: bool) -> None:
     """It passes byte for byte; its turn says that it was not kept, and is counted. The next one is kept."""
-    passed = passing(max_reply_bytes=MIB)
+    passed = passing(max_reply_mb=1)
     said = json.dumps(chat_reply("x" * 3 * MIB)).encode()
     kind = "text/event-stream" if stream else "application/json"
     packets = [b"data: " + said + b"\n\n", b"data: [DONE]\n\n"] if stream else [said]
@@ -47,7 +47,7 @@ def test_a_reply_that_is_too_large_to_keep(passing: Any, upstream: Any, stream: 
 
 def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
     """A gzip of a gzip of 300 MB passes as it is, in no memory; it is counted, and others are answered."""
-    passed = passing(max_reply_bytes=4 * MIB)
+    passed = passing(max_reply_mb=4)
     sent = bomb(300 * MIB)
     upstream.answers.append(whole(sent, content_encoding="gzip, gzip"))
     before = _peak()
@@ -60,7 +60,7 @@ def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
 
 def test_a_request_that_is_a_bomb(passing: Any, upstream: Any) -> None:
     """It passes as it is, and is counted as not recorded."""
-    passed = passing(max_body_bytes=4 * MIB)
+    passed = passing(max_body_mb=4)
     sent = bomb(300 * MIB)
     upstream.answers.append(whole(chat_reply()))
     before = _peak()
@@ -93,7 +93,7 @@ def test_headers_without_end(passed: Any, upstream: Any) -> None:
 
 def test_a_stream_without_end_ends_with_its_client(passing: Any, upstream: Any) -> None:
     """An event that never ends passes as it comes, in little memory and time, as long as its client wants."""
-    passed = passing(max_reply_bytes=2 * MIB)
+    passed = passing(max_reply_mb=2)
     packets = [b"data: "] + [b"x" * 65536] * 10_000
     upstream.answers.append(Answer(packets, headers=[("content-type", "text/event-stream")], pause_s=0))
     before, taken = _peak(), 0

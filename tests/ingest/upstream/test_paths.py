@@ -10,11 +10,13 @@ import pytest
 from http_upstream import sse, streamed, whole
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy_settings import proxy_parts
 from upstream_replies import ENDPOINTS
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.engines.address import EngineAddress
-from rollbook.ingest.serve.options import ServeOptions, upstream_of
+from rollbook.ingest.serve.engines import upstream_of
+from rollbook.ingest.serve.prepared import recorded_settings
 from rollbook.ingest.upstream.paths import allowed, meant, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret
@@ -158,14 +160,14 @@ def test_more_paths_may_be_allowed_one_by_one() -> None:
             paths_of([wrong])
 
 
-def test_options_of_an_upstream(tmp_path: Any) -> None:
+def test_options_of_an_upstream() -> None:
     """Paths go with a key; what they are is recorded."""
-    words: Any = {"engine_urls": (EngineAddress("http://x"),), "pass_paths": ("POST /v1/rerank",)}
-    options = ServeOptions(tmp_path, engine_key="k", **words)
-    assert upstream_of(options).passes == ("POST /v1/rerank",)
-    assert options.as_json()["pass_paths"] == ("POST /v1/rerank",)
+    words: Any = {"engine_url": (EngineAddress("http://x"),), "pass_path": ("POST /v1/rerank",)}
+    parts = proxy_parts(engine_key="k", **words)
+    assert upstream_of(*parts).passes == ("POST /v1/rerank",)
+    assert recorded_settings(*parts)["pass_paths"] == ("POST /v1/rerank",)
     with pytest.raises(ConfigError, match="without a key everything passes"):
-        upstream_of(ServeOptions(tmp_path, **words))
+        upstream_of(*proxy_parts(**words))
 
 
 # Responses ------------------------------------------------------------------------------------------

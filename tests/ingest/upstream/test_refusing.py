@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 from http_upstream import chat_reply, streamed, whole
+from proxy_settings import proxy_parts
 from upstream_replies import ENDPOINTS
 
-from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.serve.prepared import recorded_settings
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
@@ -89,5 +90,5 @@ def test_a_request_without_a_stored_form(refusing: Any, upstream: Any, body: byt
 
 def test_the_choice_to_refuse_is_recorded_with_the_run() -> None:
     """With what else the proxy was told."""
-    assert ProxyOptions(on_store_failure="refuse").as_json()["on_store_failure"] == "refuse"
-    assert ProxyOptions().as_json()["on_store_failure"] == "pass"
+    assert recorded_settings(*proxy_parts(on_store_failure="refuse"))["proxy"]["on_store_failure"] == "refuse"
+    assert recorded_settings(*proxy_parts())["proxy"]["on_store_failure"] == "pass"

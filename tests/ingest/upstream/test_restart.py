@@ -55,7 +55,7 @@ def test_a_finished_trajectory_takes_no_more(passing: Any, upstream: Any) -> Non
 
 def test_an_abandoned_trajectory_is_finished(passing: Any, upstream: Any) -> None:
     """--abandon-s counts from the last request, and not while one runs."""
-    passed = passing(abandoned_s=0.6)
+    passed = passing(abandon_s=0.6)
     hold = threading.Event()
     data = ENDPOINTS[CHAT]["stream"]
     upstream.answers.append(streamed(data, [50], hold=hold, held=1))

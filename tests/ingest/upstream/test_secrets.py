@@ -11,7 +11,6 @@ import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
-from rollbook.ingest.recording.redact import Redactor
 from rollbook.store.redaction import PLACEHOLDER
 from rollbook.store.secret import store_secret
 
@@ -117,7 +116,7 @@ def test_the_proxys_own_key_never_leaves(passing: Any, upstream: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_redaction_is_of_the_record_alone(passing: Any, upstream: Any, stream: bool) -> None:
     """The upstream and the client see every byte; the log has neither text nor tokens of the secret."""
-    passed = passing(redactor=Redactor([r"SECRET-\d+"]))
+    passed = passing(redact=(r"SECRET-\d+",))
     prompt, ids = [7, 8], [11, 12, 13]
     logprobs = {"content": [{"token": t, "logprob": -1.0} for t in ("SEC", "RET-", "42")]}
     if stream:
@@ -158,7 +157,7 @@ def test_redaction_is_of_the_record_alone(passing: Any, upstream: Any, stream: b
 
 def test_redaction_that_finds_nothing_takes_no_tokens(passing: Any, upstream: Any) -> None:
     """A turn without secrets is as exact as before."""
-    passed = passing(redactor=Redactor([r"SECRET-\d+"]))
+    passed = passing(redact=(r"SECRET-\d+",))
     choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "token_ids": [1]}
     upstream.answers.append(whole(chat_reply(choices=[choice], prompt_token_ids=[2])))
     passed.chat(USER, api_key="mine")
@@ -253,7 +252,7 @@ def test_an_upstream_that_is_away_is_named_without_its_login(passing: Any) -> No
 def test_known_formats_are_taken_out_of_the_record_alone(passing: Any, upstream: Any) -> None:
     """Bytes pass unchanged; of what was taken out of the text no tokens are kept."""
     key = "ghp_" + "aB3d" * 9
-    passed = passing(redactor=Redactor(["known"]))
+    passed = passing(redact=("known",))
     choice = {"index": 0, "message": {"role": "assistant", "content": f"it is {key}"}, "token_ids": [1]}
     upstream.answers.append(whole(chat_reply(choices=[choice], prompt_token_ids=[2])))
     reply = passed.post(CHAT, {"messages": [{"role": "user", "content": f"mine is {key}"}]})

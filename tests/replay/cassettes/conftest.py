@@ -16,6 +16,7 @@ import agent_program
 import pytest
 import uvicorn
 from http_upstream import Answer, HttpUpstream, chat_reply, sse, streamed, whole
+from proxy_settings import proxy_parts
 
 from rollbook import store as rb
 from rollbook.cassettes.app import CassetteOptions, build_cassette_app
@@ -23,7 +24,6 @@ from rollbook.cassettes.cassette import Cassette
 from rollbook.cassettes.tape import read_tapes
 from rollbook.engines.address import EngineAddress
 from rollbook.engines.scripted import ScriptedEngine
-from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import FAMILIES
@@ -114,7 +114,7 @@ def by_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recordin
         bridges,
         FAMILIES["hermes"],
     )
-    with _running(build_app(runner)) as url:
+    with _running(build_app(runner, *proxy_parts())) as url:
         told = {name: getattr(agent_program, name)(url) for name in ("chat", "responses", "messages")}
     return Recording(log, told)
 
@@ -259,7 +259,7 @@ def by_upstream(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     upstream = HttpUpstream(_upstreams_answers())
     upstream.start()
     app = build_upstream_app(
-        Recorder(log, "serve", "default"), Upstream(EngineAddress.of(upstream.url)), ProxyOptions()
+        Recorder(log, "serve", "default"), Upstream(EngineAddress.of(upstream.url)), *proxy_parts()
     )
     names = ("chat", "responses", "messages", "completions")
     with _running(app) as url:

@@ -30,6 +30,9 @@ Address = Annotated[
     PlainSerializer(str, return_type=str),
 ]
 
+TRAJECTORY_HEADER = "x-rollbook-trajectory"
+"""The header that names a trajectory; operators may add headers that programs for other systems send."""
+
 SECRETS: Mapping[str, str] = {
     "engine_key": "give it as ROLLBOOK_ENGINE_KEY",
     "engine_admin_key": "give it as ROLLBOOK_ENGINE_ADMIN_KEY",
@@ -127,6 +130,55 @@ class ServeSettings(Table):
     """Hold new trajectories that would be too old before an online training uses them."""
     seal: bool = True
     """Seal closed segments beside it, in a process of low priority."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest request body."""
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """Memory for all bodies."""
+        return int(self.max_bodies_mb * 2**20)
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """Largest reply of an upstream that is recorded."""
+        return int(self.max_reply_mb * 2**20)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of open trajectories."""
+        return int(self.memory_mb * 2**20)
+
+    @property
+    def body_limits(self) -> dict[str, Any]:
+        """What bounds bodies, by the arguments of `BodyBudget`."""
+        return {
+            "most": self.max_body_bytes,
+            "total": self.max_bodies_bytes,
+            "silence_s": self.body_timeout_s,
+        }
+
+    @property
+    def naming(self) -> tuple[str, ...]:
+        """The headers that name a trajectory, in lower case."""
+        return (TRAJECTORY_HEADER, *dict.fromkeys(name.lower() for name in self.trajectory_header))
+
+    @property
+    def share(self) -> ServeSettings:
+        """The same, with what each of its workers has of the limits."""
+        if self.workers == 1:
+            return self
+        most = self.max_connections
+        shares = {
+            "max_bodies_mb": self.max_bodies_mb / self.workers,
+            "max_running": -(-self.max_running // self.workers),
+            "max_connections": None if most is None else -(-most // self.workers),
+            "max_consumers": -(-self.max_consumers // self.workers),
+            "memory_mb": self.memory_mb / self.workers,
+        }
+        return self.model_copy(update=shares)
 
 
 def load_settings(file: Path | None, given: Mapping[str, Any]) -> ServeSettings:
