@@ -1,4 +1,4 @@
-"""docs/lineage.md: its commands run, and the first prints the tree that the page shows, times aside."""
+"""docs/lineage.md: its commands run, and the first prints the tables that the page shows, times aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollbook.store import Store
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 
 
-def test_the_commands_print_the_tree(
+def test_the_commands_print_the_tables(
     root: Path,
     one_of_everything: Store,
     tmp_path: Path,

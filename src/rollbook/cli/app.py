@@ -16,7 +16,7 @@ from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
 from rollbook.cli.importing import import_
 from rollbook.cli.keys import keys_app
-from rollbook.cli.lineage.commands import lineage_app
+from rollbook.cli.lineage.command import lineage_app
 from rollbook.cli.online.rollout import rollout
 from rollbook.cli.online.run import run_online
 from rollbook.cli.options import LiteralGroup

@@ -107,39 +107,50 @@ CELL_WIDTH = 60
 
 def print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     """Print rows, and on standard error how many there are."""
+    draw_table(Console(), names, rows)
+    Console(stderr=True).tell((f"{len(rows)} rows", "dim"))
+
+
+def draw_table(
+    console: Console, names: list[str], rows: list[tuple[Any, ...]], cell: int = CELL_WIDTH
+) -> None:
+    """Print rows; those that the terminal is too narrow for with one value per line.
+
+    Args:
+        cell: a value's longest text, in characters; longer ones are cut.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False)
     numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(names))]
     for name, number in zip(names, numeric, strict=True):
         table.add_column(name, justify="right" if number and rows else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
-    console = Console()
-    widths = [max([len(n), *(len(_cell(row[i])) for row in rows)]) for i, n in enumerate(names)]
+    texts = [tuple(_cell(value, cell) for value in row) for row in rows]
+    for row in texts:
+        table.add_row(*map(Text, row))
+    widths = [max([len(n), *(len(row[i]) for row in texts)]) for i, n in enumerate(names)]
     if sum(widths) + 2 * len(widths) <= console.width:
         console.print(table)
     else:
-        _print_expanded(console, names, rows)
-    Console(stderr=True).tell((f"{len(rows)} rows", "dim"))
+        _print_expanded(console, names, texts)
 
 
-def _print_expanded(console: Console, names: list[str], rows: list[tuple[Any, ...]]) -> None:
+def _print_expanded(console: Console, names: list[str], rows: list[tuple[str, ...]]) -> None:
     """Print one value per line, for rows wider than the terminal."""
     width = max(len(name) for name in names)
     for number, row in enumerate(rows, 1):
         console.tell((f"-- row {number} --", "dim"))
         for name, value in zip(names, row, strict=True):
-            line = Text(f"{name:<{width}}  ", style="bold").append(_cell(value), style="not bold")
+            line = Text(f"{name:<{width}}  ", style="bold").append(value, style="not bold")
             console.print(line, overflow="fold", soft_wrap=True)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, most: int) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
     whole = orjson.dumps(value, default=str).decode() if isinstance(value, (list, dict)) else str(value)
-    text = visible(whole[: CELL_WIDTH + 1], lines=True)
-    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+    text = visible(whole[: most + 1], lines=True)
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 ID_CHARACTERS = 8
