@@ -36,13 +36,13 @@ def schedule(
         openings: the configurations that the run's trainings of the policy were opened with.
         batch: of the step; whole: the samples of its rollout batch; policy, critic: any of its training.
     """
-    plan = step.planned
-    if plan.schedule is None:
+    plan, settings = step.planned, step.planned.schedule
+    if settings is None:
         return None
-    settings = plan.schedule
     algorithm, earlier = recorded_algorithm(plan.algorithm), history.of_family(family_of(plan.phase))
     number = [one.planned.step for one in earlier].index(plan.step)
     parallel, ranks = recorded_parallel(plan.environment.get("parallel") or {})
+    copies = parallel.copies(ranks)
     said: Json = {
         "number": settings["number"],
         "seed": plan.seed,
@@ -56,11 +56,10 @@ def schedule(
         "seed": step_seed(settings["seed"], plan.step),
         "learning_rate": policy.learning_rate(number, settings["steps"]),
         "algorithm": _algorithm_due(earlier, number, openings, algorithm),
-        "partition": divided(batch.samples, algorithm, settings, parallel.copies(ranks), policy.shape.work),
+        "partition": divided(batch.samples, algorithm, settings, copies, policy.shape.work),
         "mini_batch": _mini_batch_due(history, plan, algorithm),
     }
     if plan.rollout_batch is not None:
-        copies = parallel.copies(ranks)
         said["rollout_batch"] = _without_samples(plan.rollout_batch)
         due["rollout_batch"] = _rollout_batch_due(history, step, algorithm, whole, copies, policy)
     if critic is not None and plan.critic is not None:

@@ -74,8 +74,7 @@ def train(
         history, before = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))
-        newest = history.steps[max(history.steps)].planned.phase if history.steps else None
-        if done >= config.steps and (newest is None or family != family_of(newest)):
+        if done >= config.steps and not _is_newest(family, history):
             watcher.note("nothing to do: every step of this configuration is committed")
             return
         cut = _phase_cut(log, history, family, as_of, config.run)
@@ -92,6 +91,11 @@ def train(
         finally:
             trainer.close()
     stopping.end()
+
+
+def _is_newest(family: str, history: History) -> bool:
+    """Whether the newest step is of this family of phases."""
+    return bool(history.steps) and family == family_of(history.steps[max(history.steps)].planned.phase)
 
 
 def _check(config: TrainConfig, source: str, as_of: str, log: Store) -> None:
