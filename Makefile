@@ -109,7 +109,7 @@ fmt: $(STAMP)  ## format the code
 
 bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop and for hostile
 	@ROLLBOOK_UV="$(UV)" $(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
-	@for name in append hostile loop materialize proxy recover replay rollouts scale seal sql sync tail train; do $(BIN)/rollbook bench $$name || exit; done
+	@for name in append hostile loop materialize proxy recover replay rollouts scale seal sql sync tail train; do $(BIN)/python -m bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed
 	bash .ci/wheel

@@ -25,6 +25,8 @@ BENCHES = (
     *("rollouts", "scale", "seal", "sql", "sync", "tail", "train"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
+SHIPPED = ("append", "bits")
+"""Those that are commands, too: of them it is the user's machine that they measure."""
 
 
 class Benchmark(Protocol):

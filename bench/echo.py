@@ -8,8 +8,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 
+from rollbook.bench.tied import end_with_parent
 from rollbook.testing.asgi import listen
-from rollbook.testing.tied import end_with_parent
 
 
 def build_app() -> FastAPI:

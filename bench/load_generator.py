@@ -24,9 +24,9 @@ from rollbook.bench.figure import quantile
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.processes import obey
+from rollbook.bench.scripted.dialogues import Material, Reply, marked
+from rollbook.bench.tied import end_with_parent
 from rollbook.edge.server_sent_events import events_of
-from rollbook.testing.dialogues import Material, Reply, marked
-from rollbook.testing.tied import end_with_parent
 
 ECHO = "echo"
 """The kind of server that sends bodies back; others answer as OpenAI does."""

@@ -24,7 +24,7 @@ import orjson
 import uvloop
 
 from rollbook.bench.http_client import Connection
-from rollbook.testing.tied import end_with_parent
+from rollbook.bench.tied import end_with_parent
 
 RETRY_S = 0.1
 REQUEST_S = 60.0

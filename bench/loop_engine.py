@@ -11,7 +11,7 @@ import orjson
 import xxhash
 from tokenizers import Tokenizer
 
-from rollbook.testing.scripted_job import Answer, Script
+from rollbook.bench.scripted.job import Answer, Script
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 END = "<|im_end|>"

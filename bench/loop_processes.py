@@ -23,10 +23,10 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from rollbook.bench.processes import KEY_VARIABLES, BenchError
-from rollbook.testing.tied import end_with_parent
+from rollbook.bench.tied import end_with_parent
 
 READY_S, STOP_S = 60.0, 20.0
-COMMAND, ENGINE = "rollbook.cli.app", "rollbook.testing.scripted_serve"
+COMMAND, ENGINE = "rollbook.cli.app", "rollbook.bench.scripted.serve"
 PRELOADED = [
     "rollbook.train.loop.loop",
     "rollbook.replay.step.step",

@@ -17,8 +17,8 @@ from urllib.request import urlopen
 import orjson
 
 import rollbook
+from rollbook.bench import tied
 from rollbook.store.errors import RollbookError
-from rollbook.testing import tied
 
 READY_S, STOP_S = 90.0, 10.0
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

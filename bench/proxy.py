@@ -40,8 +40,8 @@ from rollbook.bench.proxy_outcome import (
 from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, SIDES, TWO, WorkersLap, workers_lap
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
+from rollbook.bench.scripted.dialogues import Material, make_material, write_model, write_replies
 from rollbook.testing.asgi import free_port
-from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
 
 CHAT, ECHO_PATH = "/t/NAME/v1/chat/completions", "/echo"
 SEED = 1000
@@ -100,10 +100,15 @@ class Stage:
 
     def engine(self, name: str = "engine") -> Process:
         """The scripted engine. It remembers one request, to be asked again."""
-        words = ["--script", "rollbook.testing.dialogues:by_mark", "--given", self.folder / "replies.json"]
+        words = [
+            "--script",
+            "rollbook.bench.scripted.dialogues:by_mark",
+            "--given",
+            self.folder / "replies.json",
+        ]
         words += ["--log", 1, "--images", "--stream-interval", 8]
         words += ["--model-path", self.folder / "model", "--weights", "float32"]
-        command = module("rollbook.testing.scripted_serve", *words)
+        command = module("rollbook.bench.scripted.serve", *words)
         return Process(name, command, self.folder, self.cores)
 
     def proxy(
@@ -248,7 +253,7 @@ def _sides(
     if program is None:
         print(f"proxy.vs_litellm is left out: {litellm_peer.REMEDY}", file=sys.stderr)
         return sides
-    scripted = module("rollbook.testing.scripted_openai", stage.folder / "material.json")
+    scripted = module("rollbook.bench.scripted.openai", stage.folder / "material.json")
     upstream = stack.enter_context(Process("upstream", scripted, stage.folder, stage.cores))
     peer, peer_url = stage.litellm(program, upstream.url())
     stack.enter_context(peer)

@@ -10,10 +10,10 @@ import numpy as np
 
 from rollbook import store
 from rollbook.bench.proxy_outcome import Recorded
+from rollbook.bench.scripted.dialogues import by_mark
 from rollbook.bench.turns import RUN
 from rollbook.store import Event
 from rollbook.store.events import TurnCompleted, TurnRequested
-from rollbook.testing.dialogues import by_mark
 
 WAIT_S = 30.0
 

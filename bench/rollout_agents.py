@@ -11,9 +11,9 @@ from typing import Any
 
 from rollbook.bench.load_generator import Conversation
 from rollbook.bench.proxy_outcome import PROXY
+from rollbook.bench.scripted.dialogues import Material
 from rollbook.rollouts.agents.agentic import LLM, AgenticRollout
 from rollbook.rollouts.tasks import Task
-from rollbook.testing.dialogues import Material
 
 MATERIAL = "ROLLBOOK_BENCH_MATERIAL"
 """Variable with the path of what is talked about."""

@@ -18,13 +18,13 @@ from typing import Any
 import orjson
 
 from rollbook.bench.processes import obey
+from rollbook.bench.tied import end_with_parent
 from rollbook.rollouts.config import parse_rollouts
 from rollbook.rollouts.launchers.isolation import Files
 from rollbook.rollouts.launchers.launching import Launch
 from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 from rollbook.rollouts.manager import RolloutManager
 from rollbook.rollouts.places import Progress
-from rollbook.testing.tied import end_with_parent
 
 PLAIN = "plain"
 """An agent that nobody keeps, as `subprocess` starts it; others are levels of isolation."""

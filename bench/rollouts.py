@@ -47,9 +47,9 @@ from rollbook.bench.rollout_outcome import (
     spreads,
 )
 from rollbook.bench.rounds import Limit, order
+from rollbook.bench.scripted.dialogues import make_material, write_model
 from rollbook.rollouts.launchers.isolation import LEVELS, missing
 from rollbook.testing.asgi import free_port
-from rollbook.testing.dialogues import make_material, write_model
 
 CHAT = "/t/NAME/v1/chat/completions"
 SEED = 10_000

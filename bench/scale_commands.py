@@ -14,12 +14,12 @@ import orjson
 
 import rollbook
 from rollbook import store
+from rollbook.bench import tied
 from rollbook.bench.processes import KEY_VARIABLES, BenchError, Process, module
 from rollbook.bench.scale_steps import GRPO, config_text
 from rollbook.bench.scale_turns import LANE, RUN
 from rollbook.store.events import StepPlanned
 from rollbook.store.log.tail import Filter
-from rollbook.testing import tied
 from rollbook.testing.asgi import free_port
 
 READY_S = 1800.0

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rollbook.bench.scripted.job import Answer, Job, Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.engines.sglang.client import SglangEngine
 from rollbook.engines.sglang.http import SglangServer
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, token_ids
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Answer, Job, Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import FromTensors

@@ -38,7 +38,7 @@ for command in COMMANDS:
 """
 NEEDED = {
     **dict.fromkeys(("train c.toml --store store", "train c.toml --store store --plan"), "train"),
-    **dict.fromkeys(("preflight c.toml --store store", "run o.toml --show", "bench train"), "train"),
+    **dict.fromkeys(("preflight c.toml --store store", "run o.toml --show", "bench bits"), "train"),
     "replay step 0 --store store": "train",
     "replay step 0 --store store --no-model --to losses": "train",
     "replay run --store store": "train",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollbook.bench import SHIPPED
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +58,16 @@ def test_versions_agree(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["version"] == rollbook.__version__
     assert project["scripts"] == {"rollbook": "rollbook.__main__:main"}
+
+
+def test_the_wheel_has_what_shipped_benchmarks_import(root: Path, build: dict[str, Any]) -> None:
+    """Of `bench/` the commands' own modules and those that they import or start, and no other."""
+    excluded = build["targets"]["wheel"]["exclude"]
+    assert excluded[0] == "bench/*"
+    needed, new = {"__init__"}, {"__init__", *SHIPPED}
+    while new:
+        needed |= new
+        texts = [(root / "bench" / f"{name}.py").read_text() for name in new]
+        named = {name for text in texts for name in re.findall(r"rollbook\.bench(?:\.| import )(\w+)", text)}
+        new = {name for name in named if (root / "bench" / f"{name}.py").exists()} - needed
+    assert set(excluded[1:]) == {f"!bench/{name}.py" for name in needed}

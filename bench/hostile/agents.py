@@ -22,8 +22,8 @@ import uvloop
 
 from rollbook.bench.hostile.script import reply_to
 from rollbook.bench.http_client import Connection, Reply
+from rollbook.bench.tied import end_with_parent
 from rollbook.edge.server_sent_events import messages_of
-from rollbook.testing.tied import end_with_parent
 
 REQUEST_S, RETRY_S = 30.0, 0.05
 BROKEN = 0

@@ -18,8 +18,8 @@ from rollbook.bench.hostile.agents import CHAT, Habits
 from rollbook.bench.hostile.attack import RECORD, TOKENS
 from rollbook.bench.loop_processes import COMMAND, Victim
 from rollbook.bench.processes import Process, module
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.testing.asgi import free_port
-from rollbook.testing.dialogues import write_model
 
 HONEST = "honest"
 """What names of honest trajectories begin with."""

@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from rollbook.bench.hostile.script import PIECE_S, PIECES, SLOWLY, question_of, reply_to
+from rollbook.bench.tied import end_with_parent
 from rollbook.testing.asgi import Message, Receive, Send, listen, read_body, reply, send_part, server_of
-from rollbook.testing.tied import end_with_parent
 
 COOKIE = b"session=set-by-the-upstream; HttpOnly"
 BOMB_BYTES = 1 << 30

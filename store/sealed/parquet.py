@@ -41,7 +41,7 @@ _FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_versio
 _ORDER = [("trajectory_id", "ascending", "at_start"), ("seq", "ascending")]
 _SPLIT_BYTES = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
 """Measured on token ids of real text: PLAIN under zstd beats dictionary, delta and byte-stream-split,
-which hide repeated n-grams from it; logprobs gain from byte-stream-split. See `rollbook bench seal`."""
+which hide repeated n-grams from it; logprobs gain from byte-stream-split. See `python -m bench seal`."""
 
 
 def split(table: pa.Table) -> dict[str, pa.Table]:

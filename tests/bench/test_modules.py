@@ -18,7 +18,7 @@ def _named(root: Path) -> set[tuple[str, str]]:
 def test_named_modules_exist(root: Path) -> None:
     """Each `"rollbook.x.y"` is a module, and each `"rollbook.x.y:z"` an attribute of one."""
     named = _named(root)
-    assert ("rollbook.testing.scripted_openai", "") in named
+    assert ("rollbook.bench.scripted.openai", "") in named
     for module, attribute in sorted(named):
         assert importlib.util.find_spec(module), module
         if attribute:

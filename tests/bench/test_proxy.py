@@ -19,7 +19,7 @@ import orjson
 import pytest
 
 from rollbook import store
-from rollbook.bench import litellm_peer, proxy
+from rollbook.bench import litellm_peer, proxy, tied
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
@@ -28,12 +28,22 @@ from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
 from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, TWO, WorkersLap
 from rollbook.bench.recorded import check
 from rollbook.bench.rounds import Limit
+from rollbook.bench.scripted.dialogues import (
+    ANSWERS,
+    CALLS,
+    Material,
+    by_mark,
+    make_material,
+    marked,
+    write_model,
+    write_replies,
+)
+from rollbook.bench.scripted.openai import ScriptedOpenAI, choice_of
 from rollbook.bench.turns import make_turns
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store import Event
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import VersionSpan
-from rollbook.testing import tied
 from rollbook.testing.asgi import (
     Message,
     Receive,
@@ -45,17 +55,6 @@ from rollbook.testing.asgi import (
     send_part,
     serving,
 )
-from rollbook.testing.dialogues import (
-    ANSWERS,
-    CALLS,
-    Material,
-    by_mark,
-    make_material,
-    marked,
-    write_model,
-    write_replies,
-)
-from rollbook.testing.scripted_openai import ScriptedOpenAI, choice_of
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import httpx
 import orjson
 import pytest
 
+from rollbook.bench.scripted.job import Answer, Failure, Options, draft, hashed, in_turn, logprobs_of
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Answer, Failure, Options, draft, hashed, in_turn, logprobs_of
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SLOW = Answer(range(100, 110), first_s=0.02, token_s=0.03)
@@ -311,10 +311,10 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     """It prints its address, answers from a script file, and reads text with a tokenizer."""
     script = tmp_path / "answers.py"
     script.write_text(
-        "from rollbook.testing.scripted_job import Answer\n"
+        "from rollbook.bench.scripted.job import Answer\n"
         "def make(path):\n    return lambda ids, params: Answer([len(ids), len(path.read_text())])\n"
     )
-    words = [sys.executable, "-m", "rollbook.testing.scripted_serve", "--script", f"{script}:make"]
+    words = [sys.executable, "-m", "rollbook.bench.scripted.serve", "--script", f"{script}:make"]
     words += ["--given", str(script), "--weight-version", "7", "--incremental-streaming-output"]
     process = subprocess.Popen(words, env={"PYTHONPATH": str(SOURCE)}, stdout=subprocess.PIPE, text=True)
     try:

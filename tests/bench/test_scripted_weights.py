@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from rollbook.bench.scripted.job import Answer, Options, in_turn
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import Fault, place_in_sglang
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Answer, Options, in_turn
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import Fault, place_in_sglang
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SLOW = Answer(range(100, 160), token_s=0.02)
@@ -284,7 +284,7 @@ def test_a_tensor_that_comes_in_wrong(peer: Make, models: tuple[Path, Path], rou
 def test_a_process_that_dies() -> None:
     """In the middle of an update: the connection ends and the process is gone."""
     fault = '{"route": "/end_weight_update", "kind": "die"}'
-    words = [sys.executable, "-m", "rollbook.testing.scripted_serve", "--fault", fault]
+    words = [sys.executable, "-m", "rollbook.bench.scripted.serve", "--fault", fault]
     with subprocess.Popen(
         words, env={"PYTHONPATH": str(SOURCE)}, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -299,6 +299,6 @@ def test_a_process_that_dies() -> None:
 def test_no_torch_without_weights(run_python: Any) -> None:
     """A scripted server starts quickly: torch comes only with weights."""
     code = (
-        "import sys, rollbook.testing.scripted_sglang as s; s.ScriptedSGLang(); print('torch' in sys.modules)"
+        "import sys, rollbook.bench.scripted.sglang as s; s.ScriptedSGLang(); print('torch' in sys.modules)"
     )
     assert run_python(code) == (0, "False\n", "")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.store import Event
-from rollbook.store.errors import CutError, ModelError
+from rollbook.store.errors import ConfigError, CutError, ModelError
 from rollbook.store.events import RunOpened, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.sql.views import VIEWS
 
@@ -124,3 +124,10 @@ def test_the_help_of_sql_names_every_view() -> None:
     said = CliRunner().invoke(app, ["sql", "--help"], env={"COLUMNS": "200"}).output
     listed = said.split("Views:")[1].split("Their columns")[0]
     assert set(re.findall(r"\w+", listed)) == {view.name for view in VIEWS}
+
+
+def test_a_benchmark_of_a_checkout() -> None:
+    """Says how it is run there."""
+    failure = _failure("bench", "proxy")
+    assert isinstance(failure, ConfigError)
+    assert str(failure).endswith("run in a checkout of Rollbook: python -m bench proxy")

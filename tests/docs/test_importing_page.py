@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook import store as rb
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.files import PACKED, READERS
 from rollbook.ingest.datasets.formats import SHAPES
 from rollbook.store.events import StepCommitted
-from rollbook.testing.dialogues import write_model
 
 SFT = """
 run = "sft"

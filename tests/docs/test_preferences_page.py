@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook import store as rb
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.formats import converted
 from rollbook.ingest.fields import AddPreference
 from rollbook.store import Store
-from rollbook.testing.dialogues import write_model
 from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.config.files import load_config

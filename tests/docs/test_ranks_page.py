@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.cli.app import app
-from rollbook.testing.dialogues import write_model
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.ranks.ray_ranks import FAMILIES, VARIABLES
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.cli.app import app
-from rollbook.testing.dialogues import write_model
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.files import load_config
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import PADDED, VOCABULARY_MULTIPLE, HeldChecksums
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import PADDED, VOCABULARY_MULTIPLE, HeldChecksums
 
 BY_ROWS, BY_COLUMNS = ("q_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 SENT = "/update_weights_from_tensor"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.bench.hostile.stage import Stage
-from rollbook.testing.dialogues import write_model
+from rollbook.bench.scripted.dialogues import write_model
 
 
 @pytest.fixture(scope="session")

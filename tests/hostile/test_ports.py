@@ -25,11 +25,11 @@ import psutil
 import pytest
 
 from rollbook import store as rb
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import rollbook_command
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted
-from rollbook.testing.dialogues import write_model
 
 ROOT = Path(__file__).parents[2]
 STRANGER = Path(__file__).parent / "programs" / "stranger.py"
@@ -275,7 +275,7 @@ def test_a_replay(of_two_ranks: Store, watched: Watched) -> None:
 
 
 SCRIPT = """
-from rollbook.testing.scripted_job import Answer
+from rollbook.bench.scripted.job import Answer
 
 def answer(input_ids, params):
     return Answer([5, 6, 7])

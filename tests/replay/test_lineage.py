@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lineage_story import A, B
 
 from rollbook import store as rb
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.lineage.line import Line
 from rollbook.lineage.records import Version
 from rollbook.lineage.steps import policy_lineage, step_lineage
@@ -29,8 +31,6 @@ from rollbook.store.errors import ReplayError
 from rollbook.store.sql.ledger_view import SHARES, shares
 from rollbook.store.sql.sandbox import Connection
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 
 @pytest.fixture(scope="module")

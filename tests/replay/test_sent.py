@@ -18,6 +18,8 @@ from golden_weights import golden_weights
 from parallel_engine import spread
 
 from rollbook import store as rb
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.embedded.control import control_routes
 from rollbook.engines.embedded.engine import EmbeddedEngine
 from rollbook.engines.weights.digests import digest_stream, digest_tensors, stream_files
@@ -27,8 +29,6 @@ from rollbook.store import Event, Store
 from rollbook.store.errors import FormatError
 from rollbook.store.events import CheckpointWritten, PolicyActivated
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 KV_HEADS = 2

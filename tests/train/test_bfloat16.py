@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, PolicyActivated, StepCommitted, StepPlanned
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape

@@ -9,6 +9,9 @@ import psutil
 import pytest
 import torch
 
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import Fault
 from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.engines.weights.name import version_in
 from rollbook.replay.step.step import replay_step
@@ -16,9 +19,6 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import StepCommitted, SyncFailed, SyncFinished, SyncStarted
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import Fault
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from rollbook import store as rb
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.weights.name import version_in
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -23,8 +25,6 @@ from rollbook.store.events import (
     StepPlanned,
 )
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.config.config import CheckpointConfig
 from rollbook.train.config.phase import family_names
 

@@ -13,6 +13,9 @@ from typing import Any
 import mixtures
 import pytest
 
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import Fault
 from rollbook.engines.weights.name import version_in
 from rollbook.store import Store
 from rollbook.store.errors import EngineError, EngineLostError
@@ -25,9 +28,6 @@ from rollbook.store.events import (
     SyncStarted,
 )
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import Fault
 from rollbook.train.config.config import CheckpointConfig
 from rollbook.train.sync import presence
 from rollbook.train.sync.session import Syncer

@@ -11,33 +11,23 @@ from rollbook.cli.options import AsJson
 
 
 def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="append, bits, hostile, learning, loop, materialize, proxy, recover, replay, rollouts, "
-            "scale, seal, sql, sync, tail or train."
-        ),
-    ],
+    name: Annotated[str, typer.Argument(help="append: durable appends; bits: a step's numbers.")],
     json: AsJson = False,
     folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to write; default: a temporary folder here. What learning, materialize, replay "
-            "and scale make stays there."
-        ),
-    ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; replay, "
-            "scale: times 1M turns; rollouts: times 1,000 hostile agents; sql: times 100,000 turns."
-        ),
+        Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
     ] = None,
 ) -> None:
-    """Measure Rollbook against the machine's own limit, in one interleaved run."""
-    from rollbook.bench import run_bench
+    """Measure this machine: how fast its disk takes events, or how far its processor's numbers lie apart.
 
-    run_bench(name, folder, json, scale)
+    All other benchmarks are run in a checkout of Rollbook: python -m bench NAME.
+    """
+    from rollbook.bench import SHIPPED, run_bench
+    from rollbook.store.errors import ConfigError
+
+    if name not in SHIPPED:
+        here = f"benchmark {name!r}: {' and '.join(SHIPPED)} are installed"
+        raise ConfigError(f"{here}, and all others are run in a checkout of Rollbook: python -m bench {name}")
+    run_bench(name, folder, json)
 
 
 def demo(

@@ -1,4 +1,4 @@
-"""Scripted engines and servers, and a second ledger: for tests and benchmarks, in projects of users too.
+"""For tests in projects of users: the fold of the ledger as plain Python, and pytest's plugin of cassettes.
 
-It imports nothing: pytest loads the plugin of cassettes from here in every run.
+It imports nothing: pytest loads the plugin from here in every run.
 """

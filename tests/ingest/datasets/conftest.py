@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.testing.dialogues import write_model
 
 
 @pytest.fixture(scope="module")

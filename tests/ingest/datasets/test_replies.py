@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook import store as rb
+from rollbook.bench.scripted.dialogues import write_model
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.importing import Reading, import_dataset
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import TurnCompleted
-from rollbook.testing.dialogues import write_model
 
 # Text alone, twice ended, as Phi-3 does.
 TEMPLATE = (

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbook import store as rb
+from rollbook.bench.scripted.dialogues import END
 from rollbook.ingest.datasets import files
 from rollbook.ingest.datasets.importing import Reading, import_dataset
 from rollbook.ingest.datasets.messages import tools_of
@@ -27,7 +28,6 @@ from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokeni
 from rollbook.store.errors import InterchangeError, RollbookError
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.interchange.export import export_store
-from rollbook.testing.dialogues import END
 from rollbook.train.select.samples import samples_of
 
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}

@@ -21,6 +21,8 @@ from streamed import KINDS, PATHS, asked
 from told_weights import STARTED_WITH, ToldWeights
 
 from rollbook import store
+from rollbook.bench.scripted.job import Answer, Failure, Options, in_turn, logprobs_of
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Prompt, Sampling
 from rollbook.engines.sglang.client import SglangEngine, joined
 from rollbook.engines.sglang.protocol import part, sampling_params
@@ -30,8 +32,6 @@ from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import fold
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Answer, Failure, Options, in_turn, logprobs_of
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.select.samples import all_samples
 
 CHAT = PATHS["chat"]

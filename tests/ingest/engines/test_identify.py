@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollbook import store
+from rollbook.bench.scripted.job import Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.address import EngineAddress
 from rollbook.engines.engine import Prompt, Sampling
 from rollbook.engines.fleet import Fleet
@@ -43,8 +45,6 @@ from rollbook.store.events import (
 )
 from rollbook.store.log.tail import Tail
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 LAYER = "model.layers.0"
 SHAPES = {

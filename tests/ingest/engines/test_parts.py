@@ -18,6 +18,8 @@ import orjson
 import pytest
 from told_weights import ToldWeights
 
+from rollbook.bench.scripted.job import Answer, Options, in_turn, logprobs_of
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.engines.sglang.client import SglangEngine, joined, may_go_on, routing_of, the_rest
 from rollbook.engines.sglang.protocol import Part, Routing, part, request_body, sampling_params
@@ -26,8 +28,6 @@ from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.events.routed_experts import unpack
 from rollbook.testing.asgi import reply, serving
-from rollbook.testing.scripted_job import Answer, Options, in_turn, logprobs_of
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 PROMPT = Prompt(token_ids([1, 2, 3]), (), None, "rid")
 SAMPLING = Sampling(12, 1.0, 7)

@@ -12,6 +12,8 @@ from streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, togethe
 from told_weights import ToldWeights
 from training_told import RUN
 
+from rollbook.bench.scripted.job import Answer, Failure, Options
+from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines import fleet as fleets
 from rollbook.engines.fleet import Fleet
 from rollbook.engines.sglang.client import SglangEngine
@@ -21,8 +23,6 @@ from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Answer, Failure, Options
-from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 URLS = ("http://127.0.0.1:3000", "http://127.0.0.1:3001")
 

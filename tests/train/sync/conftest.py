@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollbook.bench.scripted.job import Options, Script, hashed
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import Fault
 from rollbook.engines.weights.name import version_in
 from rollbook.store.events import Record
 from rollbook.testing.asgi import serving
-from rollbook.testing.scripted_job import Options, Script, hashed
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import Fault
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import FromDisk, FromTensors, Transport

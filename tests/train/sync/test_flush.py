@@ -10,9 +10,9 @@ import pytest
 from tests.train.sync.conftest import running, said_version
 from tests.train.sync.test_session import ACTIVATED, AFTER, DISOWNED, FAILED, FINISHED, STARTED, UPDATES
 
+from rollbook.bench.scripted.job import Answer, in_turn
 from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
-from rollbook.testing.scripted_job import Answer, in_turn
 from rollbook.train.sync.control import EMBEDDED, UNVERIFIED
 
 

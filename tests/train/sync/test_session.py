@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.train.sync.conftest import running, said_version
 
+from rollbook.bench.scripted.job import Answer, in_turn
 from rollbook.engines.weights.name import MARK_LENGTH, NamedWeights, read_name
 from rollbook.engines.weights.rank_checksums import ranks_digest
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, SyncFailed, SyncFinished
-from rollbook.testing.scripted_job import Answer, in_turn
 from rollbook.train.sync.control import UNVERIFIED, EngineControl
 
 BEFORE = ["/server_info", "/model_info", "/weights_checker"]

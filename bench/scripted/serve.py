@@ -10,17 +10,17 @@ from typing import Any
 
 import orjson
 
+from rollbook.bench.scripted.job import Options, Script, hashed, in_turn
+from rollbook.bench.scripted.sglang import ScriptedSGLang
+from rollbook.bench.scripted.weights import Fault
+from rollbook.bench.tied import end_with_parent
 from rollbook.engines.scripted import load_script
 from rollbook.ingest.tokens.message_form import conversation_digest
 from rollbook.testing.asgi import listen, server_of
-from rollbook.testing.scripted_job import Options, Script, hashed, in_turn
-from rollbook.testing.scripted_sglang import ScriptedSGLang
-from rollbook.testing.scripted_weights import Fault
-from rollbook.testing.tied import end_with_parent
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rollbook.testing.scripted_serve")
+    parser = argparse.ArgumentParser(prog="python -m rollbook.bench.scripted.serve")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, printed")
     parser.add_argument("--script", help="file.py:name or module:name of (input_ids, params) -> Answer")
     parser.add_argument("--given", type=Path, help="what to call that with first, to get the script")

@@ -1,7 +1,7 @@
 """One request at a scripted SGLang, from its first token to how it ended, answered by a script's ids, cut
 where the real server would stop.
 
-The server that sends the answers is `testing.scripted_sglang`.
+The server that sends the answers is `bench.scripted.sglang`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
+from rollbook.bench.scripted.dialogues import Material, Reply
+from rollbook.bench.tied import end_with_parent
 from rollbook.testing.asgi import Message, Receive, Send, listen, read_body, reply, server_of
-from rollbook.testing.dialogues import Material, Reply
-from rollbook.testing.tied import end_with_parent
 
 _MARK = re.compile(r"#(\d\d)$")
 

@@ -2,9 +2,9 @@
 
 It answers `POST /generate` and the routes that control a server, in the shapes of the real one, with its
 chunks, failures, and aborts when the client disconnects; what it "samples" comes from a script
-(`testing.scripted_job`). As a process of its own, on a port that it prints:
+(`bench.scripted.job`). As a process of its own, on a port that it prints:
 
-    python -m rollbook.testing.scripted_serve --port 0 --length 64 --stop-id 2
+    python -m rollbook.bench.scripted.serve --port 0 --length 64 --stop-id 2
 
 or in this one: `with serving(ScriptedSGLang(script)) as url`. Differences: one request a body, no prompt
 logprobs, and the radix cache, grammar and sampling are not there: `cached_tokens` is the script's.
@@ -21,9 +21,9 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
+from rollbook.bench.scripted.job import Failed, Job, Options, Script, draft, hashed
+from rollbook.bench.scripted.weights import Fault, Faults, ScriptedWeights
 from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, until_gone
-from rollbook.testing.scripted_job import Failed, Job, Options, Script, draft, hashed
-from rollbook.testing.scripted_weights import Fault, Faults, ScriptedWeights
 
 VERSION = "0.5.23"
 

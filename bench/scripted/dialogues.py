@@ -17,7 +17,7 @@ import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook.bench.corpus import read_text
-from rollbook.testing.scripted_job import Answer, Script, logprobs_of
+from rollbook.bench.scripted.job import Answer, Script, logprobs_of
 
 CALLS, ANSWERS = 80, 20
 """Replies that call a tool, numbered from 0; then those that end a conversation."""
