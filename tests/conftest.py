@@ -360,7 +360,7 @@ def told(store: Store, story: dict[str, list[Event]]) -> Store:
 @pytest.fixture
 def warm_ranks() -> Iterator[None]:
     """Ranks are forks of a process that has imported what they need. For tests of what they compute."""
-    from warm_ranks import warm_ranks as starts
+    from tests.fakes.processes.warm_ranks import warm_ranks as starts
 
     with starts():
         yield

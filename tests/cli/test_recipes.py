@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train import fabric
+from tests.fakes.stories import fabric
 from typer.testing import CliRunner
 
 from rollbook import store as rb

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
+from tests.fakes.models.habits import call
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
+from tests.fakes.models.habits import call
 
 pytestmark = pytest.mark.timeout(600)
 

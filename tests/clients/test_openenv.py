@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from habits import make_habits
 from tests.clients.conftest import ENVIRONMENT, HERE
 from tests.examples.played import served
+from tests.fakes.models.habits import make_habits
 
 from rollbook import store as rb
 from rollbook.rollouts.config import parse_rollouts

@@ -6,7 +6,7 @@ brought it does.
 It is never written again. Lane `train` has a sealed segment with an engine of the process itself and one of
 two ranks, and a live one with an engine of one rank, one on a GPU, and one of which it is not known how
 it holds the weights. What they say is in `format-1-held.jsonl`, the weights in
-`tests/fakes/golden_weights.py`.
+`tests/fakes/models/golden_weights.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm import run_warm
+from tests.fakes.processes.warm import run_warm
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -24,7 +24,7 @@ from rollbook.store.upkeep.sealer import Sealer
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An empty bucket, and credentials in the environment."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
-    from s3_server import ObjectStorage, set_credentials
+    from tests.fakes.storage.s3_server import ObjectStorage, set_credentials
 
     set_credentials(monkeypatch)
     server = ObjectStorage()

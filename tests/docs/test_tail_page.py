@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from warm import WarmProcess
+from tests.fakes.processes.warm import WarmProcess
 
 from rollbook import store as rb
 from rollbook.edge.bodies import BodyBudget

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import orjson
-from habits import make_habits
-from warm import TORCH, WarmProcess, run_warm
+from tests.fakes.models.habits import make_habits
+from tests.fakes.processes.warm import TORCH, WarmProcess, run_warm
 
 from rollbook import store as rb
 from rollbook.bench.rollouts import lines_of_ours as lines_that_name_rollbook

@@ -6,8 +6,8 @@ import ast
 import sys
 
 import pytest
-from habits import call
 from tests.examples.played import EXAMPLES, Played, lines_of_ours, play
+from tests.fakes.models.habits import call
 
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.select.samples import samples_of

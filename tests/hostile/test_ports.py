@@ -8,7 +8,6 @@ be made the tests are skipped, and say so.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.fakes.stories import fabric as made
 
 from rollbook import store as rb
 from rollbook.bench.scripted.dialogues import write_model
@@ -194,14 +194,7 @@ def _address(packed: bytes) -> str:
 @pytest.fixture(scope="module")
 def fabric() -> Any:
     """What makes trajectories, models and trainings."""
-    spec = importlib.util.spec_from_file_location(
-        "rollbook_test_fabric", ROOT / "tests" / "train" / "fabric.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return made
 
 
 @pytest.fixture(scope="module")

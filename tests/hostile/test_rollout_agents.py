@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 import pytest
-from rollout_runs import launches
+from tests.fakes.processes.rollout_runs import launches
 
 from rollbook import store as rb
 from rollbook.bench.hostile.attack import TOKENS
@@ -31,7 +31,7 @@ from rollbook.train.config.config import parse_config
 from rollbook.train.sources.source import EpochUnits
 
 pytestmark = pytest.mark.timeout(240)
-AGENT = Path(__file__).parents[1] / "fakes" / "hostile_agent.py"
+AGENT = Path(__file__).parents[1] / "fakes" / "agents" / "hostile.py"
 NAME, RUN = "r64", "default"
 HONEST = 16
 OTHERS = dict.fromkeys(("crash", "hang", "deaf", "daemons", "disk", "late", "thief", "spy", "prowl"), 5)

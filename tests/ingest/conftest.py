@@ -19,13 +19,13 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-from exchange import Exchange
-from http_upstream import HttpUpstream
-from played_engine import PlayedEngine
-from proxy_settings import proxy_parts
+from tests.fakes.clients.exchange import Exchange
+from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.processes.warm import WarmProcess
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.upstreams.server import HttpUpstream
 from tests.ingest.tokens.corpus import chat_templates, qwen_tokenizer, real_chat_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from warm import WarmProcess
 
 from rollbook import store
 from rollbook.engines.engine import Generation

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
 
 pytest.importorskip("torch")
 
 import torch
-from online_run import Run
+from tests.fakes.processes.online_run import Run
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

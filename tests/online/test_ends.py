@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from online_run import HERE, Run
+from tests.fakes.processes.online_run import HERE, Run
 
 from rollbook.testing.ledger import fold_ledger
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ray_nodes import ray_nodes
+from tests.fakes.processes.ray_nodes import ray_nodes
 
 from rollbook.online import part as parts
 from rollbook.online import placed as placing

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from online_run import Run
+from tests.fakes.processes.online_run import Run
 
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store.events import VOID, EvalFinished, LaunchStarted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any
 import orjson
 import pyarrow as pa
 import pytest
-from lineage_story import lineage_story
 from safetensors.torch import load_file, save_file
+from tests.fakes.stories import fabric as made
+from tests.fakes.stories.lineage import lineage_story
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors
@@ -35,20 +35,11 @@ from rollbook.store.wal.frame import (
     scan,
 )
 
-FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"
-
 
 @pytest.fixture(scope="session")
 def fabric() -> Any:
     """The module that fabricates trajectories, models and stores, shared with the training tests."""
-    name = "rollbook_test_fabric"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FABRIC)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return made
 
 
 @pytest.fixture

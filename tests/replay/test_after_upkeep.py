@@ -98,7 +98,7 @@ def test_erased_but_for_tokens(fabric: Any, sealed: Path, cli: Any) -> None:
 def test_in_object_storage(sealed: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that are nowhere but there."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
-    from s3_server import ObjectStorage, set_credentials
+    from tests.fakes.storage.s3_server import ObjectStorage, set_credentials
 
     set_credentials(monkeypatch)
     server = ObjectStorage()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lineage_story import A, B
+from tests.fakes.stories.lineage import A, B
 
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options

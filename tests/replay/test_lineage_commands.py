@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from lineage_story import A, B
+from tests.fakes.stories.lineage import A, B
 
 from rollbook import store as rb
 from rollbook.store import Store

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
 
 from rollbook import store as rb
 from rollbook.demo.model import make_model

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fastapi import FastAPI
-from golden_weights import golden_weights
-from parallel_engine import spread
+from tests.fakes.engines.parallel import spread
+from tests.fakes.models.golden_weights import golden_weights
 
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.weights import ToldWeights
 from tests.sglang import model
 from tests.sglang.server import ENVIRONMENT, SglangServer
-from told_weights import ToldWeights
 
 from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.engines.sglang import client as sglang

@@ -12,7 +12,7 @@ import pytest
 def storage_server() -> Iterator[Any]:
     """A server of object storage."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
-    from s3_server import ObjectStorage, set_credentials
+    from tests.fakes.storage.s3_server import ObjectStorage, set_credentials
 
     with pytest.MonkeyPatch.context() as patch:
         set_credentials(patch)

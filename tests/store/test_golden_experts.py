@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from golden_store import digest_of, written_in
+from tests.fakes.stories.golden import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Event, Store

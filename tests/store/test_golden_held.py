@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_store import digest_of, written_in
+from tests.fakes.stories.golden import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Store

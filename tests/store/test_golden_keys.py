@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from golden_store import digest_of, written_in
+from tests.fakes.stories.golden import digest_of, written_in
 
 from rollbook import store as rb
 from rollbook.store import Store

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ledger_history import History
+from tests.fakes.stories.ledger import History
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, format_cut

@@ -1,8 +1,7 @@
-"""Fixtures of the training tests; most of what they give is in `fabric.py`."""
+"""Fixtures of the training tests; most of what they give is in `tests/fakes/stories/fabric.py`."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,29 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric as made
 
 from rollbook import store as rb
 from rollbook.store import Store
-
-FABRIC = Path(__file__).parent / "fabric.py"
-
-
-def _load_fabric() -> Any:
-    """The module `fabric.py`, once per session whichever folder asks first."""
-    name = "rollbook_test_fabric"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FABRIC)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
 def fabric() -> Any:
     """The module that fabricates trajectories, models and stores."""
-    return _load_fabric()
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folded_versions import fold_versions
+from tests.fakes.stories.versions import fold_versions
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from weight_maps import to_huggingface, to_megatron
+from tests.fakes.models.weight_maps import to_huggingface, to_megatron
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors, read_weights, widened

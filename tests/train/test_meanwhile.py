@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm import TORCH, WarmProcess
+from tests.fakes.processes.warm import TORCH, WarmProcess
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError

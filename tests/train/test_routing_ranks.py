@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mixtures
 import pytest
+from tests.fakes.models import mixtures
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step

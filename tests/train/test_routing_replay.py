@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mixtures
 import numpy as np
 import pytest
+from tests.fakes.models import mixtures
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mixtures
 import pytest
+from tests.fakes.models import mixtures
 
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang

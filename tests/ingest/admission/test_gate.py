@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from training_told import RUN, answered, begins, committed, opened, planned
+from tests.fakes.stories.training import RUN, answered, begins, committed, opened, planned
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding

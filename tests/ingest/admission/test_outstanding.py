@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_story import Story
-from training_told import RUN, answered, begins, committed, dropped, opened, planned
+from tests.fakes.stories.admission import Story
+from tests.fakes.stories.training import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook.ingest.admission.outstanding import KINDS, Outstanding, training_of
 from rollbook.store.events import (

@@ -7,8 +7,8 @@ import itertools
 from typing import Any
 
 import pytest
-from played_engine import Play
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.engines.played import Play
 
 from rollbook.store.events import BodyStored
 from rollbook.store.fold.trajectory import fold

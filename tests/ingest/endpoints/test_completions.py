@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
-from played_engine import Play
-from streamed import PATHS
+from tests.fakes.clients.streamed import PATHS
+from tests.fakes.engines.played import Play
 
 PATH = PATHS["completions"]
 NAMES = itertools.count()

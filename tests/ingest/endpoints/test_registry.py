@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_api import PATH, TINY
+from tests.fakes.proxies.tiny_api import PATH, TINY
 
 from rollbook.ingest.endpoints import registry
 from rollbook.store.errors import EngineError

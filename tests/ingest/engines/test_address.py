@@ -11,8 +11,8 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_settings import proxy_parts
-from told_weights import ToldWeights
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.stories.weights import ToldWeights
 
 from rollbook.engines.address import EngineAddress
 from rollbook.engines.sglang.client import SglangEngine

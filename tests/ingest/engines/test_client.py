@@ -14,11 +14,11 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-import streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
-from told_weights import STARTED_WITH, ToldWeights
+from tests.fakes.clients import streamed
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.stories.weights import STARTED_WITH, ToldWeights
 
 from rollbook import store
 from rollbook.bench.scripted.job import Answer, Failure, Options, in_turn, logprobs_of

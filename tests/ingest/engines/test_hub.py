@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
 
 from rollbook import store as rb
 from rollbook.engines.hub import cache_folder, model_folder, name_at_hub

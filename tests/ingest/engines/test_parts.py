@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from told_weights import ToldWeights
+from tests.fakes.stories.weights import ToldWeights
 
 from rollbook.bench.scripted.job import Answer, Options, in_turn, logprobs_of
 from rollbook.bench.scripted.sglang import ScriptedSGLang

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
 
 from rollbook.engines.engine import Generation, Prompt, Sampling
 from rollbook.engines.scripted import ScriptedEngine, load_script

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
 from rollbook.store.secret import store_secret

@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 import pytest
-from bombs import bomb
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.bombs import bomb
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook.edge.bodies import decoded
 from rollbook.store.errors import LimitError, RequestError

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-import streamed
-from played_engine import Play
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients import streamed
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.engines.played import Play
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold

@@ -13,10 +13,10 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from exchange import Exchange
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.fakes.clients.exchange import Exchange
 
 from rollbook import store as rb
 from rollbook.edge import memory

@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 import pytest
 import uvicorn
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
 from typer.testing import CliRunner
 
 from rollbook import store as rb

@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import pytest
 import schemathesis
-import streamed
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from openapi_schema import openapi
 from schemathesis import GenerationMode
+from tests.fakes.clients import streamed
+from tests.fakes.clients.openapi_schema import openapi
 
 from rollbook.store.fold.trajectory import Trajectory
 

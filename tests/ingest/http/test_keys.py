@@ -14,8 +14,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_settings import settings_of
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.settings import settings_of
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app as command

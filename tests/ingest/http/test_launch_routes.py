@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from played_engine import PlayedEngine
+from tests.fakes.engines.played import PlayedEngine
 
 from rollbook import store as rb
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key

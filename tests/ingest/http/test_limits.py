@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from proxy_settings import MIB, settings_of
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.settings import MIB, settings_of
 
 from rollbook.edge import bodies as body_room
 from rollbook.edge import memory

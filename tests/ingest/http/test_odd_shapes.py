@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 NUMBERS = itertools.count()
 MARK = re.compile(r"q\d+q")

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 from starlette.routing import Route
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.ingest.access import OTHERWISE, ROUTES, RULES

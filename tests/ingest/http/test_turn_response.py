@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 import pytest
-import streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_engine import Play
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients import streamed
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.engines.played import Play
 
 from rollbook import store
 from rollbook.ingest.routes import calls

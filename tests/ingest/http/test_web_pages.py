@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
 
 from rollbook.edge.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
 from rollbook.ingest.endpoints.registry import error_body

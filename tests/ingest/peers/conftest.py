@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxies import Cluster
+from tests.fakes.proxies.several import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from proxies import Cluster, say
+from tests.fakes.proxies.several import Cluster, say
 
 from rollbook import store
 from rollbook.ingest.trajectories.place import owner_of

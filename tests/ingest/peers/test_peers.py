@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from proxies import Cluster, say
+from tests.fakes.proxies.several import Cluster, say
 
 from rollbook import store
 from rollbook.ingest.trajectories.place import owner_of

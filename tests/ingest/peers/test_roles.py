@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_upstream import HttpUpstream, chat_reply, whole
-from proxies import Cluster
-from training_told import begins
-from upstream_replies import ENDPOINTS
+from tests.fakes.proxies.several import Cluster
+from tests.fakes.stories.training import begins
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
 
 from rollbook import store
 from rollbook.edge.keys import add_key

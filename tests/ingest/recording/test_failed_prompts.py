@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
 
 from rollbook.store import Event, connect
 from rollbook.store.errors import EngineError

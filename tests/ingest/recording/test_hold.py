@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from streamed import KINDS, PATHS, asked, text_in, together
+from tests.fakes.clients.streamed import KINDS, PATHS, asked, text_in, together
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played_engine import PlayedEngine
-from streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, together
-from told_weights import ToldWeights
-from training_told import RUN
+from tests.fakes.clients.streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, together
+from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.stories.training import RUN
+from tests.fakes.stories.weights import ToldWeights
 
 from rollbook.bench.scripted.job import Answer, Failure, Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from training_story import Story
-from training_told import RUN, answered, asked, begins, committed, dropped, opened, planned
+from tests.fakes.stories.admission import Story
+from tests.fakes.stories.training import RUN, answered, asked, begins, committed, dropped, opened, planned
 
 from rollbook import store
 from rollbook.ingest.admission.outstanding import Outstanding

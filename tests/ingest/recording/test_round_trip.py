@@ -9,7 +9,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook import store
 from rollbook.store.fold.trajectory import Trajectory

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from prometheus_client import CollectorRegistry
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
 
 from rollbook import store
 from rollbook.cli.terminal import LogFormatter

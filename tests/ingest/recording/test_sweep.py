@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_settings import settings_of
-from streamed import PATHS, asked
+from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.settings import settings_of
 
 from rollbook.store.events import LabelAdded
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook.edge import bounds
 from rollbook.edge.bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import container_engine
 import pytest
-from container_engine import IMAGE
-from rollout_runs import launches, run, told
+from tests.fakes.processes import container_engine
+from tests.fakes.processes.container_engine import IMAGE
+from tests.fakes.processes.rollout_runs import launches, run, told
 
 from rollbook.rollouts.config import AgentConfig, ContainerConfig, RolloutConfig, parse_rollouts
 from rollbook.rollouts.launchers.agent_environment import address_in, network_of

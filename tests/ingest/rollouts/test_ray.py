@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 import pytest
-from ray_nodes import add_node, ray_nodes
+from tests.fakes.processes.ray_nodes import add_node, ray_nodes
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, parse_rollouts

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
-from rollout_runs import launches, run, tasks, told
+from tests.fakes.processes.rollout_runs import launches, run, tasks, told
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from rollout_runs import launches, run
+from tests.fakes.processes.rollout_runs import launches, run
 
 from rollbook import store as rb
 from rollbook.cli.online.rollout import run_scoring

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import agent_service
 import httpx
 import pytest
-from rollout_runs import launches, run, tasks, told
+from tests.fakes.agents import service as agent_service
+from tests.fakes.processes.rollout_runs import launches, run, tasks, told
 
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.rollouts.rollouts import Rollouts

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from played_engine import PlayedEngine
-from proxy_settings import MIB
-from streamed import KINDS, PATHS, asked
-from training_told import RUN, answered, begins, committed, dropped, opened, planned
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.proxies.settings import MIB
+from tests.fakes.stories.training import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook import store
 from rollbook.engines.fleet import Fleet

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_settings import settings_of
+from tests.fakes.proxies.settings import settings_of
 
 from rollbook.ingest.secrets import secrets_of
 from rollbook.ingest.serve.prepared import recorded_settings

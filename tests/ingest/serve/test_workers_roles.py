@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from http_upstream import HttpUpstream, chat_reply, whole
-from training_told import begins
-from upstream_replies import ENDPOINTS
+from tests.fakes.stories.training import begins
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
 
 from rollbook import store
 from rollbook.edge.keys import add_key

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from played_engine import Play
+from tests.fakes.engines.played import Play
 
 from rollbook.train.select.samples import samples_of
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook.edge.keys import key_name, trajectory_key
 from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path

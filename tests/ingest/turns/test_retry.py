@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-import streamed
-from streamed import KINDS, PATHS, asked
+from tests.fakes.clients import streamed
+from tests.fakes.clients.streamed import KINDS, PATHS, asked
 
 from rollbook import store
 from rollbook.ingest.routes import calls

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from http_upstream import HttpUpstream
-from proxy_settings import proxy_parts
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.upstreams.server import HttpUpstream
 
 from rollbook import store
 from rollbook.engines.address import EngineAddress

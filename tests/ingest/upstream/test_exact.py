@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_upstream import chat_reply, sse, streamed, whole
-from warm import run_warm
+from tests.fakes.processes.warm import run_warm
+from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from http_upstream import chat_reply, streamed, whole
-from upstream_replies import ENDPOINTS
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import chat_reply, streamed, whole
 
 from rollbook.ingest.upstream import recorder
 from rollbook.store.errors import WriteFailedError

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from http_upstream import Answer, HttpUpstream, chat_reply, sse, streamed, whole
+from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, sse, streamed, whole
 
 USER = {"role": "user", "content": "Hello"}
 BODY = {"model": "m", "messages": [USER]}

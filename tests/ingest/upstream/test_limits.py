@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from bombs import bomb
-from http_upstream import Answer, chat_reply, whole
+from tests.fakes.clients.bombs import bomb
+from tests.fakes.upstreams.server import Answer, chat_reply, whole
 
 from rollbook.ingest.endpoints import chat
 from rollbook.ingest.upstream.forwarded_response import EndFinder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_upstream import sse, streamed, whole
-from tiny_api import PATH, TINY
+from tests.fakes.proxies.tiny_api import PATH, TINY
+from tests.fakes.upstreams.server import sse, streamed, whole
 
 from rollbook.ingest.endpoints import registry
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_upstream import chat_reply, whole
-from upstream_replies import ENDPOINTS
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import chat_reply, whole
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

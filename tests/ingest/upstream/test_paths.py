@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from http_upstream import sse, streamed, whole
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_settings import proxy_parts
-from upstream_replies import ENDPOINTS
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import sse, streamed, whole
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.engines.address import EngineAddress

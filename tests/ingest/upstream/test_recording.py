@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from http_upstream import chat_reply, sse, streamed, whole
-from upstream_replies import ENDPOINTS, TEXT, USER
+from tests.fakes.upstreams.replies import ENDPOINTS, TEXT, USER
+from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
 
 CHAT = "/v1/chat/completions"
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from http_upstream import whole
+from tests.fakes.upstreams.server import whole
 
 PATH = "/v1/responses"
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}

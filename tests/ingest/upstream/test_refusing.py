@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from http_upstream import chat_reply, streamed, whole
-from proxy_settings import proxy_parts
-from upstream_replies import ENDPOINTS
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import chat_reply, streamed, whole
 
 from rollbook.ingest.serve.prepared import recorded_settings
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_upstream import chat_reply, streamed, whole
-from upstream_replies import ENDPOINTS
+from tests.fakes.upstreams.replies import ENDPOINTS
+from tests.fakes.upstreams.server import chat_reply, streamed, whole
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold

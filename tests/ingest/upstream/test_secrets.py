@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from http_upstream import chat_reply, sse, streamed, whole
+from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
 from rollbook.store.redaction import PLACEHOLDER

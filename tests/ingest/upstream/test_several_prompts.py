@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_upstream import sse, streamed, whole
+from tests.fakes.upstreams.server import sse, streamed, whole
 
 from rollbook.ingest.endpoints import completions
 from rollbook.ingest.upstream.forwarded_response import gathered, read_reply

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from training_told import RUN, begins, opened
+from tests.fakes.stories.training import RUN, begins, opened
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding

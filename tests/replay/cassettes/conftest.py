@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import agent_program
 import pytest
 import uvicorn
-from http_upstream import Answer, HttpUpstream, chat_reply, sse, streamed, whole
-from proxy_settings import proxy_parts
+from tests.fakes.agents import program as agent_program
+from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, sse, streamed, whole
 
 from rollbook import store as rb
 from rollbook.cassettes.app import CassetteOptions, build_cassette_app

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import agent_program
 import httpx
 import openai
 import pytest
-from http_upstream import HttpUpstream, chat_reply, whole
+from tests.fakes.agents import program as agent_program
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
 
 from rollbook.cassettes.app import EngineBehind
 from rollbook.engines.address import EngineAddress

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_log import MemoryLog
+from tests.fakes.storage.memory_log import MemoryLog
 
 from rollbook import store as rb
 from rollbook.store import Event, Store

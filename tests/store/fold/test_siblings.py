@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 import pytest
-from golden_store import digest_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories.golden import digest_of
 
 from rollbook import store as rb
 from rollbook.store import Store

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folded_versions import fold_versions
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories.versions import fold_versions
 
 from rollbook.store import Event
 from rollbook.store.errors import VersionError

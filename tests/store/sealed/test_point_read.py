@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scattered import scatter, seal_in_units
+from tests.fakes.stories.scattered import scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Event, Store

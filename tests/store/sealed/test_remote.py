@@ -13,8 +13,8 @@ from typing import Any
 
 import duckdb
 import pytest
-from scattered import Before, answers, scatter, seal_in_units
-from warm import run_warm
+from tests.fakes.processes.warm import run_warm
+from tests.fakes.stories.scattered import Before, answers, scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Event, Store

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scattered import SEAL, Before, answers, scatter, seal_in_units
+from tests.fakes.stories.scattered import SEAL, Before, answers, scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Store

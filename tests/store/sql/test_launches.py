@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from scattered import scatter, seal_in_units
+from tests.fakes.stories.scattered import scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Event, Store

@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from arrow_rows import by_pyarrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.storage.arrow_rows import by_pyarrow
 
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded, RewardAssigned, TurnCompleted, VersionSpan

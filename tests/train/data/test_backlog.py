@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forests import SMALL, forest
+from tests.fakes.stories.forests import SMALL, forest
 
 from rollbook import store as rb
 from rollbook.store import Store

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forests import SMALL
+from tests.fakes.stories.forests import SMALL
 
 from rollbook import store as rb
 from rollbook.store import Store

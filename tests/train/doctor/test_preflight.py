@@ -10,10 +10,10 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-import mixtures
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.models import mixtures
 
 from rollbook import store as rb
 from rollbook.store import Store, format_cut

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weight_maps import to_huggingface
+from tests.fakes.models.weight_maps import to_huggingface
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.store.fold.trajectory import fold

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.models.weight_maps import to_megatron
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from weight_maps import to_megatron
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.store.errors import ModelError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import mixtures
 import numpy as np
 import pytest
 import torch
+from tests.fakes.models import mixtures
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.store.events.routed_experts import ExpertIds

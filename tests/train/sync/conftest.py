@@ -30,7 +30,7 @@ from rollbook.train.sync.session import Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import FromDisk, FromTensors, Transport
 
 ROOT = Path(__file__).resolve().parents[3]
-BROADCAST_ENGINE = Path(__file__).parent / "broadcast_engine.py"
+BROADCAST_ENGINE = ROOT / "tests/fakes/engines/broadcast.py"
 LAYER = "model.layers.0"
 SHAPES = {
     "model.embed_tokens.weight": (70, 8),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_engine import spread
+from tests.fakes.engines.parallel import spread
 from tests.train.sync.conftest import BUCKET, LAYER, SHAPES, make_weights
 
 from rollbook.engines.weights.expected import Expected, expected_ranks_digest

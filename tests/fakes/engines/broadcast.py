@@ -1,6 +1,6 @@
 """A program: a scripted SGLang that joins process groups and receives broadcasts, as the real one does.
 
-    python broadcast_engine.py MODEL PORT [FAULT...]
+    python broadcast.py MODEL PORT [FAULT...]
 
 Prints its address. A collective blocks its routes of groups, as the real scheduler stands still in one.
 """

@@ -1,4 +1,4 @@
-"""Somebody's agent service, by the table of docs/rollouts.md: a program, `agent_service.py PORT LOG`.
+"""Somebody's agent service, by the table of docs/rollouts.md: a program, `service.py PORT LOG`.
 
 Each agent is a process of its own that makes a request and then does what its task says; the file LOG has a
 line for each that was started and each that was ended before its time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from http_upstream import sse
+from tests.fakes.upstreams.server import sse
 
 REASONING, TEXT = "Let me thînk.", "I'll lòok. 🎉"
 ARGUMENTS = ('{"city":"Paris","n":1}', '{"city":"Łódź"}')

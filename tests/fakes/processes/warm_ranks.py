@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from warm import TORCH, WarmProcess
+from tests.fakes.processes.warm import TORCH, WarmProcess
 
 from rollbook.train.ranks import launch
 from rollbook.train.step import reference

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
-from training_told import answered, asked, committed, dropped, opened, planned
+from tests.fakes.stories.training import answered, asked, committed, dropped, opened, planned
 
 from rollbook.store.events import Record, TrajectoryFinished
 

@@ -37,7 +37,7 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.trajectory import prompt_sha256
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOCAB = 100
 EVERY_STEPS_STAGES = (
     *("input_weights", "input_optimizer", "rng", "samples", "old_logprobs", "rewards", "advantages"),
@@ -354,7 +354,7 @@ def checkpoint(version: int, phase: str | None = "p", optimizer: str | None = "o
 
 def start_cli(*arguments: object) -> subprocess.Popen[str]:
     """`rollbook ...` in a process of its own, its stdout and stderr piped."""
-    from warm import TORCH, WarmProcess
+    from tests.fakes.processes.warm import TORCH, WarmProcess
 
     return WarmProcess(
         [sys.executable, "-m", "rollbook", *map(str, arguments)],

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollbook.store import Event
 from rollbook.store.events.event_json import from_json
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def digest_of(name: str) -> str:

@@ -17,7 +17,7 @@ from rollbook.rollouts.launchers.leaks import start_of
 from rollbook.store import Store
 from rollbook.testing.asgi import free_port
 
-HERE = Path(__file__).parents[2]
+HERE = Path(__file__).parents[3]
 _STEP = re.compile(r" step \d+: version ")
 CONFIG = """
 run = "sums"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from warm_server import AT_IMPORT
+from tests.fakes.processes.warm_server import AT_IMPORT
 
 LIGHT = ("rollbook.cli.app", "rollbook.ingest.serve.serve", "rollbook.store.sql.query")
 """What most commands need."""
@@ -118,6 +118,6 @@ def _connected() -> socket.socket:
         assert time.monotonic() < until
         nowhere = subprocess.DEVNULL
         words = [sys.executable, str(SERVER), NAME]  # it ends at once where another one begins to listen
-        here = os.environ | {"PYTHONPATH": str(SERVER.parents[2] / "src")}
+        here = os.environ | {"PYTHONPATH": str(SERVER.parents[3] / "src")}
         subprocess.run(words, env=here, stdin=nowhere, stdout=nowhere, stderr=nowhere, check=True)
     return connection

@@ -1,0 +1,1 @@
+"""What tests put in the place of what is outside: modules by what they stand for."""

@@ -1,0 +1,1 @@
+"""Engines, and what answers as one."""

@@ -1,0 +1,1 @@
+"""Proxies as tests set them up."""

@@ -1,0 +1,1 @@
+"""Storage: a log in memory, objects behind HTTP."""

@@ -1,0 +1,1 @@
+"""What logs hold: told, fabricated, drawn at random, or kept from earlier releases."""

@@ -1,0 +1,1 @@
+"""Upstreams of a proxy that only records, and what they reply."""
