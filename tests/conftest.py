@@ -25,6 +25,12 @@ from rollbook.store import events as kinds
 from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[1]
+pytest_plugins = [
+    "tests.fixtures.lineages",
+    "tests.fixtures.models",
+    "tests.fixtures.proxies",
+    "tests.fixtures.training",
+]
 BARE_NAMES = ("store", "ingest", "train", "replay")
 
 # A first call imports; a busy machine pauses. Neither is what a property says. A run takes the examples of

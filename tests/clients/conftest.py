@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tests.clients.model import qwen3
 from tests.clients.script import pieces, said
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer

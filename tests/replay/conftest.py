@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +11,7 @@ import orjson
 import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.fakes.stories import fabric as made
-from tests.fakes.stories.lineage import lineage_story
 
-from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
 from rollbook.store.events import RunOpened, StepPlanned
@@ -34,50 +28,6 @@ from rollbook.store.wal.frame import (
     encode_rows,
     scan,
 )
-
-
-@pytest.fixture(scope="session")
-def fabric() -> Any:
-    """The module that fabricates trajectories, models and stores, shared with the training tests."""
-    return made
-
-
-@pytest.fixture
-def trained(fabric: Any, tmp_path: Path) -> Callable[..., Store]:
-    """Makes copies of the trained store."""
-
-    def make(name: str = "trained") -> Store:
-        return rb.open(shutil.copytree(fabric.trained_path(), tmp_path / name))
-
-    return make
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """`rollbook ...` in this process: its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        from rollbook.cli.app import main
-
-        monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def story(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """The store of `lineage_story`. Never write to it."""
-    log = rb.open(tmp_path_factory.mktemp("lineage") / "store", create=True)
-    for lane, events in lineage_story(fabric).items():
-        with log.writer(lane) as writer:
-            writer.append(events).result(30)
-    return log
-
 
 # Tampering ----------------------------------------------------------------------------------------
 

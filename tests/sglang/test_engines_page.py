@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import httpx
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 from tests.sglang.server import ENVIRONMENT, Process, environment
 
 from rollbook.engines.sglang.protocol import OLDEST_SERVER

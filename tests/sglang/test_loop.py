@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 from tests.sglang.conftest import TOLERANCE, Reference, Weights
 from tests.sglang.server import SglangServer
 

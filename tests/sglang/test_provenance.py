@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 from tests.sglang import model
 from tests.sglang.conftest import TOLERANCE, Reference, Weights
 from tests.sglang.server import SglangServer

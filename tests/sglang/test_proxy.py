@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import orjson
 import pytest
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 from tests.sglang.conftest import ROUTING
 
 from rollbook import store

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.ingest.conftest import Served
+from tests.fakes.proxies.served import Served
 from tests.sglang import model
 from tests.sglang.server import SglangServer
 

@@ -1,7 +1,7 @@
 """Ranks, and references apart, as forks of a process that has imported what they need.
 
 From there on each is what `python -m rollbook.train.ranks.follow` is. How ranks begin, and end when others
-do, is tested with real starts (`tests/train/test_rank_processes.py` and `test_placed_ranks.py`).
+do, is tested with real starts (`test_rank_processes.py` and `test_placed_ranks.py` of `tests/train/ranks`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from tests.ingest.conftest import Desk, NoisyEngine
+from tests.fakes.proxies.desk import Desk, NoisyEngine
 
 from rollbook.engines.engine import Generation
 from rollbook.ingest.endpoints import chat, completions

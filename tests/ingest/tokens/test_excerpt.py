@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ingest.conftest import bridges_of
+from tests.fakes.proxies.desk import bridges_of
 
 from rollbook.ingest.tokens.bridge import TAIL, Bridges, NoBridge, bridge, excerpt
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.ingest.conftest import bridges_of
+from tests.fakes.models.corpus import ends_of
+from tests.fakes.proxies.desk import bridges_of
 
 from rollbook.ingest.tokens.bridge import NoBridge, bridge, self_test
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 
-from .corpus import ends_of
 from .invariants import check_invariants
 
 RealChat = Callable[[str], ChatTokenizer]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
 NAMES = tuple(f"rollbook-{os.getpid()}-{number}" for number in (0, 1))
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAINED_S = 200.0
 
 

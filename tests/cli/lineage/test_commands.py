@@ -18,12 +18,12 @@ Told = Callable[..., str]
 
 
 @pytest.fixture
-def lineage(cli: Any, story: Store, monkeypatch: pytest.MonkeyPatch) -> Told:
+def lineage(cli: Any, lineages: Store, monkeypatch: pytest.MonkeyPatch) -> Told:
     """What `rollbook lineage ...` prints of the story, which it must; a space between the cells of a row."""
     monkeypatch.setenv("COLUMNS", "300")
 
     def run(*words: object) -> str:
-        code, out, err = cli("lineage", *words, "--store", story.path)
+        code, out, err = cli("lineage", *words, "--store", lineages.path)
         assert (code, err) == (0, ""), err
         return _of_single_spaces(out)
 
@@ -35,11 +35,11 @@ def _of_single_spaces(out: str) -> str:
 
 
 @pytest.fixture
-def refused(cli: Any, story: Store) -> Told:
+def refused(cli: Any, lineages: Store) -> Told:
     """What `rollbook lineage ...` says of bad input."""
 
     def run(*words: object) -> str:
-        code, out, err = cli("lineage", *words, "--store", story.path)
+        code, out, err = cli("lineage", *words, "--store", lineages.path)
         assert (code, out) == (2, "")
         return " ".join(err.replace("│", " ").split())
 
@@ -137,11 +137,13 @@ def test_json(lineage: Told, words: tuple[Any, ...], keys: dict[str, Any]) -> No
     assert {key: value[key] for key in keys} == keys
 
 
-def test_at_an_earlier_cut(cli: Any, story: Store) -> None:
+def test_at_an_earlier_cut(cli: Any, lineages: Store) -> None:
     """What came later is not there: neither the later versions nor the late reward."""
-    planned = next(e for e in rb.open(story.path).events() if e.kind == "step.planned" and e.record.step == 1)
+    planned = next(
+        e for e in rb.open(lineages.path).events() if e.kind == "step.planned" and e.record.step == 1
+    )
     cut = f"{planned.record.cut},train={planned.seq}"
-    code, out, _ = cli("lineage", "trajectory", "one", "--store", story.path, "--as-of", cut, "--json")
+    code, out, _ = cli("lineage", "trajectory", "one", "--store", lineages.path, "--as-of", cut, "--json")
     value = orjson.loads(out)
     assert code == 0
     assert [v["version"] for v in value["made"]] == [1]

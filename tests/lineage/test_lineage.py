@@ -34,22 +34,22 @@ from rollbook.testing.asgi import serving
 
 
 @pytest.fixture(scope="module")
-def sql(story: Store) -> Iterator[Connection]:
+def sql(lineages: Store) -> Iterator[Connection]:
     """SQL over the story."""
-    with rb.connect(story.path) as connection:
+    with rb.connect(lineages.path) as connection:
         yield connection
 
 
 @pytest.fixture
-def of(story: Store, sql: Connection) -> Callable[..., Any]:
+def of(lineages: Store, sql: Connection) -> Callable[..., Any]:
     """The lineage of a trajectory of the story, or of a sample of it."""
-    return lambda name, leaf=None: trajectory_lineage(story, sql, story.head(), name, leaf)
+    return lambda name, leaf=None: trajectory_lineage(lineages, sql, lineages.head(), name, leaf)
 
 
 @pytest.fixture
-def token(story: Store, sql: Connection) -> Callable[..., Any]:
+def token(lineages: Store, sql: Connection) -> Callable[..., Any]:
     """The lineage of a token of the story."""
-    return lambda name, turn, index: token_lineage(story, sql, story.head(), name, turn, index)
+    return lambda name, turn, index: token_lineage(lineages, sql, lineages.head(), name, turn, index)
 
 
 def _numbers(versions: Any) -> list[int]:
@@ -95,7 +95,7 @@ def test_a_late_reward_was_known_to_no_step(of: Any) -> None:
     ]
 
 
-def test_back_to_engines_and_verified_syncs(of: Any, story: Store) -> None:
+def test_back_to_engines_and_verified_syncs(of: Any, lineages: Store) -> None:
     """An engine that served what it had read; one that a sync gave the weights; and one where that failed."""
     one = of("one")
     [base] = one.sampled_by[0].engines
@@ -105,7 +105,7 @@ def test_back_to_engines_and_verified_syncs(of: Any, story: Store) -> None:
         (f"{A}/1", "tensor", "finished", 4096, 0.25)
     ]
     [place] = given.activations
-    activated = next(e for e in story.events() if e.event_id == place.event_id)
+    activated = next(e for e in lineages.events() if e.event_id == place.event_id)
     assert (place.lane, place.seq) == (activated.lane, activated.seq)
     assert (activated.record.engine, activated.record.policy_version) == (A, 1)
     assert (failed.engine, failed.verified, failed.activations) == (B, None, ())
@@ -136,12 +136,12 @@ def test_attempts_and_versions_within_a_turn(of: Any) -> None:
     assert (_numbers(three.sampled_by), _numbers(three.made)) == ([0, 1], [2])
 
 
-def test_an_adopted_one(of: Any, story: Store) -> None:
+def test_an_adopted_one(of: Any, lineages: Store) -> None:
     """Its turns are where the lanes hold them, in order; tokens of no known version say so."""
     four = of("four")
     assert four.lanes == ("serve", "other")
     assert [turn.requested.lane for turn in four.turns] == ["serve", "other"]
-    asked = {e.record.turn_id: (e.seq, e.event_id) for e in story.events_of([kinds.TurnRequested.KIND])}
+    asked = {e.record.turn_id: (e.seq, e.event_id) for e in lineages.events_of([kinds.TurnRequested.KIND])}
     assert all((t.requested.seq, t.requested.event_id) == asked[t.turn_id] for t in four.turns)
     assert [_terms(turn) for turn in four.turns] == [
         [(0, 2, "waiting", None)],
@@ -175,10 +175,10 @@ def test_a_sample(of: Any) -> None:
 # Tokens -------------------------------------------------------------------------------------------
 
 
-def test_a_token(token: Any, story: Store) -> None:
+def test_a_token(token: Any, lineages: Store) -> None:
     """The event that holds it has its id and logprob; it was trained in the sample that owns its turn."""
     found = token("one", None, 1)
-    event = next(e for e in story.events() if e.event_id == found.turn.answered.event_id)
+    event = next(e for e in lineages.events() if e.event_id == found.turn.answered.event_id)
     assert (event.record.turn_id, event.lane, event.seq) == ("one.0", "serve", found.turn.answered.seq)
     assert (found.index, found.place) == (1, len(event.record.prompt_ids) + 1)
     assert (found.token_id, found.logprob) == (int(event.record.completion_ids[1]), -1.0)
@@ -281,7 +281,7 @@ def test_a_circle_ends() -> None:
 # A real training ----------------------------------------------------------------------------------
 
 
-def test_it_says_of_tokens_what_the_ledger_says(story: Store, sql: Connection) -> None:
+def test_it_says_of_tokens_what_the_ledger_says(lineages: Store, sql: Connection) -> None:
     """The shares of single trajectories are those that the ledger adds up."""
     columns = "run, trajectory_id, turn_id, policy, policy_version, term, rule, tokens"
     whole = sql.execute(f"SELECT {columns} FROM ({SHARES})").fetchall()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from tests.fakes.agents import program as agent_program
+from tests.fakes.models.text import TEMPLATES, write_text_model
 from tests.fakes.proxies.settings import proxy_parts
 from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, sse, streamed, whole
 
@@ -35,22 +34,11 @@ from rollbook.ingest.upstream.proxy import Upstream, build_upstream_app
 from rollbook.store import Store
 from rollbook.testing.asgi import serving
 
-INGEST = Path(__file__).parents[2] / "ingest" / "conftest.py"
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory without weights, of the tests of `ingest`."""
-    name = "rollbook_test_ingest"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, INGEST)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    ingest: Any = sys.modules[name]
-    folder: Path = ingest.write_text_model(tmp_path_factory.mktemp("model"), ingest.TEMPLATES["chatml"])
-    return folder
+    """A model directory without weights."""
+    return write_text_model(tmp_path_factory.mktemp("model"), TEMPLATES["chatml"])
 
 
 @contextlib.contextmanager

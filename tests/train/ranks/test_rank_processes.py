@@ -110,7 +110,7 @@ def test_torchrun_starts_them_too(fabric: Any, recorded: Stores, tmp_path: Path)
     log = recorded()
     file = tmp_path / "config.toml"
     file.write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "rollbook", "train", file, "--store", log.path],

@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 
 CPU = torch.device("cpu")
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 ELSEWHERE = """
 import sys, orjson, torch

@@ -1,0 +1,86 @@
+"""A proxy in a process of its own, and a script that its engine follows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from tests.fakes.processes.warm import WarmProcess
+
+from rollbook.testing.asgi import free_port
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+
+SCRIPT = '''
+import asyncio, json
+
+async def answer(messages, tools):
+    """Says what its last message asks for."""
+    text = messages[-1].get("content") or ""
+    if text.startswith("boom"):
+        raise RuntimeError("boom")
+    if text.startswith("sleep "):
+        await asyncio.sleep(float(text.split()[1]))
+    if text.startswith("call"):
+        function = {"name": "calc", "arguments": {"a": 1, "b": "\\u00e9"}}
+        call = {"id": "x", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call] * (2 if "two" in text else 1)}
+    return f"{len(messages)}: {text}"
+'''
+
+
+class Served:
+    """A `rollbook serve` of its own."""
+
+    def __init__(
+        self, folder: Path, arguments: list[str], descriptors: int | None = None, port: int | None = None
+    ) -> None:
+        self.path, self.arguments, self.port = folder, arguments, port or free_port()
+        self.descriptors = descriptors
+        self.log = folder.with_suffix(".log")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
+        command = [*fewer, sys.executable, "-m", "rollbook", "serve", "--store", str(self.path)]
+        command += ["--port", str(self.port), *self.arguments]
+        environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            start = subprocess.Popen if fewer else WarmProcess
+            self.process = start(command, env=environment, stdout=log, stderr=log)
+        for _ in range(600):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"rollbook serve ended: {self.log.read_text()}")
+            try:
+                if httpx.get(f"{self.url}/healthz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"rollbook serve did not answer: {self.log.read_text()}")
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Interrupt it as a person would; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self.process.returncode
