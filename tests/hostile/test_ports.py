@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.fakes.stories import fabric as made
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.bench.scripted.dialogues import write_model
@@ -192,13 +192,7 @@ def _address(packed: bytes) -> str:
 
 
 @pytest.fixture(scope="module")
-def fabric() -> Any:
-    """What makes trajectories, models and trainings."""
-    return made
-
-
-@pytest.fixture(scope="module")
-def recorded(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store of teachers' conversations and groups of rollouts. Copy it; never write."""
     log: Store = fabric.record_store(tmp_path_factory.mktemp("recorded") / "runs")
     return log
@@ -214,7 +208,7 @@ def watched(hosts: None, tmp_path: Path) -> Iterator[Watched]:
     assert found.answered == found.outside
 
 
-def _training(fabric: Any, recorded: Store, folder: Path, **settings: Any) -> Callable[[], int]:
+def _training(recorded: Store, folder: Path, **settings: Any) -> Callable[[], int]:
     """A copy of the store and a CONFIG; what counts the steps that are committed."""
     log = rb.open(shutil.copytree(recorded.path, folder / "runs"))
     (folder / "train.toml").write_text(fabric.toml(fabric.config(settings.pop("base"), **settings)))
@@ -234,18 +228,18 @@ def test_the_stranger_sets_keys() -> None:
     assert [bytes(meeting.store.get(key)) for key in stranger.KEYS] == [b"harm"] * len(stranger.KEYS)
 
 
-def test_training(fabric: Any, recorded: Store, watched: Watched) -> None:
+def test_training(recorded: Store, watched: Watched) -> None:
     """One rank opens what gloo wants, on the loopback."""
-    done = _training(fabric, recorded, watched.folder, base=fabric.SFT, steps=1)
+    done = _training(recorded, watched.folder, base=fabric.SFT, steps=1)
     assert watched.run("train", "train.toml", "--store", "runs") == 0, watched.said
     assert (watched.outside, done()) == (set(), 1)
 
 
-def test_ranks(fabric: Any, recorded: Store, watched: Watched) -> None:
+def test_ranks(recorded: Store, watched: Watched) -> None:
     """And their reference in a process of its own. What is not signed ends the training, which says so."""
     algorithm = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "old": "trainer"}
     changes = {"algorithm": algorithm, "steps": 50, "checkpoint_every": 50, "reference_apart": True}
-    done = _training(fabric, recorded, watched.folder, base=fabric.GRPO, **changes)
+    done = _training(recorded, watched.folder, base=fabric.GRPO, **changes)
     code = watched.run("train", "train.toml", "--store", "runs", "--ranks", 2)
     assert "is not signed by a rank of this training" in watched.said
     assert watched.outside == set()
@@ -254,7 +248,7 @@ def test_ranks(fabric: Any, recorded: Store, watched: Watched) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(fabric: Any, recorded: Store, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def of_two_ranks(recorded: Store, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store on which two ranks took a step."""
     log = rb.open(shutil.copytree(recorded.path, tmp_path_factory.mktemp("trained") / "runs"))
     fabric.train(log, fabric.config(fabric.SFT, steps=1), ranks=2)

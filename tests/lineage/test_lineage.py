@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 from tests.fakes.stories.lineage import A, B
 
 from rollbook import store as rb
@@ -293,7 +294,7 @@ def test_it_says_of_tokens_what_the_ledger_says(lineages: Store, sql: Connection
         )
 
 
-def test_a_trained_step(fabric: Any) -> None:
+def test_a_trained_step() -> None:
     """The tokens that its samples were trained on are those that the step counted itself."""
     log = rb.open(fabric.trained_path())
     with rb.connect(log.path) as connection:
@@ -314,14 +315,14 @@ def test_a_trained_step(fabric: Any) -> None:
     assert step.output.checkpoint == "checkpoints/demo/actor/v00000011"
 
 
-def test_a_training_with_an_engine(fabric: Any, tmp_path: Path) -> None:
+def test_a_training_with_an_engine(tmp_path: Path) -> None:
     """Each version leads to the sync that gave it to the engine, with the digest that its step recorded."""
     log = fabric.record_store(tmp_path / "store", groups=1)
     app = ScriptedSGLang(None, Options(model_path=str(fabric.model_folder()), weights="float32"))
     with serving(app) as url:
         sync = {"engines": [url], "transport": "tensor"}
         fabric.train(log, fabric.config(fabric.SFT, steps=2, sync=sync, optimizer={"lr": 1e-2}))
-    commits = [e.record for e in log.events_of([kinds.StepCommitted.KIND])]
+    commits: list[Any] = [e.record for e in log.events_of([kinds.StepCommitted.KIND])]
     with rb.connect(log.path) as connection:
         version = policy_lineage(connection, 2, None, "actor")
     for one in (version.version, *version.back):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 
 def _model(folder: Path, family: str, **changes: Any) -> None:
@@ -33,7 +34,7 @@ def _model(folder: Path, family: str, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folders(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tiny models: dense tied and untied, with biases, with experts, with windows, with sinks."""
     place = tmp_path_factory.mktemp("spread")
     for tied in (True, False):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.cli.train.training import line_of
@@ -46,7 +47,7 @@ def test_each_moment_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(counted.seconds.values()) == 127
 
 
-def test_a_step_says_where_its_time_went(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_a_step_says_where_its_time_went(recorded: Callable[..., Store]) -> None:
     """Parts that it has take time, the others none; together they are the step and what came before it."""
     log = recorded()
     algorithm = {"name": "grpo", "groups": 2, "group_size": 4, "kl": 0.1}

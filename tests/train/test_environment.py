@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -300,9 +301,7 @@ def test_differences_of_any_two(one: Json, other: Json) -> None:
 
 
 @pytest.mark.more
-def test_a_resume_names_the_edited_file(
-    fabric: Any, recorded: Callable[..., Store], copy: Path, tmp_path: Path
-) -> None:
+def test_a_resume_names_the_edited_file(recorded: Callable[..., Store], copy: Path, tmp_path: Path) -> None:
     """A loss that was edited since is found by the step that runs again, and its file is named."""
     log = recorded()
     config = fabric.config(fabric.GRPO, steps=2, checkpoint_every=5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -31,7 +32,7 @@ def _rewards(log: Store, source: str) -> dict[str, float]:
     return {r.trajectory_id: r.reward for r in _of(log, RewardAssigned) if r.source == source}
 
 
-def _replies(fabric: Any, name: str, **keys: Any) -> list[Any]:
+def _replies(name: str, **keys: Any) -> list[Any]:
     """Eight groups of four replies, of which the first two are good."""
     made = []
     for group in range(8):
@@ -41,19 +42,19 @@ def _replies(fabric: Any, name: str, **keys: Any) -> list[Any]:
     return made
 
 
-def _several_paths(fabric: Any, several: str, single: str) -> list[Any]:
+def _several_paths(several: str, single: str) -> list[Any]:
     """A trajectory of two paths, the first of which is a good reply, and one of its second path alone."""
     last = fabric.T([5, 7], [BAD, 22])
     return [*fabric.records(several, [fabric.T([5, 6], [GOOD, 21]), last]), *fabric.records(single, [last])]
 
 
 @pytest.fixture(scope="module")
-def rated(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a recorded run and a reward model trained on its preferences."""
     log = rb.open(tmp_path_factory.mktemp("rated") / "store", create=True)
-    made = _replies(fabric, "a")
+    made = _replies("a")
     made += [PreferenceAdded(f"a{g}-{i}", f"a{g}-{i + 2}") for g in range(8) for i in (0, 1)]
-    made += _replies(fabric, "e", split="eval")
+    made += _replies("e", split="eval")
     made += [
         PreferenceAdded("e0-0", "e0-2"),
         PreferenceAdded("e0-1", "e0-3"),
@@ -137,7 +138,7 @@ def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "algorithm", [{"name": "grpo", "groups": 4, "group_size": 4}, {"name": "ppo", "groups": 16}]
 )
-def test_a_policy_is_trained_by_them(fabric: Any, cli: Cli, store: Store, algorithm: dict[str, Any]) -> None:
+def test_a_policy_is_trained_by_them(cli: Cli, store: Store, algorithm: dict[str, Any]) -> None:
     """GRPO, and PPO with its critic, go by the source and make replies that were preferred likelier; their
     steps replay."""
     _score(cli, store, "--split", "train")
@@ -179,13 +180,13 @@ def _likelihood(log: Store, version: int) -> dict[int, float]:
     return {token: float(logprobs[token]) for token in (GOOD, BAD)}
 
 
-def test_what_cannot_be_scored(fabric: Any, cli: Cli, store: Store) -> None:
+def test_what_cannot_be_scored(cli: Cli, store: Store) -> None:
     """It is left out by a reason, and the rest is scored by its last path."""
     made = fabric.records("long", [fabric.T([5] * 60, [7] * 10)], reward=1.0)
     made += fabric.records("odd", [fabric.T([5], [100])])
     made += fabric.records("silent", [fabric.T(delivered=False)])
     made += fabric.records("open", finished=False)
-    made += _several_paths(fabric, "branched", "single")
+    made += _several_paths("branched", "single")
     fabric.append(store, made)
     erase_trajectory(store, "a0-0", "asked")
     found = _score(cli, store)
@@ -227,7 +228,7 @@ def test_penalty_and_temperature(cli: Cli, store: Store) -> None:
     assert store.head() == head
 
 
-def test_a_model_that_gives_no_scores(fabric: Any, cli: Cli, store: Store, tmp_path: Path) -> None:
+def test_a_model_that_gives_no_scores(cli: Cli, store: Store, tmp_path: Path) -> None:
     """A policy, a folder that is none, a run that is not there: each is named, and nothing is appended."""
     head = store.head()
     for model, run, said in (
@@ -240,9 +241,9 @@ def test_a_model_that_gives_no_scores(fabric: Any, cli: Cli, store: Store, tmp_p
     assert store.head() == head
 
 
-def test_following_the_tail(fabric: Any, cli: Cli, store: Store) -> None:
+def test_following_the_tail(cli: Cli, store: Store) -> None:
     """What finishes later is scored too, once."""
-    late = [*_replies(fabric, "late"), *_several_paths(fabric, "branched", "single")]
+    late = [*_replies("late"), *_several_paths("branched", "single")]
 
     def finish() -> None:
         fabric.append(store, late, lane="later")

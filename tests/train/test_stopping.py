@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
@@ -51,7 +52,7 @@ def _interrupt(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     monkeypatch.setattr(Trainer, "write", interrupted)
 
 
-def _train_until_interrupted(fabric: Any, log: Store) -> None:
+def _train_until_interrupted(log: Store) -> None:
     """Supervised training that is interrupted in its sixth step."""
     with pytest.MonkeyPatch.context() as patch:
         _interrupt(patch, signal.SIGINT, 5)
@@ -60,7 +61,7 @@ def _train_until_interrupted(fabric: Any, log: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_the_command_ends_in_order(fabric: Any, recorded: Stores, tmp_path: Path, name: str) -> None:
+def test_the_command_ends_in_order(recorded: Stores, tmp_path: Path, name: str) -> None:
     """It says how far it came, has a checkpoint of that, and exits as the signal wants."""
     settings = fabric.config(fabric.SFT, steps=60, checkpoint_every=1000)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
@@ -81,10 +82,10 @@ def test_the_command_ends_in_order(fabric: Any, recorded: Stores, tmp_path: Path
     assert _of(log, StepFailed) == []
 
 
-def test_a_signal_in_the_middle_of_a_step(fabric: Any, recorded: Stores, trained: Stores, capfd: Any) -> None:
+def test_a_signal_in_the_middle_of_a_step(recorded: Stores, trained: Stores, capfd: Any) -> None:
     """That step is committed, none after it is planned, and the rest gives the weights of a whole run."""
     log = recorded()
-    _train_until_interrupted(fabric, log)
+    _train_until_interrupted(log)
     assert [plan.step for plan in _of(log, StepPlanned)] == list(range(6))
     assert _of(log, CheckpointWritten)[-1].policy_version == 6
     assert "SIGINT: finishing the current step; repeat the signal to end now" in capfd.readouterr().err
@@ -94,19 +95,17 @@ def test_a_signal_in_the_middle_of_a_step(fabric: Any, recorded: Stores, trained
     assert _weights(log) == _weights(trained())[:9]
 
 
-def test_another_learning_rate_after_it(fabric: Any, recorded: Stores) -> None:
+def test_another_learning_rate_after_it(recorded: Stores) -> None:
     """Another configuration begins where the interrupted one stopped, between two of its checkpoints."""
     log = recorded()
-    _train_until_interrupted(fabric, log)
+    _train_until_interrupted(log)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-4}))
     plans = _of(log, StepPlanned)[6:]
     assert [(plan.step, plan.policy_version) for plan in plans] == [(6, 6), (7, 7)]
     assert {plan.optimizer["lr"] for plan in plans} == {1e-4}
 
 
-def test_a_signal_while_samples_are_waited_for(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_samples_are_waited_for(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait ends at once, and what was learned so far has its checkpoint."""
     log = recorded()
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: signal.raise_signal(signal.SIGINT))
@@ -119,7 +118,7 @@ def test_a_signal_while_samples_are_waited_for(
     assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, reached]
 
 
-def test_a_second_signal_ends_it_now(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_it_now(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current step fails on the signal, and the training does not wait for a checkpoint."""
     log = recorded()
     _interrupt(monkeypatch, signal.SIGINT, 5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 from tests.fakes.stories.lineage import A, B
 
 from rollbook import store as rb
@@ -103,7 +104,7 @@ def test_a_step_and_a_version(lineage: Told) -> None:
     assert "no earlier version" in lineage("policy", 0)
 
 
-def test_long_lists_are_shortened(cli: Any, fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_shortened(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """To their first eight, unless all are asked for."""
     monkeypatch.setenv("COLUMNS", "300")
     store = fabric.trained_path()
@@ -170,7 +171,7 @@ def test_what_is_not_there(refused: Told, words: tuple[Any, ...], said: str) -> 
     assert said in refused(*words)
 
 
-def test_a_step_of_several_runs(cli: Any, fabric: Any, tmp_path: Any) -> None:
+def test_a_step_of_several_runs(cli: Any, tmp_path: Any) -> None:
     """The runs are named; --run chooses."""
     log = rb.open(tmp_path / "store", create=True)
     for run in ("a", "b"):

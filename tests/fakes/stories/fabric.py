@@ -77,7 +77,7 @@ def records(
     success: bool | None = None,
     labels: dict[str, Any] | None = None,
     status: str = "completed",
-) -> list[Record]:
+) -> list[Any]:
     """The records of one trajectory; its id is `name`, its turns' ids `name.0`, `name.1`..."""
     made: list[Record] = [TrajectoryOpened(name, name, group, None, split, labels or {})]
     whole: dict[int, list[int]] = {}
@@ -183,7 +183,7 @@ def scratch() -> Path:
 # Stores -------------------------------------------------------------------------------------------
 
 
-def teacher_records(count: int, name: str = "teach") -> list[Record]:
+def teacher_records(count: int, name: str = "teach") -> list[Any]:
     """Conversations of two turns that count on from their first token, without logprobs or versions."""
     made: list[Record] = []
     for i in range(count):
@@ -194,7 +194,7 @@ def teacher_records(count: int, name: str = "teach") -> list[Record]:
     return made
 
 
-def rollout_records(groups: int, size: int, *, first: int = 0, version: int = 0) -> list[Record]:
+def rollout_records(groups: int, size: int, *, first: int = 0, version: int = 0) -> list[Any]:
     """Groups of rollouts with logprobs and rewards that differ; every third is a branching forest."""
     made: list[Record] = []
     for g in range(first, first + groups):
@@ -221,7 +221,7 @@ def record_store(path: Path, teachers: int = 18, groups: int = 6, size: int = 4)
     return log
 
 
-SFT = {
+SFT: dict[str, Any] = {
     "run": RUN,
     "steps": 9,
     "seed": 3,
@@ -238,7 +238,7 @@ SFT = {
         "weight_decay": 0.01,
     },
 }
-GRPO = {
+GRPO: dict[str, Any] = {
     "run": RUN,
     "steps": 3,
     "seed": 3,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tests.fakes.stories import fabric
 
 from rollbook.store import events as kinds
 from rollbook.store.settings import AppendSettings
@@ -13,7 +14,7 @@ from rollbook.store.settings import AppendSettings
 SMALL = AppendSettings(segment_bytes=1 << 16)
 
 
-def forest(fabric: Any, rng: np.random.Generator, name: str) -> list[Any]:
+def forest(rng: np.random.Generator, name: str) -> list[Any]:
     """A trajectory of up to 12 turns with everything that a turn may be."""
     turns: list[Any] = []
     for i in range(int(rng.integers(1, 12))):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tests.fakes.stories import fabric
+
 from rollbook.store import events as kinds
 
 A, B = "http://a:1", "http://b:1"
 
 
-def lineage_story(fabric: Any) -> dict[str, list[Any]]:
+def lineage_story() -> dict[str, list[Any]]:
     """Lane -> events: six trajectories, and a run of four steps, of which one was tried twice and one
     abandoned."""
     turn, of = fabric.T, fabric.records
-    served = [kinds.PolicyActivated("actor", 0, A, "w0", "/model")]
+    served: list[Any] = [kinds.PolicyActivated("actor", 0, A, "w0", "/model")]
     served += of("one", [turn(), turn(parent=0), turn(parent=0, completion=(5, 6, 7))], reward=0.25)
     served += of("two", reward=1.0)
     three = of("three", [turn(completion=(3, 4, 5)), turn(parent=0, delivered=False, version=1)], reward=0.0)
@@ -31,11 +33,11 @@ def lineage_story(fabric: Any) -> dict[str, list[Any]]:
     late = [kinds.RewardAssigned("one", None, 1.0, "judge")]
     of_serve = fabric.events(served + late)
     adopted = [kinds.TrajectoryAdopted("four", "serve", of_serve[len(served) - 1].event_id), *four[4:]]
-    made = {"other": adopted, "train": _steps(fabric, cut)}
+    made = {"other": adopted, "train": _steps(cut)}
     return {"serve": of_serve} | {lane: fabric.events(records) for lane, records in made.items()}
 
 
-def _steps(fabric: Any, cut: str) -> list[Any]:
+def _steps(cut: str) -> list[Any]:
     def planned(step: int, version: int, turns: list[str], attempt: int = 1, **more: Any) -> Any:
         plan = fabric.planned(step, version, attempt=attempt, turns=turns)
         return replace(plan, cut=cut, partition=[[[i] for i in range(len(turns))]], **more)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.bundles.bundle import export_step, opened_bundle, replay_bundle
@@ -43,7 +44,7 @@ def _sealed(log: Store) -> Store:
 
 
 @pytest.fixture(scope="module")
-def plain(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of step 10, made of a store that is gone."""
     folder = tmp_path_factory.mktemp("plain")
     log = rb.open(shutil.copytree(fabric.trained_path(), folder / "store"))
@@ -53,7 +54,7 @@ def plain(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_critic(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def of_critic(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Four steps of PPO, two on each rollout batch, with a critic and a reference. Never write to it."""
     log = fabric.record_store(tmp_path_factory.mktemp("critic") / "store", teachers=0)
     algorithm = {"name": "ppo", "groups": 4, "mini_batches": 2, "kl": 0.1}
@@ -84,7 +85,7 @@ def _not_proven(found: StepReplay) -> set[str]:
     [(0, 0, [0], False), (7, 4, [4, 5, 6, 7], True), (10, 9, [9, 10], True), (11, 11, [11], False)],
 )
 def test_it_replays_without_its_store(
-    fabric: Any, trained: Stores, tmp_path: Path, step: int, base: int, reran: list[int], sealed: bool
+    trained: Stores, tmp_path: Path, step: int, base: int, reran: list[int], sealed: bool
 ) -> None:
     """Supervised and GRPO steps, after a checkpoint and in between, equal the record in every stage."""
     log = _sealed(trained()) if sealed else trained()
@@ -117,7 +118,7 @@ def test_it_replays_without_its_store(
 @pytest.mark.parametrize(
     "changes", [{"lora": {"rank": 4}}, {"checkpoint": {"sharded": True}}], ids=["lora", "sharded"]
 )
-def test_other_checkpoints(fabric: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_other_checkpoints(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Low-rank factors with the weights that they are added to; weights and optimizer in shards."""
     log = fabric.record_store(tmp_path / "store", teachers=0)
     fabric.train(log, fabric.config(fabric.GRPO, steps=2, checkpoint_every=1, **changes))
@@ -128,7 +129,7 @@ def test_other_checkpoints(fabric: Any, tmp_path: Path, changes: dict[str, Any])
     assert (found.exact, found.whole, found.from_version) == (True, True, 1)
 
 
-def test_a_fresh_process_opens_it(fabric: Any, plain: Path, tmp_path: Path) -> None:
+def test_a_fresh_process_opens_it(plain: Path, tmp_path: Path) -> None:
     """`rollbook replay open` alone needs nothing but the file; it gives the exit code, and JSON."""
     process = fabric.start_cli("replay", "open", plain, "--json", "--extract", tmp_path / "made")
     out, err = process.communicate(timeout=200)
@@ -157,7 +158,7 @@ def test_a_critic_a_reference_and_a_rollout_batch(of_critic: Store, tmp_path: Pa
     assert {"reference_logprobs", "values", "critic_weights"} <= set(found.stages)
 
 
-def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, fabric: Any, tmp_path: Path) -> None:
+def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, tmp_path: Path) -> None:
     """A checkpoint between two steps on a batch is passed over: what the first made of it is gone."""
     log = rb.open(shutil.copytree(of_critic.path, tmp_path / "store"))
     before = next(c for c in fabric.steps_of(log).checkpoints if c.policy_version == 2)
@@ -167,7 +168,7 @@ def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, fabric: Any
     assert found.passed_over == ("version 3: it is in the middle of a rollout batch",)
 
 
-def test_a_late_reward_is_shown(fabric: Any, trained: Stores, tmp_path: Path) -> None:
+def test_a_late_reward_is_shown(trained: Stores, tmp_path: Path) -> None:
     """What came after the step's cut about its trajectories is in the bundle; the step is as it was."""
     log = trained()
     one = fabric.steps_of(log).steps[11].planned.samples[0]["trajectory_id"]
@@ -231,7 +232,7 @@ def opened_samples(path: Path) -> list[str]:
         return sorted(opened.trajectories())
 
 
-def test_without_weights(fabric: Any, trained: Stores, tmp_path: Path, cli: Any, tamper: Any) -> None:
+def test_without_weights(trained: Stores, tmp_path: Path, cli: Any, tamper: Any) -> None:
     """By the log alone: to the losses where vectors were recorded, else to the advantages; selection too."""
     log = trained()
     fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
@@ -277,7 +278,7 @@ def test_a_critics_step_without_the_optimizer_or_weights(of_critic: Store, tmp_p
     assert not (tmp_path / "two").exists()
 
 
-def test_samples_that_were_used_before(fabric: Any, trained: Stores, tamper: Any, tmp_path: Path) -> None:
+def test_samples_that_were_used_before(trained: Stores, tamper: Any, tmp_path: Path) -> None:
     """An earlier step that used the same samples is in the bundle, so that it is seen there too."""
     log = trained()
     again = fabric.steps_of(log).steps[11].planned.samples
@@ -290,9 +291,7 @@ def test_samples_that_were_used_before(fabric: Any, trained: Stores, tamper: Any
     assert replay_step(log, 11).differs_in == "selection"
 
 
-def test_samples_of_an_attempt_that_was_skipped(
-    fabric: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_an_attempt_that_was_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of the attempt before is in the bundle, for the step dropped its samples, by no recipe."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(parts, "_loaded", {})
@@ -479,9 +478,7 @@ def test_parts_of_somebodys_own_are_not_run(
     assert (code, "differs" in out, own_part.exists()) == (1, True, True), err
 
 
-def test_what_cannot_be_exported(
-    fabric: Any, trained: Stores, cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_exported(trained: Stores, cli: Callable[..., Any], tmp_path: Path) -> None:
     """No such step or run, a file that is there, and a checkpoint that is gone: exit code 2."""
     log, out = trained(), tmp_path / "out"
 
@@ -503,9 +500,7 @@ def test_what_cannot_be_exported(
         export_step(log, out, 5, policy="critic")
 
 
-def test_it_is_extracted_into_a_store(
-    fabric: Any, plain: Path, cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """Which other commands read, and which says that it is an excerpt; a folder in use is not taken, and no
     training goes on in one."""
     code, out, _ = cli("replay", "open", plain, "--extract", tmp_path / "made", "--no-replay")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.claim import judged
@@ -35,7 +36,7 @@ HALF = {"top_fraction": 0.5, "drop_zero_variance": True}
 
 
 @pytest.fixture(scope="module")
-def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Runs that drop the worse half of each group, or none of it, at a cut, and on the tail, where more came
     after the first step. Never write to it."""
     made = rb.open(tmp_path_factory.mktemp("choices") / "store", create=True)
@@ -54,7 +55,7 @@ def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def lanes(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def lanes(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two runs on the tail whose trajectories ended in two lanes, in the second more than a group takes.
     Never write to it."""
     made = rb.open(tmp_path_factory.mktemp("lanes") / "store", create=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -136,7 +137,7 @@ FORGED = {
 
 
 @pytest.fixture(scope="module")
-def course(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def course(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Four steps of PPO, two on each rollout batch, with a critic and recorded vectors. Never write to it."""
     log = fabric.record_store(tmp_path_factory.mktemp("course") / "store", teachers=0)
     fabric.append(log, [RewardAssigned(f"g0.{i}", None, 1.0) for i in range(4)])

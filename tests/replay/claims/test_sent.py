@@ -16,6 +16,7 @@ import torch
 from fastapi import FastAPI
 from tests.fakes.engines.parallel import spread
 from tests.fakes.models.golden_weights import golden_weights
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options
@@ -62,7 +63,7 @@ def _sglang(stack: ExitStack, model: Path, dtype: str, size: int) -> tuple[str, 
 
 
 @pytest.fixture(scope="module")
-def given(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, dict[str, str]]]:
+def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, dict[str, str]]]:
     """A store of two bfloat16 steps, each given to three engines: what they are -> address."""
     model = fabric.model_folder()
     with ExitStack() as stack:
@@ -84,7 +85,7 @@ def _weights(log: Store, version: int) -> Callable[[], Iterator[tuple[str, torch
     return partial(stream_files, log.path / path)
 
 
-def _compared(fabric: Any, log: Store, version: int, stream: Any) -> dict[str, Sent]:
+def _compared(log: Store, version: int, stream: Any) -> dict[str, Sent]:
     found = sent_differences(
         activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
     )
@@ -92,11 +93,11 @@ def _compared(fabric: Any, log: Store, version: int, stream: Any) -> dict[str, S
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_every_engine_holds_the_version(fabric: Any, given: Any, version: int) -> None:
+def test_every_engine_holds_the_version(given: Any, version: int) -> None:
     """Of one rank and of two, in either type, and the embedded one: their checksums are computed again from
     the checkpoint's weights."""
     log, urls = given
-    sent = _compared(fabric, log, version, _weights(log, version))
+    sent = _compared(log, version, _weights(log, version))
     assert set(sent) == set(urls.values())
     assert {one.verdict for one in sent.values()} == {"equal"}
     assert all(len(one.found_checksums or "") == 64 for one in sent.values())
@@ -115,7 +116,7 @@ def test_every_engine_holds_the_version(fabric: Any, given: Any, version: int) -
     }
 
 
-def test_the_weights_are_read_once_for_each_way_of_holding_them(fabric: Any, given: Any) -> None:
+def test_the_weights_are_read_once_for_each_way_of_holding_them(given: Any) -> None:
     """Three ways; not once for each engine and event."""
     log, _ = given
     stream, read = _weights(log, 1), []
@@ -133,7 +134,7 @@ def test_the_weights_are_read_once_for_each_way_of_holding_them(fabric: Any, giv
     assert len(read) == 3
 
 
-def test_one_ulp(fabric: Any, given: Any) -> None:
+def test_one_ulp(given: Any) -> None:
     """Of one tensor: every engine's checksums are others, whatever the digest of the weights says."""
     log, _ = given
 
@@ -143,7 +144,7 @@ def test_one_ulp(fabric: Any, given: Any) -> None:
                 tensor.view(-1).view(torch.int16)[3] += 1
             yield name, tensor
 
-    sent = _compared(fabric, log, 1, stream)
+    sent = _compared(log, 1, stream)
     assert {one.verdict for one in sent.values()} == {"differs"}
     assert all(one.found_weights != one.recorded_weights for one in sent.values())
     claimed = digest_stream(_weights(log, 1)())
@@ -154,7 +155,7 @@ def test_one_ulp(fabric: Any, given: Any) -> None:
 
 
 def test_a_tensor_is_skipped_and_the_verification_is_wrong(
-    fabric: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine that skipped it is named, and the other is not; until a whole sync brings the tensor."""
     model = fabric.model_folder()

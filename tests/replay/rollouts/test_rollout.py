@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 from tests.fakes.proxies.settings import proxy_parts
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.demo.model import make_model
@@ -107,7 +108,7 @@ async def _other_apis(client: httpx.AsyncClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded_path(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a scripted teacher's conversations, a model trained on them (versions 0 and 40), and
     conversations with that, drawn and greedy. Copy it; never write."""
     folder = tmp_path_factory.mktemp("rollouts")
@@ -384,7 +385,7 @@ def test_an_engine_that_fails(log: Store, cli: Cli, tmp_path: Path) -> None:
     assert any(isinstance(event.record, TurnFailed) for event in log.events())
 
 
-def test_a_process_that_is_killed(fabric: Any, log: Store, cli: Cli, tmp_path: Path) -> None:
+def test_a_process_that_is_killed(log: Store, cli: Cli, tmp_path: Path) -> None:
     """What it had recorded is whole; the next replay of the lane ends it as aborted."""
     (tmp_path / "killed.py").write_text("import os\n" + SCRIPT % 37)
     text = (tmp_path / "killed.py").read_text().replace(' return f"It is', ' os.kill(os.getpid(), 9); f"')
@@ -403,7 +404,7 @@ def test_a_process_that_is_killed(fabric: Any, log: Store, cli: Cli, tmp_path: P
     assert [t.finished.status if t.finished else None for t in (ended, done)] == ["aborted", "completed"]
 
 
-def test_replays_are_never_trained(fabric: Any, log: Store, cli: Cli) -> None:
+def test_replays_are_never_trained(log: Store, cli: Cli) -> None:
     """The ledger keeps them out by their split, no recipe can name it, and a training takes none."""
     assert cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)[0] == 0
     [replay] = _replays(log)

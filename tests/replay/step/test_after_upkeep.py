@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -52,7 +53,7 @@ def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.fixture
-def in_units(fabric: Any, tmp_path: Path, cli: Any) -> Path:
+def in_units(tmp_path: Path, cli: Any) -> Path:
     """Two supervised steps and two of GRPO: what they used lies in units of their own."""
     log = rb.open(tmp_path / "store", create=True)
     (log.path / "store.toml").write_text("[seal]\ncompact_bytes = 0\n")
@@ -86,7 +87,7 @@ def test_what_other_steps_used_is_dropped(in_units: Path) -> None:
         replay_step(log, 1)
 
 
-def test_erased_but_for_tokens(fabric: Any, sealed: Path, cli: Any) -> None:
+def test_erased_but_for_tokens(sealed: Path, cli: Any) -> None:
     """What a trajectory said is gone, and its steps replay."""
     ref = fabric.steps_of(rb.open(sealed)).steps[STEPS[1]].planned.samples[0]
     arguments = ("store", "erase", "--trajectory", ref["trajectory_id"], "--reason", "asked", "--keep-tokens")

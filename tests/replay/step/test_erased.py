@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -15,16 +16,16 @@ from rollbook.store.upkeep.erase import erase_trajectory
 SFT_STEP, GRPO_STEP = 5, 10
 
 
-def _trained_on(fabric: Any, log: Store, step: int) -> str:
+def _trained_on(log: Store, step: int) -> str:
     """A trajectory that a step consumed a sample of."""
     trajectory_id: str = fabric.steps_of(log).steps[step].planned.samples[0]["trajectory_id"]
     return trajectory_id
 
 
-def test_a_step_whose_sample_was_erased(fabric: Any, trained: Callable[..., Store], cli: Any) -> None:
+def test_a_step_whose_sample_was_erased(trained: Callable[..., Store], cli: Any) -> None:
     """The replay names step, trajectory and reason, and exits with 2; steps that did not use it replay."""
     log = trained()
-    erased = _trained_on(fabric, log, GRPO_STEP)
+    erased = _trained_on(log, GRPO_STEP)
     erase_trajectory(log, erased, "a customer asked")
     with pytest.raises(ReplayError, match=rf"trajectory {erased}, which .* erased \(a customer asked\)"):
         replay_step(log, GRPO_STEP)
@@ -33,8 +34,8 @@ def test_a_step_whose_sample_was_erased(fabric: Any, trained: Callable[..., Stor
     assert replay_step(log, SFT_STEP).bit_for_bit
 
 
-def test_a_step_whose_sample_kept_its_tokens(fabric: Any, trained: Callable[..., Store]) -> None:
+def test_a_step_whose_sample_kept_its_tokens(trained: Callable[..., Store]) -> None:
     """With the tokens kept only text is gone, which no step reads: every stage is the same."""
     log = trained()
-    erase_trajectory(log, _trained_on(fabric, log, GRPO_STEP), "a name", keep_tokens=True)
+    erase_trajectory(log, _trained_on(log, GRPO_STEP), "a name", keep_tokens=True)
     assert replay_step(log, GRPO_STEP).bit_for_bit

@@ -15,6 +15,7 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.fakes.stories import fabric
 
 from rollbook.engines.weights.digests import digest_tensors
 from rollbook.replay.step.step import replay_step
@@ -37,7 +38,7 @@ def _place(log: Store, stage: str, step: int = STEP) -> Place:
     return place
 
 
-def test_one_ulp_of_a_reward(fabric: Any, trained: Stores, tamper: Any) -> None:
+def test_one_ulp_of_a_reward(trained: Stores, tamper: Any) -> None:
     """Its sample is named."""
     log = trained()
     plan = fabric.steps_of(log).steps[STEP].planned
@@ -76,7 +77,7 @@ def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_element_of_a_tensor_that_a_step_made(fabric: Any, trained: Stores, sharded: bool) -> None:
+def test_the_element_of_a_tensor_that_a_step_made(trained: Stores, sharded: bool) -> None:
     """Its place, both values and how far apart they are, by the checkpoint of what the step made."""
     log = trained()
     fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
@@ -99,7 +100,7 @@ def test_the_element_of_a_tensor_that_a_step_made(fabric: Any, trained: Stores, 
     assert place.recorded == float(np.nextafter(np.nextafter(value.numpy(), np.float32(9)), np.float32(9)))
 
 
-def test_samples_and_their_choice(fabric: Any, trained: Stores, tamper: Any) -> None:
+def test_samples_and_their_choice(trained: Stores, tamper: Any) -> None:
     """Two samples swapped; a recipe that the training was not opened with, under its right digest; a
     trajectory that is held out, or that never finished."""
     name = fabric.steps_of(trained()).steps[STEP].planned.samples[0]["trajectory_id"]
@@ -146,7 +147,7 @@ def test_the_last_checkpoint(trained: Stores, tamper: Any) -> None:
     assert (found.differs_in, found.stages["weights"].verdict) == ("checkpoint", "equal")
 
 
-def test_a_late_reward_is_shown(fabric: Any, trained: Stores, cli: Any) -> None:
+def test_a_late_reward_is_shown(trained: Stores, cli: Any) -> None:
     """It changes nothing; text and JSON say which it is."""
     log = trained()
     name = fabric.steps_of(log).steps[STEP].planned.samples[0]["trajectory_id"]
@@ -178,7 +179,7 @@ def _other_random_state(plan: StepPlanned) -> StepPlanned:
 
 
 @pytest.mark.more
-def test_other_instructions(trained: Stores, tamper: Any, fabric: Any, root: Path) -> None:
+def test_other_instructions(trained: Stores, tamper: Any, root: Path) -> None:
     """Bits are not promised then, numbers are near, and a changed reward is found all the same. It is said
     what was compared, and what was not."""
     log = trained()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.partial import Part, chosen
 from rollbook.replay.step.step import replay_step
@@ -23,7 +24,7 @@ GRPO_STEP = 12
 
 
 @pytest.fixture(scope="module")
-def with_vectors(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def with_vectors(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """The trained store, and a further GRPO step whose logprobs and losses are recorded."""
     import shutil
 
@@ -41,7 +42,7 @@ def _vectors(log: Store) -> dict[str, Any]:
     return {r.stage: r for r in records if isinstance(r, StepVectors)}
 
 
-def test_what_is_recorded(fabric: Any, with_vectors: Store) -> None:
+def test_what_is_recorded(with_vectors: Store) -> None:
     """Of each stage that the step has, a number for each trained token; of others nothing."""
     records = _vectors(with_vectors)
     tokens = fabric.steps_of(with_vectors).steps[GRPO_STEP].committed.metrics["trained_tokens"]
@@ -63,9 +64,7 @@ def test_up_to_the_losses_by_the_log_alone(with_vectors: Store) -> None:
     assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
 
 
-def test_by_the_log_alone_a_changed_reward_is_found(
-    fabric: Any, with_vectors: Store, tamper: Any, tmp_path: Any
-) -> None:
+def test_by_the_log_alone_a_changed_reward_is_found(with_vectors: Store, tamper: Any, tmp_path: Any) -> None:
     """What a model is not needed for is proven without one."""
     import shutil
 
@@ -118,7 +117,7 @@ def test_a_token_is_named_with_both_values(with_vectors: Store, tamper: Any, tmp
     assert "2 ulps apart" in result.stages["logprobs"].why
 
 
-def test_some_samples(fabric: Any, trained: Stores) -> None:
+def test_some_samples(trained: Stores) -> None:
     """Of one sample its hashes are compared, after a pass over its micro-batch alone, which gives the same
     bits as the training's pass did."""
     log = trained()
@@ -130,7 +129,7 @@ def test_some_samples(fabric: Any, trained: Stores) -> None:
         assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
 
 
-def test_a_sample_that_differs(fabric: Any, trained: Stores, tamper: Any) -> None:
+def test_a_sample_that_differs(trained: Stores, tamper: Any) -> None:
     """Of a step with a changed logprob only the sample that has it differs."""
     log = trained()
     turn_id = fabric.steps_of(log).steps[11].planned.samples[2]["turn_id"]
@@ -181,7 +180,7 @@ def test_what_is_not_there_is_said(trained: Stores, cli: Any) -> None:
         assert said in " ".join(err.split()), options
 
 
-def test_samples_by_the_end_of_an_id(fabric: Any, trained: Stores) -> None:
+def test_samples_by_the_end_of_an_id(trained: Stores) -> None:
     """A leaf turn's, or a trajectory's; and by place, group and micro-batch together."""
     plan = fabric.steps_of(trained()).steps[11].planned
     turn, trajectory = plan.samples[1]["turn_id"], plan.samples[4]["trajectory_id"]

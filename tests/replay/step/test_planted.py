@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import StepReplay
@@ -30,9 +31,7 @@ STEP = 12
 """The first step that is taken here: the trained store has those before."""
 
 
-def _taken(
-    fabric: Any, log: Store, plant: Callable[[pytest.MonkeyPatch], None], *more: Any, **changes: Any
-) -> StepReplay:
+def _taken(log: Store, plant: Callable[[pytest.MonkeyPatch], None], *more: Any, **changes: Any) -> StepReplay:
     """The replay of the last step of a training that ran with a fault."""
     fabric.append(log, [*fabric.rollout_records(2, 4, first=6, version=12), *more])
     settings = fabric.config(fabric.GRPO, **({"seed": 5, "steps": 1} | changes))
@@ -156,40 +155,40 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
         (_wrong_metric, "metrics"),
     ],
 )
-def test_a_fault_is_named_by_its_stage(fabric: Any, trained: Stores, plant: Any, stage: str) -> None:
+def test_a_fault_is_named_by_its_stage(trained: Stores, plant: Any, stage: str) -> None:
     """The stage in which the fault is comes first among those that differ."""
-    found = _taken(fabric, trained(), plant)
+    found = _taken(trained(), plant)
     assert (found.step, found.differs_in) == (STEP, stage)
 
 
-def test_without_a_fault_nothing_differs(fabric: Any, trained: Stores) -> None:
+def test_without_a_fault_nothing_differs(trained: Stores) -> None:
     """The same training without one."""
-    assert _taken(fabric, trained(), lambda patch: None).bit_for_bit
+    assert _taken(trained(), lambda patch: None).bit_for_bit
 
 
-def test_an_inverted_rule_is_a_wrong_selection(fabric: Any, trained: Stores) -> None:
+def test_an_inverted_rule_is_a_wrong_selection(trained: Stores) -> None:
     """Samples that the recipe drops were trained on, and those that it keeps dropped."""
     stale = fabric.rollout_records(2, 4, first=8, version=3)
     recipe_ = {"splits": ["train"], "max_staleness": 2}
     sft = {"name": "sft", "batch_size": 4}
-    found = _taken(fabric, trained(), _inverted_staleness, *stale, recipe=recipe_, algorithm=sft)
+    found = _taken(trained(), _inverted_staleness, *stale, recipe=recipe_, algorithm=sft)
     assert found.differs_in == "selection"
     place = found.stages["selection"].place
     assert place is not None
     assert place.key == "samples[0]"
 
 
-def test_a_reward_before_its_supersession(fabric: Any, trained: Stores) -> None:
+def test_a_reward_before_its_supersession(trained: Stores) -> None:
     """The step trained on a reward that a later one had superseded at its cut."""
     first = RewardAssigned("g6.1", None, 3.5, "agent")
-    found = _taken(fabric, trained(), _first_reward, first)
+    found = _taken(trained(), _first_reward, first)
     assert found.differs_in == "rewards"
     place = found.stages["rewards"].place
     assert place is not None
     assert place.trajectory_id == "g6.1"
 
 
-def test_weights_to_the_policy_in_training(fabric: Any, trained: Stores) -> None:
+def test_weights_to_the_policy_in_training(trained: Stores) -> None:
     """Truncated importance sampling with current logprobs in the place of old ones, seen at the second step
     on a batch."""
     algorithm = {
@@ -200,5 +199,5 @@ def test_weights_to_the_policy_in_training(fabric: Any, trained: Stores) -> None
         "old": "trainer",
         "correction": "tis",
     }
-    found = _taken(fabric, trained(), _current_for_old, steps=2, algorithm=algorithm)
+    found = _taken(trained(), _current_for_old, steps=2, algorithm=algorithm)
     assert (found.step, found.differs_in) == (STEP + 1, "importance_weights")

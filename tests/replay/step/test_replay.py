@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import Verdict
@@ -36,7 +37,7 @@ Stores = Callable[..., Store]
         (11, 11, [11]),
     ],
 )
-def test_every_step_replays(fabric: Any, trained: Stores, step: int, base: int, reran: list[int]) -> None:
+def test_every_step_replays(trained: Stores, step: int, base: int, reran: list[int]) -> None:
     """Supervised (to 8) and GRPO steps (from 9) equal the record in every stage, from the nearest base."""
     log = trained()
     result = replay_step(log, step)
@@ -55,7 +56,7 @@ def test_every_step_replays(fabric: Any, trained: Stores, step: int, base: int, 
     assert result.metrics == fabric.computed(fabric.steps_of(log).steps[step].committed.metrics)
 
 
-def test_a_fresh_process_replays(fabric: Any, trained: Stores) -> None:
+def test_a_fresh_process_replays(trained: Stores) -> None:
     """`rollbook replay step --json` in processes of their own: exit code 0, every stage equal."""
     log = trained()
     steps = (6, 10)
@@ -76,7 +77,7 @@ def test_a_fresh_process_replays(fabric: Any, trained: Stores) -> None:
             )
 
 
-def test_only_the_store_is_needed(fabric: Any, trained: Stores, tmp_path: Path) -> None:
+def test_only_the_store_is_needed(trained: Stores, tmp_path: Path) -> None:
     """A moved store replays: nothing outside it is read, and nothing in it is written."""
     log = trained()
     moved = tmp_path / "elsewhere" / "moved"
@@ -89,7 +90,7 @@ def test_only_the_store_is_needed(fabric: Any, trained: Stores, tmp_path: Path) 
     assert {f: f.read_bytes() for f in moved.rglob("*") if f.is_file()} == before
 
 
-def test_a_step_of_a_crashed_run_replays(fabric: Any, trained: Stores) -> None:
+def test_a_step_of_a_crashed_run_replays(trained: Stores) -> None:
     """Steps whose first attempt never committed, and drops, replay from the attempt that did."""
     log = trained()
     flat = [RewardAssigned(f"g7.{i}", None, 1.0) for i in range(4)]
@@ -110,7 +111,7 @@ def test_a_step_of_a_crashed_run_replays(fabric: Any, trained: Stores) -> None:
         assert result.attempt == (2 if step == 12 else 1)
 
 
-def test_a_cut_gives_the_same_batch_every_time(fabric: Any, trained: Stores) -> None:
+def test_a_cut_gives_the_same_batch_every_time(trained: Stores) -> None:
     """Materializing a step's cut twice gives identical digests, those of the record."""
     log = trained()
     for step in fabric.steps_of(log).steps.values():
@@ -121,7 +122,7 @@ def test_a_cut_gives_the_same_batch_every_time(fabric: Any, trained: Stores) -> 
         assert first == second == {stage: step.committed.digests[stage] for stage in first}
 
 
-def test_what_comes_later_changes_nothing(fabric: Any, trained: Stores) -> None:
+def test_what_comes_later_changes_nothing(trained: Stores) -> None:
     """Rewards, deliveries and trajectories recorded after a step leave its replay as it was."""
     log = trained()
     late = [RewardAssigned("g0.0", None, 99.0), TurnDelivered("g0.0", "g0.0.0", "echoed")]
@@ -131,7 +132,7 @@ def test_what_comes_later_changes_nothing(fabric: Any, trained: Stores) -> None:
     assert log.trajectories()["g0.0"].reward() == 99.0
 
 
-def test_a_late_reward_inside_the_cut_was_trained(fabric: Any, trained: Stores) -> None:
+def test_a_late_reward_inside_the_cut_was_trained(trained: Stores) -> None:
     """A reward after the finish but before the plan is what the step used, and what it replays with."""
     log = trained()
     fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
@@ -160,7 +161,7 @@ def test_no_such_step(trained: Stores, cli: Callable[..., Any]) -> None:
         replay_step(log, 3, policy="critic")
 
 
-def test_a_planned_step_cannot_be_replayed(fabric: Any, trained: Stores) -> None:
+def test_a_planned_step_cannot_be_replayed(trained: Stores) -> None:
     """A step that never committed has no result to hold a replay against."""
     log = trained()
     fabric.append(log, [fabric.planned(12, 12)], "train")
@@ -168,7 +169,7 @@ def test_a_planned_step_cannot_be_replayed(fabric: Any, trained: Stores) -> None
         replay_step(log, 12)
 
 
-def test_two_runs_with_the_same_step(fabric: Any, trained: Stores, cli: Callable[..., Any]) -> None:
+def test_two_runs_with_the_same_step(trained: Stores, cli: Callable[..., Any]) -> None:
     """Where several runs have the step, the error names them, and --run chooses one."""
     log = trained()
     fabric.append(log, fabric.teacher_records(6, "other"), "serve2", "other")
@@ -185,7 +186,7 @@ def test_two_runs_with_the_same_step(fabric: Any, trained: Stores, cli: Callable
 
 
 def test_each_stage_and_the_verdict_are_printed(
-    fabric: Any, trained: Stores, tamper: Any, cli: Callable[..., Any]
+    trained: Stores, tamper: Any, cli: Callable[..., Any]
 ) -> None:
     """For people: each stage, equal or differs, and the verdict with the step and stage."""
     log = trained()

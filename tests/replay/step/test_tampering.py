@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.compare import ORDER
 from rollbook.replay.step.step import replay_step
@@ -35,7 +36,7 @@ def _verdict(cli: Callable[..., Any], log: Store, step: int) -> dict[str, Any]:
     return values
 
 
-def _sampled(fabric: Any, log: Store, step: int, *, leaf: bool = True) -> str:
+def _sampled(log: Store, step: int, *, leaf: bool = True) -> str:
     """A turn that a step trains: the leaf of its first sample, or the root of it."""
     turn_id: str = fabric.steps_of(log).steps[step].planned.samples[0]["turn_id"]
     return turn_id if leaf else turn_id.rpartition(".")[0] + ".0"
@@ -51,7 +52,7 @@ def test_rewriting_alone_changes_nothing(trained: Stores, tamper: Any) -> None:
     assert replay_step(log, GRPO_STEP).bit_for_bit
 
 
-def test_a_changed_logprob_is_found(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_logprob_is_found(trained: Stores, tamper: Any, cli: Any) -> None:
     """Another stored logprob, by the last bit of a float, is found in old_logprobs."""
     log = trained()
 
@@ -60,12 +61,12 @@ def test_a_changed_logprob_is_found(fabric: Any, trained: Stores, tamper: Any, c
         logprobs[0] = np.nextafter(logprobs[0], np.float32(0))
         return replace(record, logprobs=logprobs)
 
-    tamper.event(log, "turn.completed", change, turn_id=_sampled(fabric, log, GRPO_STEP))
+    tamper.event(log, "turn.completed", change, turn_id=_sampled(log, GRPO_STEP))
     values = _verdict(cli, log, GRPO_STEP)
     assert (values["differs_at_step"], values["differs_in"]) == (10, "old_logprobs")
 
 
-def test_a_changed_reward_is_found(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_reward_is_found(trained: Stores, tamper: Any, cli: Any) -> None:
     """Another reward is found in rewards, and shows in what follows from it."""
     log = trained()
     trajectory = fabric.steps_of(log).steps[GRPO_STEP].planned.samples[0]["trajectory_id"]
@@ -80,7 +81,7 @@ def test_a_changed_reward_is_found(fabric: Any, trained: Stores, tamper: Any, cl
 
 
 @pytest.mark.parametrize("step", [SFT_STEP, GRPO_STEP])
-def test_one_completion_token(fabric: Any, trained: Stores, tamper: Any, cli: Any, step: int) -> None:
+def test_one_completion_token(trained: Stores, tamper: Any, cli: Any, step: int) -> None:
     """Another token in a leaf's completion is found in samples, at the first step that used it."""
     log = trained()
 
@@ -89,14 +90,12 @@ def test_one_completion_token(fabric: Any, trained: Stores, tamper: Any, cli: An
         ids[-1] ^= 1
         return replace(record, completion_ids=ids)
 
-    tamper.event(log, "turn.completed", change, turn_id=_sampled(fabric, log, step))
+    tamper.event(log, "turn.completed", change, turn_id=_sampled(log, step))
     assert _verdict(cli, log, step)["differs_in"] == "samples"
 
 
 @pytest.mark.parametrize("field", ["completion_ids", "prompt_ids"])
-def test_a_token_that_a_prompt_was_made_of(
-    fabric: Any, trained: Stores, tamper: Any, cli: Any, field: str
-) -> None:
+def test_a_token_that_a_prompt_was_made_of(trained: Stores, tamper: Any, cli: Any, field: str) -> None:
     """A changed token inside a prompt contradicts the sha256 of what was sent: exit code 2."""
     log = trained()
 
@@ -105,16 +104,16 @@ def test_a_token_that_a_prompt_was_made_of(
         ids[0] ^= 1
         return replace(record, **{field: ids})
 
-    tamper.event(log, "turn.completed", change, turn_id=_sampled(fabric, log, GRPO_STEP, leaf=False))
+    tamper.event(log, "turn.completed", change, turn_id=_sampled(log, GRPO_STEP, leaf=False))
     code, _, err = cli("replay", "step", GRPO_STEP, "--store", log.path)
     assert code == 2
     assert "does not fold to the ids sent" in err
 
 
-def test_a_delivery_that_is_taken_back(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_delivery_that_is_taken_back(trained: Stores, tamper: Any, cli: Any) -> None:
     """An undelivered turn is not trained, so the mask of its sample differs: samples."""
     log = trained()
-    turn_id = _sampled(fabric, log, GRPO_STEP)
+    turn_id = _sampled(log, GRPO_STEP)
     tamper.event(log, "turn.delivered", lambda r: replace(r, turn_id="nothing"), turn_id=turn_id)
     assert _verdict(cli, log, GRPO_STEP)["differs_in"] == "samples"
 
@@ -162,9 +161,7 @@ def test_one_number_of_a_checkpoint(
         "input",
     ],
 )
-def test_a_changed_manifest_is_found(
-    fabric: Any, trained: Stores, tamper: Any, cli: Any, change: Any, stage: str
-) -> None:
+def test_a_changed_manifest_is_found(trained: Stores, tamper: Any, cli: Any, change: Any, stage: str) -> None:
     """Whatever decides a step's bits, changed in its manifest, is found in the stage it acts on."""
     log = trained()
     tamper.event(log, "step.planned", change, step=11)

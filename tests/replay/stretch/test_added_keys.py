@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
@@ -32,7 +33,7 @@ LATER: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def course(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def course(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two steps of PPO with a critic, and two on another batch. Never write to it."""
     log = fabric.record_store(tmp_path_factory.mktemp("course") / "store", teachers=0)
     keys = {"algorithm": {"name": "ppo", "groups": 3, "mini_batches": 2}, "critic": {"lr": 0.01}}

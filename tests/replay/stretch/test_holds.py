@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -102,36 +103,36 @@ def _run(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def held(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store of these trainings, and of those below. Never write to it."""
     log = rb.open(tmp_path_factory.mktemp("holds") / "store", create=True)
     for name, kind in KINDS.items():
         fabric.append(log, fabric.rollout_records(6, 4, first=_run(name)), run=name)
         settings = fabric.config(fabric.GRPO, **{"run": name, "steps": kind.steps} | kind.changes)
         fabric.train(log, settings, kind.source, lane=f"train-{name}")
-    _two_policies(fabric, log)
-    _other_runs(fabric, log)
-    _several_versions(fabric, log)
-    _recorded_order(fabric, log)
-    _preferences(fabric, log)
-    _abandoned(fabric, log)
-    _without_steps(fabric, log)
-    _trained_paths(fabric, log)
+    _two_policies(log)
+    _other_runs(log)
+    _several_versions(log)
+    _recorded_order(log)
+    _preferences(log)
+    _abandoned(log)
+    _without_steps(log)
+    _trained_paths(log)
     with pytest.MonkeyPatch.context() as patch:
-        _not_finite(fabric, log, patch, "retake")
+        _not_finite(log, patch, "retake")
     with pytest.MonkeyPatch.context() as patch:
-        _not_finite(fabric, log, patch, "skip")
+        _not_finite(log, patch, "skip")
     return log
 
 
-def _two_policies(fabric: Any, log: Store) -> None:
+def _two_policies(log: Store) -> None:
     """A reward model beside the policy of a run, in another configuration."""
     algorithm = {"name": "reward_model", "batch_sum_to_zero": 0.1} | PAIRS
     changes = {"run": "grpo", "policy": "reward", "steps": 2, "micro_batch_size": 2, "algorithm": algorithm}
     fabric.train(log, fabric.config(fabric.GRPO, **changes), lane="reward")
 
 
-def _other_runs(fabric: Any, log: Store) -> None:
+def _other_runs(log: Store) -> None:
     """A run that trains on what two others recorded, of whom one has groups of the other's names."""
     made = [
         fabric.records(f"y{i}", [fabric.T()], group=f"g{_run('grpo')}", reward=float(i)) for i in range(4)
@@ -146,7 +147,7 @@ def _other_runs(fabric: Any, log: Store) -> None:
     )
 
 
-def _several_versions(fabric: Any, log: Store) -> None:
+def _several_versions(log: Store) -> None:
     """Turns that two versions sampled, of which the older one's tokens are masked."""
     fabric.append(log, fabric.teacher_records(8, "spans"), run="spans")
     fabric.train(log, fabric.config(fabric.SFT, run="spans", steps=2), lane="spans")
@@ -166,7 +167,7 @@ def _spanned(record: Any) -> Any:
     return replace(record, version_spans=spans)
 
 
-def _recorded_order(fabric: Any, log: Store) -> None:
+def _recorded_order(log: Store) -> None:
     """Epochs in the order of recording, packed, some dropped."""
     made = fabric.teacher_records(8, "order") + fabric.records("long", [fabric.T(completion=[5] * 70)])
     fabric.append(log, made, run="order")
@@ -175,7 +176,7 @@ def _recorded_order(fabric: Any, log: Store) -> None:
     fabric.train(log, fabric.config(fabric.SFT, **changes), lane="order")
 
 
-def _preferences(fabric: Any, log: Store) -> None:
+def _preferences(log: Store) -> None:
     """Pairs that were preferred, with margins, over more than an epoch."""
     for i in range(4):
         for side, token in (("good", 60), ("bad", 20)):
@@ -189,7 +190,7 @@ def _preferences(fabric: Any, log: Store) -> None:
     fabric.train(log, fabric.config(fabric.GRPO, **changes), lane="preferred")
 
 
-def _abandoned(fabric: Any, log: Store) -> None:
+def _abandoned(log: Store) -> None:
     """A run that went back to a checkpoint, and on from it."""
     fabric.append(log, fabric.teacher_records(8, "back"), run="back")
     settings = fabric.config(fabric.SFT, run="back", steps=4, checkpoint_every=2)
@@ -197,7 +198,7 @@ def _abandoned(fabric: Any, log: Store) -> None:
     fabric.train(log, settings, lane="back", abandon_after=2)
 
 
-def _without_steps(fabric: Any, log: Store) -> None:
+def _without_steps(log: Store) -> None:
     """A training that drops all but fills no step, before one that does, of an attempt that was killed."""
     fabric.append(log, fabric.rollout_records(2, 4, first=300), run="twice")
     changes = {"run": "twice", "steps": 1, "algorithm": {"name": "grpo"} | GROUPS}
@@ -208,7 +209,7 @@ def _without_steps(fabric: Any, log: Store) -> None:
     fabric.train(log, fabric.config(fabric.GRPO, **changes), lane="twice")
 
 
-def _trained_paths(fabric: Any, log: Store) -> None:
+def _trained_paths(log: Store) -> None:
     """One path of each trajectory is asked for after a step trained another one."""
     for name in ("path-a", "path-b"):
         turns = [fabric.T([5], [20, 21]), fabric.T([9], [40], 0), fabric.T([8], [50], 0)]
@@ -219,7 +220,7 @@ def _trained_paths(fabric: Any, log: Store) -> None:
         fabric.train(log, fabric.config(fabric.SFT, **changes), "tail", lane="path")
 
 
-def _not_finite(fabric: Any, log: Store, patch: pytest.MonkeyPatch, way: str) -> None:
+def _not_finite(log: Store, patch: pytest.MonkeyPatch, way: str) -> None:
     """A step whose third sample has no number, of the best of groups."""
     from rollbook.train.loop import trainer
 

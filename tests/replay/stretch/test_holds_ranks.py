@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
@@ -25,7 +26,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, name: str) -> None:
+def test_every_stage_of_every_step(tmp_path: Path, name: str) -> None:
     """Packed, of the best of groups, with the layout's own micro-batches, with a critic and a reference, or
     as rollouts come: selection and schedule too."""
     log = fabric.record_store(tmp_path / "store")

@@ -9,6 +9,7 @@ import duckdb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.stretch.first_bad import NUMBERS, Predicate, first_step_where, threshold
@@ -21,7 +22,7 @@ NORMS = {0: 1.0, 1: 30.0, 2: 4.0, 3: float("nan"), 5: 8.0, 6: 0.5}
 
 
 @pytest.fixture(scope="module")
-def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A run of seven steps, and another run. Never write to it."""
     log = rb.open(tmp_path_factory.mktemp("predicates") / "store", create=True)
     records: list[Any] = []

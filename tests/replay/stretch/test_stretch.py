@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.stretch.first_bad import find_first_bad
@@ -23,7 +24,7 @@ from rollbook.train.checkpoints.checkpoint import read_checkpoint
 Stores = Callable[..., Store]
 
 
-def test_a_training_is_proven_from_checkpoint_to_checkpoint(fabric: Any, trained: Stores) -> None:
+def test_a_training_is_proven_from_checkpoint_to_checkpoint(trained: Stores) -> None:
     """Two trainings that follow each other, each step run once, from the checkpoint before it."""
     log = trained()
     history = history_of(log, None, "actor")
@@ -68,7 +69,7 @@ def test_a_step_that_differs_ends_its_segment_alone(trained: Stores, tamper: Any
     assert "steps 6 to 7: not proven its segment differs from step 5 on" in said
 
 
-def test_the_chain_of_digests(fabric: Any, trained: Stores, tamper: Any) -> None:
+def test_the_chain_of_digests(trained: Stores, tamper: Any) -> None:
     """A step that does not start with what the last one ended with is named without running anything."""
     log = trained()
     assert chain(history_of(log, None, "actor"), range(12)) == []
@@ -82,7 +83,7 @@ def test_the_chain_of_digests(fabric: Any, trained: Stores, tamper: Any) -> None
     assert chain(history_of(log, None, "actor"), range(12)) == [Break(7, "input_weights", was, "1" * 64)]
 
 
-def test_an_erased_trajectory_blocks_only_what_needs_it(fabric: Any, trained: Stores) -> None:
+def test_an_erased_trajectory_blocks_only_what_needs_it(trained: Stores) -> None:
     """Its step, and those that can be reached through it alone: the rest is replayed from the checkpoint on
     the other side."""
     log = trained()
@@ -96,7 +97,7 @@ def test_an_erased_trajectory_blocks_only_what_needs_it(fabric: Any, trained: St
     assert "lead through step 9, of which tokens were erased" in found.steps[2].why
 
 
-def test_from_weights_alone(fabric: Any, trained: Stores) -> None:
+def test_from_weights_alone(trained: Stores) -> None:
     """Where no whole checkpoint leads to a step, its own weights prove its passes and its gradients, and it
     is said what they cannot."""
     log = trained()
@@ -125,7 +126,7 @@ def test_from_weights_alone(fabric: Any, trained: Stores) -> None:
 # Versions without a checkpoint --------------------------------------------------------------------
 
 
-def test_a_version_is_rebuilt(fabric: Any, trained: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_version_is_rebuilt(trained: Stores, cli: Any, tmp_path: Path) -> None:
     """Proven step by step, and written as the checkpoint that it would have had; or into the store."""
     log = trained()
     digest = fabric.steps_of(log).steps[6].committed.digests["weights"]

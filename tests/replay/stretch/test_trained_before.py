@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
@@ -27,7 +28,7 @@ def before(root: Path, tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_each_step_replays(fabric: Any, before: Store, cli: Any, step: int) -> None:
+def test_each_step_replays(before: Store, cli: Any, step: int) -> None:
     """What it recorded comes out; of the rest it is said that it was not recorded. Exit code 0, where all
     else can be compared."""
     code, out, err = cli("replay", "step", step, "--store", before.path, "--json")
@@ -46,7 +47,7 @@ def test_each_step_replays(fabric: Any, before: Store, cli: Any, step: int) -> N
         assert "bit for bit, but for schedule, evidence, which was not recorded" in said
 
 
-def test_the_training_that_it_left_goes_on(fabric: Any, before: Store) -> None:
+def test_the_training_that_it_left_goes_on(before: Store) -> None:
     """Of the same configuration; its further steps have all stages of today. On a machine that computes
     otherwise it goes on from its checkpoint, without the step since."""
     model = before.path / "checkpoints/demo/actor/v00000002"

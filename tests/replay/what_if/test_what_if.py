@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -32,7 +33,7 @@ LINEAR = {"name": "grpo", "groups": 2, "group_size": 4, "surrogate": "reinforce"
 
 
 @pytest.fixture(scope="module")
-def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """The trained store with more steps: 12 without clips, of which a group was dropped; 13 and 14 on one
     rollout batch; 15 with a critic, 16 with low-rank factors, 17 and 18 on preferences. Nothing here writes
     to it."""
@@ -299,7 +300,7 @@ def test_opposite_rewards_give_the_opposite_gradient(log: Store) -> None:
 
 
 def test_rewards_are_recorded_beside_the_others(
-    fabric: Any, trained: Callable[..., Store], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Store], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQL has them, a training by their source goes by them, the old step replays bit for bit; the same ones
     are recorded once, others only with --replace."""

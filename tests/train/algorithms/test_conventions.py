@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.store.errors import ConfigError
 from rollbook.train.algorithms.algorithm import LossInputs
@@ -124,7 +125,7 @@ def test_bounded_penalties() -> None:
         assert found[0] == pytest.approx(((1 - penalty) - 3) / 2)
 
 
-def test_nothing_to_come_before(fabric: Any) -> None:
+def test_nothing_to_come_before() -> None:
     """Without a baseline or a deviation there is no order."""
     keys = {"name": "reinforce_plus_plus", "reward_kl": 0.1, "reward_kl_order": "before_baseline"}
     with pytest.raises(ConfigError, match="asks for a baseline or a deviation, and there is neither"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -72,19 +73,17 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def _config(fabric: Any, **algorithm: Any) -> Any:
+def _config(**algorithm: Any) -> Any:
     return fabric.config(fabric.GRPO, steps=2, algorithm={"groups": 2, "group_size": 4} | algorithm)
 
 
-def test_a_surrogate_of_ones_own(
-    fabric: Any, recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_surrogate_of_ones_own(recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of REINFORCE's gradient; a replay is refused, until it is told to trust; another source is
     told."""
     file = module("own_surrogate", SURROGATE)
     ours, plain = recorded("ours"), recorded("plain")
-    fabric.train(ours, _config(fabric, name="policy_gradient", surrogate="own_surrogate:halved"))
-    fabric.train(plain, _config(fabric, name="policy_gradient", surrogate="reinforce"))
+    fabric.train(ours, _config(name="policy_gradient", surrogate="own_surrogate:halved"))
+    fabric.train(plain, _config(name="policy_gradient", surrogate="reinforce"))
     norms = [_of(log, StepCommitted)[0].metrics["gradient_norm"] for log in (ours, plain)]
     assert norms[0] == pytest.approx(norms[1] / 2, rel=1e-5)
     digests = [plan.environment["parts"] for plan in _of(ours, StepPlanned)]
@@ -100,9 +99,7 @@ def test_a_surrogate_of_ones_own(
     assert result.environment[0].startswith("parts.own_surrogate:halved: recorded '")
 
 
-def test_an_algorithm_of_ones_own(
-    fabric: Any, recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_algorithm_of_ones_own(recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one file: it trains, resumes and replays; its keys are checked."""
     module("own_algorithm", ALGORITHM)
     log = recorded()
@@ -127,11 +124,11 @@ def test_an_algorithm_of_ones_own(
         ({"name": "policy_gradient", "surrogate": "ppo clip"}, "algorithm.surrogate"),
     ],
 )
-def test_what_cannot_be_loaded_is_said(fabric: Any, module: Any, algorithm: Any, said: str) -> None:
+def test_what_cannot_be_loaded_is_said(module: Any, algorithm: Any, said: str) -> None:
     """When the CONFIG is read, before anything is written."""
     module("own_surrogate", SURROGATE)
     with pytest.raises(ConfigError, match=said):
-        _config(fabric, **algorithm) if algorithm["name"] == "policy_gradient" else fabric.config(
+        _config(**algorithm) if algorithm["name"] == "policy_gradient" else fabric.config(
             fabric.GRPO, algorithm=algorithm
         )
 
@@ -195,7 +192,7 @@ text.needs = "entropy"
 POLICY_GRADIENT = {"name": "policy_gradient", "groups": 2, "group_size": 4}
 
 
-def test_a_part_is_given_what_it_needs(fabric: Any, recorded: Stores, module: Any) -> None:
+def test_a_part_is_given_what_it_needs(recorded: Stores, module: Any) -> None:
     """The entropy with its gradient, the reference's logprobs, the engine's as recorded, and the counts of
     the whole batch, whatever micro-batch it sees; the step replays."""
     module("needy", NEEDY)
@@ -239,14 +236,14 @@ def _samples(log: Store, plan: StepPlanned) -> list[Any]:
         ),
     ],
 )
-def test_a_need_that_cannot_be_met(fabric: Any, module: Any, keys: Any, said: str) -> None:
+def test_a_need_that_cannot_be_met(module: Any, keys: Any, said: str) -> None:
     """It is said when the CONFIG is read, with what to set."""
     module("needy", NEEDY)
     with pytest.raises(ConfigError, match=re.escape(said)):
         fabric.config(fabric.GRPO, algorithm=POLICY_GRADIENT | keys)
 
 
-def test_needs_that_are_met_otherwise(fabric: Any, module: Any) -> None:
+def test_needs_that_are_met_otherwise(module: Any) -> None:
     """By a key that is set, or by an algorithm that has a critic."""
     module("needy", NEEDY)
     keys = {"surrogate": "needy:old", "old": "trainer"}
@@ -254,7 +251,7 @@ def test_needs_that_are_met_otherwise(fabric: Any, module: Any) -> None:
     fabric.config(fabric.GRPO, algorithm={"name": "ppo", "surrogate": "needy:values"})
 
 
-def test_an_algorithm_that_needs_what_nothing_gives(fabric: Any, module: Any) -> None:
+def test_an_algorithm_that_needs_what_nothing_gives(module: Any) -> None:
     """Of one's own: its needs are held against those that there are."""
     module("needless_algorithm", ALGORITHM.replace('{"rewards"}', '{"reward"}'))
     with pytest.raises(

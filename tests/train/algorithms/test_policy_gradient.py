@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -26,9 +27,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained_by(
-    fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Store]:
+def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
     """Gives the store of two steps by a table of keys, each trained once. Read it; never write."""
     folder, made = tmp_path_factory.mktemp("trained"), dict[str, Store]()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from key_tables import rows
 from pydantic import create_model
+from tests.fakes.stories import fabric
 
 from rollbook.ingest.admission.outstanding import training_of
 from rollbook.replay.step.step import replay_step
@@ -64,7 +65,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> Doubled:
 
 
 @pytest.fixture
-def taught(fabric: Any, recorded: Callable[..., Store], doubled: Doubled) -> Store:
+def taught(recorded: Callable[..., Store], doubled: Doubled) -> Store:
     """A store in which two steps were trained with it."""
     log = recorded()
     settings = fabric.config(fabric.GRPO, steps=2).model_copy(update={"algorithm": doubled})
@@ -76,7 +77,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def test_a_third_algorithm_trains_with_its_own_loss(taught: Store, fabric: Any) -> None:
+def test_a_third_algorithm_trains_with_its_own_loss(taught: Store) -> None:
     """Its batches, advantages and demand are its own, and each of its steps replays bit for bit."""
     plans, steps = _of(taught, StepPlanned), _of(taught, StepCommitted)
     assert [plan.algorithm for plan in plans] == [{"name": "doubled", "samples": 4}] * 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
@@ -149,19 +150,19 @@ CASES = [
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(("keys", "said"), CASES)
-def test_a_training_is_not_begun(fabric: Any, recorded_path: Path, keys: dict[str, Any], said: str) -> None:
+def test_a_training_is_not_begun(recorded_path: Path, keys: dict[str, Any], said: str) -> None:
     """Nothing is written; preflight says the same in red."""
     algorithm = keys if "name" in keys else POLICY_GRADIENT | keys
     settings = fabric.config(fabric.GRPO, steps=1, algorithm=algorithm)
     before = sorted(recorded_path.rglob("*"))
     with pytest.raises(TrainError, match=re.escape(said)):
-        _train(fabric, recorded_path, settings)
+        _train(recorded_path, settings)
     assert sorted(recorded_path.rglob("*")) == before
     [check] = [one for one in preflight(settings, None, {}, "cut", 8 << 30) if one.name == "parts"]
     assert (check.verdict, said in check.said) == ("red", True)
 
 
-def _train(fabric: Any, path: Path, settings: Any) -> None:
+def _train(path: Path, settings: Any) -> None:
     from rollbook import store
 
     fabric.train(store.open(path), settings)
@@ -177,7 +178,7 @@ def test_all_of_ours_pass(name: str) -> None:
     try_out(ALGORITHMS[name].model_validate({"name": name} | keys))
 
 
-def test_in_a_step_too(fabric: Any, recorded: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_step_too(recorded: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is odd on a real batch only is held against it as well."""
     of = Rollouts(np.zeros(2), np.zeros(2, np.int64), np.array([0, 1]), np.array([3, 2]))
     with pytest.raises(TrainError, match=re.escape("mine: advantages gave shape [1] where shape [2]")):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -145,7 +146,7 @@ def test_sums_of_trajectories() -> None:
     assert of_trajectories(np.array([1.0, 2.0, 4.0, 8.0]), of).tolist() == [11, 0, 4, 11]
 
 
-def test_a_training_with_turn_rewards(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_a_training_with_turn_rewards(recorded: Callable[..., Store]) -> None:
     """Turns of the recorded rollouts have rewards; with them the advantages are others, by the unit of the
     discount too; each of these steps replays."""
     found = {}

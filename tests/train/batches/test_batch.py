@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.policy_gradient import Grpo
@@ -22,7 +22,7 @@ GRPO = Grpo(name="grpo")
 
 
 @pytest.fixture
-def samples(fabric: Any) -> list[Sample]:
+def samples() -> list[Sample]:
     """Three samples of lengths 4, 6 and 3, of one group; the last is a teacher's."""
     made = [
         *fabric.records("a", [fabric.T([1, 2], [3, 4], logprobs=[-1.0, -2.0])], group="g", reward=0.0),

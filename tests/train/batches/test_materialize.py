@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 from tests.fakes.stories.forests import SMALL, forest
 
 from rollbook import store as rb
@@ -34,7 +35,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(scope="module", params=["live", "sealed", "both"])
-def recorded_forests(request: Any, fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def recorded_forests(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with 120 forests in two lanes: in the WAL, in sealed units, or in part. Never write to it."""
     rng = np.random.default_rng(7)
     log = rb.open(tmp_path_factory.mktemp("forests") / "store", create=True)
@@ -42,7 +43,7 @@ def recorded_forests(request: Any, fabric: Any, tmp_path_factory: pytest.TempPat
         for lane in ("a", "b"):
             with log.writer(lane, SMALL) as writer:
                 for i in range(30):
-                    made = forest(fabric, rng, f"{lane}-{half}-{i:02}")
+                    made = forest(rng, f"{lane}-{half}-{i:02}")
                     if made and rng.random() < 0.2:
                         turn = made[1].turn_id
                         made.append(kinds.RewardAssigned(made[0].trajectory_id, turn, 2.5))
@@ -165,7 +166,7 @@ def test_the_deciding_version_is_known_without_tokens(
     assert mixed > 20
 
 
-def test_an_erased_trajectory_has_no_loss(fabric: Any, tmp_path: Path) -> None:
+def test_an_erased_trajectory_has_no_loss(tmp_path: Path) -> None:
     """Its sample is named as erased, its tokens are -1, and the others are as they were."""
     log = fabric.record_store(tmp_path / "store", 2, 2, 2)
     Sealer(log).run_once()
@@ -181,7 +182,7 @@ def test_an_erased_trajectory_has_no_loss(fabric: Any, tmp_path: Path) -> None:
     assert len(before) == len(after)
 
 
-def test_a_prompt_that_does_not_fold_is_damage(fabric: Any, tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fold_is_damage(tmp_path: Path) -> None:
     """As for the fold: the turn is named, and nothing is trained on it."""
     log = rb.open(tmp_path / "store", create=True)
     made = fabric.records("t", [fabric.T(), fabric.T(parent=0)], reward=1.0)

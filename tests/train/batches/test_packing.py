@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -56,7 +57,7 @@ def _lengths(log: Store) -> dict[str, int]:
 
 @pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_numbers_are_those_of_padded_samples(fabric: Any, recorded: Stores, name: str) -> None:
+def test_the_numbers_are_those_of_padded_samples(recorded: Stores, name: str) -> None:
     """Every metric of every step is, but for the order of sums; micro-batches hold what they may; steps
     replay."""
     changes = {"steps": 4, "checkpoint_every": 4} | ALGORITHMS[name]
@@ -87,7 +88,7 @@ def test_the_numbers_are_those_of_padded_samples(fabric: Any, recorded: Stores, 
 
 
 @pytest.mark.more
-def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
+def test_a_kill_changes_nothing(recorded: Stores) -> None:
     """Steps since the checkpoint run again, packed as they were."""
     whole, broken = recorded("whole"), recorded("broken")
     settings = fabric.config(fabric.GRPO, **PACKED)
@@ -98,7 +99,7 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
-def test_samples_are_packed_from_a_step_on(fabric: Any, recorded: Stores) -> None:
+def test_samples_are_packed_from_a_step_on(recorded: Stores) -> None:
     """A training that goes on packed is another one, from the same weights; steps of both replay."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2))
@@ -109,12 +110,12 @@ def test_samples_are_packed_from_a_step_on(fabric: Any, recorded: Stores) -> Non
     assert [replay_step(log, step).differs_in for step in (1, 3)] == [None, None]
 
 
-def test_held_out_samples_are_packed_too(fabric: Any, recorded: Stores) -> None:
+def test_held_out_samples_are_packed_too(recorded: Stores) -> None:
     """Their loss is that of padded ones."""
     losses = []
     for changes in ({"micro_batch_size": None}, PACKED):
         log = recorded(f"store-{len(losses)}")
-        fabric.append(log, [r for i in range(5) for r in _held_out(fabric, i)])
+        fabric.append(log, [r for i in range(5) for r in _held_out(i)])
         settings = fabric.config(fabric.SFT, steps=2, evaluation={"every": 1}, **changes)
         fabric.train(log, settings)
         losses.append([record.metrics["loss"] for record in _of(log, EvalFinished)])
@@ -122,13 +123,13 @@ def test_held_out_samples_are_packed_too(fabric: Any, recorded: Stores) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def _held_out(fabric: Any, i: int) -> list[Any]:
+def _held_out(i: int) -> list[Any]:
     turn = fabric.T([5, 6], [20 + i] * (1 + 3 * i), logprobs=None, version=None)
     made: list[Any] = fabric.records(f"held{i}", [turn], split="eval")
     return made
 
 
-def test_one_of_the_two_sizes_is_named(fabric: Any) -> None:
+def test_one_of_the_two_sizes_is_named() -> None:
     """Samples are padded, or packed."""
     with pytest.raises(ConfigError, match="micro_batch_size pads samples, tokens_per_micro_batch packs them"):
         fabric.config(fabric.GRPO, tokens_per_micro_batch=100)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.events.routed_experts import pack
@@ -27,22 +28,22 @@ def _ids(first: int, positions: int) -> Any:
     return (at[:, None, None] + np.array([[0, 20], [1, 21]])).astype(np.int32)
 
 
-def _turns(fabric: Any) -> list[Any]:
+def _turns() -> list[Any]:
     """A root of 2 + 3 tokens; a child that has 1 + 2 more, and another that records nothing."""
     root = fabric.T((1, 2), (3, 4, 5), experts=pack(_ids(0, 4), 0))
     child = fabric.T((6,), (7, 8), parent=0, experts=pack(_ids(13, 4), 3))
     return [root, child, fabric.T((9,), (7, 8), parent=0)]
 
 
-def _samples(fabric: Any) -> list[Sample]:
-    [trajectory] = fold(fabric.events(fabric.records("t", _turns(fabric)))).values()
+def _samples() -> list[Sample]:
+    [trajectory] = fold(fabric.events(fabric.records("t", _turns()))).values()
     return list(samples_of(trajectory))
 
 
-def test_positions_come_from_their_turns(fabric: Any) -> None:
+def test_positions_come_from_their_turns() -> None:
     """Position 3 is in two records: its token was sampled with the root's. The last has none, nor has what
     follows a turn that records nothing."""
-    both, alone = (experts_of(one, MIXTURE) for one in _samples(fabric))
+    both, alone = (experts_of(one, MIXTURE) for one in _samples())
     assert both.dtype == np.int16
     assert both[:, 0, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, -1]
     assert both[:, 1, 1].tolist() == [21, 22, 23, 24, 35, 36, 37, -1]
@@ -50,9 +51,9 @@ def test_positions_come_from_their_turns(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("context", [2, 3, 5, 7])
-def test_a_sample_that_is_cut_has_those_of_what_is_left(fabric: Any, context: int) -> None:
+def test_a_sample_that_is_cut_has_those_of_what_is_left(context: int) -> None:
     """As far as the cut goes, wherever in a turn it falls."""
-    for one in _samples(fabric):
+    for one in _samples():
         cut = one.within(context)
         assert np.array_equal(experts_of(cut, MIXTURE), experts_of(one, MIXTURE)[:context])
 
@@ -81,7 +82,7 @@ def test_what_a_model_cannot_replay(stored: Any, why: str) -> None:
     assert bool(misfit(stored, 5, MIXTURE)) is bool(why)
 
 
-def test_a_turn_is_decoded_once(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many paths it is on, and however often they are asked for; the first misfit is named."""
     asked: list[int] = []
     real = misfit
@@ -93,18 +94,18 @@ def test_a_turn_is_decoded_once(fabric: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("rollbook.train.select.routing.misfit", counted)
     check, few = FitCheck(MIXTURE), FitCheck(replace(MIXTURE, experts=30))
     for _ in range(2):
-        assert [check.of_path(one) for one in _samples(fabric)] == ["", ""]
+        assert [check.of_path(one) for one in _samples()] == ["", ""]
     assert asked == [5, 8]
-    assert [few.of_path(one) for one in _samples(fabric)] == [
+    assert [few.of_path(one) for one in _samples()] == [
         "turn t.1: expert 37, where the model has 30",
         "",
     ]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_samples_from_columns_have_what_the_fold_has(fabric: Any, store: Store, sealed: bool) -> None:
+def test_samples_from_columns_have_what_the_fold_has(store: Store, sealed: bool) -> None:
     """Where routing is asked for; misfits are known before a token is read. Without, nothing is."""
-    fabric.append(store, fabric.records("t", _turns(fabric)))
+    fabric.append(store, fabric.records("t", _turns()))
     if sealed:
         Sealer(store).run_once()
     head = store.head()

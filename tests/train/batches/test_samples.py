@@ -11,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.store.events import RewardAssigned, VersionSpan
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -29,12 +30,12 @@ TURN = st.tuples(
 )
 
 
-def _fold(fabric: Any, made: list[Any]) -> Trajectory:
+def _fold(made: list[Any]) -> Trajectory:
     (trajectory,) = fold(fabric.events(made)).values()
     return trajectory
 
 
-def _forest(fabric: Any, drawn: Any) -> tuple[list[Any], Trajectory]:
+def _forest(drawn: Any) -> tuple[list[Any], Trajectory]:
     """Turns with valid parents, and the trajectory of them."""
     turns: list[Any] = []
     for wanted, prompt, completion, version, delivered, failed, has_logprobs in drawn:
@@ -44,14 +45,14 @@ def _forest(fabric: Any, drawn: Any) -> tuple[list[Any], Trajectory]:
         turns.append(
             fabric.T(prompt, completion, parent, logprobs, version, 0.5, delivered and not failed, failed)
         )
-    return turns, _fold(fabric, fabric.records("t", turns))
+    return turns, _fold(fabric.records("t", turns))
 
 
 @given(st.lists(TURN, min_size=1, max_size=7))
 @settings(max_examples=200)
-def test_each_sampled_token_is_trained_in_exactly_one_sample(fabric: Any, drawn: Any) -> None:
+def test_each_sampled_token_is_trained_in_exactly_one_sample(drawn: Any) -> None:
     """In any forest, a delivered turn's tokens have the mask in one sample, every other token in none."""
-    turns, trajectory = _forest(fabric, drawn)
+    turns, trajectory = _forest(drawn)
     samples = list(samples_of(trajectory))
     trained: Counter[str] = Counter()
     for sample in samples:
@@ -86,9 +87,9 @@ def _same_as_sampled(sample: Sample, place: slice, turn: Any) -> None:
 
 @given(st.lists(TURN, min_size=1, max_size=7))
 @settings(max_examples=100)
-def test_arrays_line_up(fabric: Any, drawn: Any) -> None:
+def test_arrays_line_up(drawn: Any) -> None:
     """All arrays of a sample have one length and their types, and are neutral where nothing is trained."""
-    _, trajectory = _forest(fabric, drawn)
+    _, trajectory = _forest(drawn)
     for sample in samples_of(trajectory):
         arrays = (sample.tokens, sample.loss_mask, sample.logprobs, sample.versions, sample.temperatures)
         assert {a.shape for a in arrays} == {(len(sample),)}
@@ -104,10 +105,10 @@ def test_arrays_line_up(fabric: Any, drawn: Any) -> None:
         assert sample.turn_ids[-1] == sample.leaf_turn_id
 
 
-def test_the_first_leaf_owns_a_shared_prefix(fabric: Any) -> None:
+def test_the_first_leaf_owns_a_shared_prefix() -> None:
     """Two leaves over one root: the first trains the root's tokens, the second has them as context."""
     turns = [fabric.T([1, 2], [3], None), fabric.T([4], [5, 6], 0), fabric.T([7], [8], 0)]
-    first, second = samples_of(_fold(fabric, fabric.records("t", turns)))
+    first, second = samples_of(_fold(fabric.records("t", turns)))
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.loss_mask.tolist() == [False, False, True, False, True, True]
     assert second.tokens.tolist() == [1, 2, 3, 7, 8]
@@ -116,9 +117,9 @@ def test_the_first_leaf_owns_a_shared_prefix(fabric: Any) -> None:
 
 @given(st.lists(TURN, min_size=1, max_size=7), st.sampled_from(["last", "longest"]))
 @settings(max_examples=150)
-def test_one_path_of_each_trajectory(fabric: Any, drawn: Any, rule: Any) -> None:
+def test_one_path_of_each_trajectory(drawn: Any, rule: Any) -> None:
     """It trains all that can be trained on it, the others the rest, and nothing is trained twice."""
-    turns, trajectory = _forest(fabric, drawn)
+    turns, trajectory = _forest(drawn)
     every, samples = list(samples_of(trajectory)), list(samples_of(trajectory, paths=rule))
     assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in every]
     assert sum(s.preferred for s in samples) == (len(samples) > 0)
@@ -139,10 +140,10 @@ def test_one_path_of_each_trajectory(fabric: Any, drawn: Any, rule: Any) -> None
     assert sum(s.trained for s in samples) == sum(s.trained for s in every)
 
 
-def test_the_last_leaf_owns_its_path(fabric: Any) -> None:
+def test_the_last_leaf_owns_its_path() -> None:
     """By hand: the root's token goes to the last leaf, the longest path is the first."""
     turns = [fabric.T([1, 2], [3], None), fabric.T([4], [5, 6], 0), fabric.T([7], [8], 0)]
-    trajectory = _fold(fabric, fabric.records("t", turns))
+    trajectory = _fold(fabric.records("t", turns))
     found = {
         rule: [(s.preferred, s.tokens[s.loss_mask].tolist()) for s in samples_of(trajectory, paths=rule)]
         for rule in ("all", "last", "longest")
@@ -155,10 +156,10 @@ def test_the_last_leaf_owns_its_path(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["undelivered", "failed"])
-def test_what_the_client_did_not_get_is_not_trained(fabric: Any, kind: str) -> None:
+def test_what_the_client_did_not_get_is_not_trained(kind: str) -> None:
     """An undelivered turn is context without loss; a failed one leaves no token at all."""
     bad = fabric.T([4], [5, 6], 0, delivered=False, failed=kind == "failed")
-    samples = list(samples_of(_fold(fabric, fabric.records("t", [fabric.T([1, 2], [3]), bad]))))
+    samples = list(samples_of(_fold(fabric.records("t", [fabric.T([1, 2], [3]), bad]))))
     assert len(samples) == 1
     masked = [False, False, True]
     expected = [1, 2, 3] if kind == "failed" else [1, 2, 3, 4, 5, 6]
@@ -166,16 +167,16 @@ def test_what_the_client_did_not_get_is_not_trained(fabric: Any, kind: str) -> N
     assert samples[0].loss_mask.tolist() == masked + [False] * (len(expected) - 3)
 
 
-def test_an_undelivered_turn_under_a_delivered_one_is_masked(fabric: Any) -> None:
+def test_an_undelivered_turn_under_a_delivered_one_is_masked() -> None:
     """The loss of a path leaves out the one turn in its middle that was not delivered."""
     turns = [fabric.T([1], [2]), fabric.T([3], [4], 0, delivered=False), fabric.T([5], [6], 1)]
-    (sample,) = samples_of(_fold(fabric, fabric.records("t", turns)))
+    (sample,) = samples_of(_fold(fabric.records("t", turns)))
     assert sample.tokens[sample.loss_mask].tolist() == [2, 6]
 
 
-def test_a_teachers_tokens_have_no_logprob(fabric: Any) -> None:
+def test_a_teachers_tokens_have_no_logprob() -> None:
     """Without logprobs the trained positions are NaN, which JSON shows as null, and versions too."""
-    (sample,) = samples_of(_fold(fabric, fabric.records("t", [fabric.T(logprobs=None, version=None)])))
+    (sample,) = samples_of(_fold(fabric.records("t", [fabric.T(logprobs=None, version=None)])))
     assert np.isnan(sample.logprobs).tolist() == [False, False, True, True]
     shown = orjson.loads(orjson.dumps(sample.as_json()))
     assert shown["logprobs"] == [0.0, 0.0, None, None]
@@ -185,23 +186,23 @@ def test_a_teachers_tokens_have_no_logprob(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize(("recorded", "used"), [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)])
-def test_trained_positions_have_their_turns_temperature(fabric: Any, recorded: float, used: float) -> None:
+def test_trained_positions_have_their_turns_temperature(recorded: float, used: float) -> None:
     """Trained positions have the temperature of their turn; greedy ones the distribution's own, 1."""
-    (sample,) = samples_of(_fold(fabric, fabric.records("t", [fabric.T(temperature=recorded)])))
+    (sample,) = samples_of(_fold(fabric.records("t", [fabric.T(temperature=recorded)])))
     assert sample.temperatures.tolist() == np.array([1, 1, used, used], np.float32).tolist()
 
 
-def test_versions_follow_the_spans(fabric: Any) -> None:
+def test_versions_follow_the_spans() -> None:
     """Weights that changed within a completion show in its tokens' versions; the oldest is the stalest."""
     made = fabric.records("t", [fabric.T([1], [2, 3, 4])])
     spans = (VersionSpan("actor", 7, 0, 1), VersionSpan("actor", 5, 1, 3))
     changed = [replace(r, version_spans=spans) if r.KIND == "turn.completed" else r for r in made]
-    (sample,) = samples_of(_fold(fabric, changed))
+    (sample,) = samples_of(_fold(changed))
     assert sample.versions.tolist() == [-1, 7, 5, 5]
     assert sample.oldest_version == 5
 
 
-def test_rewards_are_those_of_the_source(fabric: Any) -> None:
+def test_rewards_are_those_of_the_source() -> None:
     """A sample has its source's reward in force, of the trajectory and of its turns."""
     given_rewards = [
         RewardAssigned("t", None, 0.25),
@@ -209,15 +210,15 @@ def test_rewards_are_those_of_the_source(fabric: Any) -> None:
         RewardAssigned("t", "t.0", 2.0),
         RewardAssigned("t", None, 0.5),
     ]
-    trajectory = _fold(fabric, [*fabric.records("t"), *given_rewards])
+    trajectory = _fold([*fabric.records("t"), *given_rewards])
     by_source = {s: next(samples_of(trajectory, s)) for s in ("agent", "judge", "nobody")}
     assert {s: x.reward for s, x in by_source.items()} == {"agent": 0.5, "judge": 0.75, "nobody": None}
     assert {s: x.rewards for s, x in by_source.items()} == {"agent": {"t.0": 2.0}, "judge": {}, "nobody": {}}
 
 
-def test_digest_covers_every_array(fabric: Any) -> None:
+def test_digest_covers_every_array() -> None:
     """Another value anywhere in a sample is another digest; the same sample has the same one."""
-    trajectory = _fold(fabric, fabric.records("t"))
+    trajectory = _fold(fabric.records("t"))
     (sample,), (again,) = samples_of(trajectory), samples_of(trajectory)
     assert sample.digest() == again.digest()
     for name in ("tokens", "loss_mask", "logprobs", "versions", "temperatures"):
@@ -226,7 +227,7 @@ def test_digest_covers_every_array(fabric: Any) -> None:
         assert replace(sample, **{name: array}).digest() != sample.digest(), name
 
 
-def test_samples_come_in_the_order_of_trajectories(fabric: Any) -> None:
+def test_samples_come_in_the_order_of_trajectories() -> None:
     """All samples of several trajectories, as their leaves follow each other."""
     made = [*fabric.records("b", [fabric.T(), fabric.T()]), *fabric.records("a", finished=False)]
     samples = all_samples(fold(fabric.events(made)).values())
@@ -236,7 +237,7 @@ def test_samples_come_in_the_order_of_trajectories(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("altered", [[], ["constraint"], ["frequency_penalty", "logit_bias"]])
-def test_logprobs_of_altered_logits_are_not_trained(fabric: Any, altered: list[str]) -> None:
+def test_logprobs_of_altered_logits_are_not_trained(altered: list[str]) -> None:
     """Under a constraint or a penalty nobody can compute the same logprob again: such a turn is context."""
     turns = [fabric.T([1], [2, 3], None, np.array([-1, -2], np.float32), 0, 0.5, True, False)]
     turns.append(fabric.T([4], [5], 0, np.array([-3], np.float32), 0, 0.5, True, False))
@@ -247,7 +248,7 @@ def test_logprobs_of_altered_logits_are_not_trained(fabric: Any, altered: list[s
         else r
         for r in records
     ]
-    (sample,) = samples_of(_fold(fabric, changed))
+    (sample,) = samples_of(_fold(changed))
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
     first = not altered
     assert sample.loss_mask.tolist() == [False, first, first, False, True]

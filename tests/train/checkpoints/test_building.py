@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError
@@ -57,7 +58,7 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     assert remove_left_over(tmp_path / "none") == []
 
 
-def test_the_next_start_removes_it(fabric: Any, recorded: Stores) -> None:
+def test_the_next_start_removes_it(recorded: Stores) -> None:
     """`rollbook train` looks in its own policy's folder."""
     log = recorded()
     left = _policy(log) / f".v00000001.{_dead()}"
@@ -85,7 +86,7 @@ def test_it_is_locked_while_it_is_built(tmp_path: Path) -> None:
 @pytest.mark.more_but("28")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_at_a_checkpoint(
-    fabric: Any, recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     """The error names disk and folder, nothing is left of it, the step stays, and the next start goes on."""
     log, write = recorded(), os.write
@@ -129,7 +130,7 @@ def _spoil(log: Store, version: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_passed_over(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """The steps since the one before are run again, and it ends as if nothing had happened."""
     log, plain = recorded(), recorded("plain")
     for held in (log, plain):
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(fabric: Any, recorded: Stores, cli:
     assert _of(log, StepCommitted)[-1].digests == _of(plain, StepCommitted)[-1].digests
 
 
-def test_all_are_damaged(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_all_are_damaged(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """An error that says so of each."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=4))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.engines.model_files import MANIFEST
@@ -41,7 +42,7 @@ def _write(store: Path, model: Path, version: int = 1, weights: Tensors | None =
     return write_checkpoint(store, "run", "actor", version, weights, _optimizer(), like=model, phase="p")
 
 
-def test_a_checkpoint_comes_back_bit_for_bit(fabric: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Weights and optimizer state come back bit for bit, and the event names their digests."""
     model = fabric.model_folder()
     weights = read_weights(model)
@@ -61,7 +62,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(fabric: Any, tmp_path: Path) -> Non
     assert record.bytes == sum(f.stat().st_size for f in files)
 
 
-def test_a_checkpoint_of_weights_alone_has_no_optimizer(fabric: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_weights_alone_has_no_optimizer(tmp_path: Path) -> None:
     """Without an optimizer no such file is written, and reading gives None for it."""
     model = fabric.model_folder()
     record = write_checkpoint(tmp_path, "r", "actor", 0, read_weights(model), None, like=model, phase=None)
@@ -70,7 +71,7 @@ def test_a_checkpoint_of_weights_alone_has_no_optimizer(fabric: Any, tmp_path: P
     assert not (tmp_path / record.path / OPTIMIZER).exists()
 
 
-def test_the_next_step_is_the_same_after_a_round_trip(fabric: Any, tmp_path: Path) -> None:
+def test_the_next_step_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
     """A policy restored from a checkpoint has the same digests, and so has its next step."""
     model = fabric.model_folder()
     shape = read_shape(model)
@@ -104,7 +105,7 @@ def test_the_next_step_is_the_same_after_a_round_trip(fabric: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER])
 @pytest.mark.parametrize("place", [0, 9, 40, -1, -200])
-def test_a_flipped_byte_is_found(fabric: Any, tmp_path: Path, file: str, place: int) -> None:
+def test_a_flipped_byte_is_found(tmp_path: Path, file: str, place: int) -> None:
     """One changed byte, in a file's head or in its numbers, is a ModelError that names the file's folder."""
     record = _write(tmp_path, fabric.model_folder())
     target = tmp_path / record.path / file
@@ -116,7 +117,7 @@ def test_a_flipped_byte_is_found(fabric: Any, tmp_path: Path, file: str, place: 
         read_checkpoint(tmp_path / record.path)
 
 
-def test_the_damaged_tensor_is_named(fabric: Any, tmp_path: Path) -> None:
+def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
     """The manifest has the xxh3-128 of each tensor; the error names those that differ."""
     model = fabric.model_folder()
     record = _write(tmp_path, model)
@@ -144,7 +145,7 @@ def test_the_damaged_tensor_is_named(fabric: Any, tmp_path: Path) -> None:
     assert read_checkpoint(place).weights.keys() == weights.keys()
 
 
-def test_a_stream_is_written_as_it_comes(fabric: Any, tmp_path: Path) -> None:
+def test_a_stream_is_written_as_it_comes(tmp_path: Path) -> None:
     """A policy's stream of weights makes the files that its dict makes; the base's index stays behind."""
     model = shutil.copytree(fabric.model_folder(), tmp_path / "model")
     (model / "model.safetensors.index.json").write_text("{}")
@@ -172,7 +173,7 @@ def test_a_stream_is_written_as_it_comes(fabric: Any, tmp_path: Path) -> None:
         (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1].half())], "float16"),
     ],
 )
-def test_a_stream_of_another_model(fabric: Any, tmp_path: Path, change: Any, reason: str) -> None:
+def test_a_stream_of_another_model(tmp_path: Path, change: Any, reason: str) -> None:
     """Tensors that are missing, too many, out of order or of another type are told; no checkpoint appears."""
     model = fabric.model_folder()
     weights = read_weights(model)
@@ -183,7 +184,7 @@ def test_a_stream_of_another_model(fabric: Any, tmp_path: Path, change: Any, rea
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weights_digest": "x"}'])
-def test_a_damaged_manifest(fabric: Any, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_manifest(tmp_path: Path, content: bytes) -> None:
     """A manifest that cannot be read, or names no digests, is a ModelError too."""
     record = _write(tmp_path, fabric.model_folder())
     (tmp_path / record.path / MANIFEST).write_bytes(content)
@@ -192,7 +193,7 @@ def test_a_damaged_manifest(fabric: Any, tmp_path: Path, content: bytes) -> None
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "model.safetensors", OPTIMIZER])
-def test_a_missing_file(fabric: Any, tmp_path: Path, file: str) -> None:
+def test_a_missing_file(tmp_path: Path, file: str) -> None:
     """A checkpoint without one of its files cannot be read."""
     record = _write(tmp_path, fabric.model_folder())
     (tmp_path / record.path / file).unlink()
@@ -200,7 +201,7 @@ def test_a_missing_file(fabric: Any, tmp_path: Path, file: str) -> None:
         read_checkpoint(tmp_path / record.path)
 
 
-def test_what_a_crash_left_does_no_harm(fabric: Any, tmp_path: Path) -> None:
+def test_what_a_crash_left_does_no_harm(tmp_path: Path) -> None:
     """A half-written folder, of this process id or another, is neither read nor in the way."""
     record = _write(tmp_path, fabric.model_folder(), 1)
     place = (tmp_path / record.path).parent
@@ -217,7 +218,7 @@ def test_what_a_crash_left_does_no_harm(fabric: Any, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / again.path).optimizer is not None
 
 
-def test_an_earlier_attempt_at_a_version_is_kept(fabric: Any, tmp_path: Path) -> None:
+def test_an_earlier_attempt_at_a_version_is_kept(tmp_path: Path) -> None:
     """A version that was written before gets a second folder; the first stays as it was."""
     model = fabric.model_folder()
     first = _write(tmp_path, model)
@@ -231,7 +232,7 @@ def test_an_earlier_attempt_at_a_version_is_kept(fabric: Any, tmp_path: Path) ->
     assert digest_tensors(read_checkpoint(tmp_path / second.path).weights) == second.weights_digest
 
 
-def test_transformers_loads_it(fabric: Any, tmp_path: Path) -> None:
+def test_transformers_loads_it(tmp_path: Path) -> None:
     """A checkpoint is a model directory: transformers finds equal tensors in it, and it can be `like`."""
     from transformers import AutoModelForCausalLM
 
@@ -251,7 +252,7 @@ def test_transformers_loads_it(fabric: Any, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / child.path).weights.keys() == weights.keys()
 
 
-def test_a_checkpoint_has_the_stores_modes(fabric: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_stores_modes(tmp_path: Path) -> None:
     """Weights, what goes along, the manifest and every folder are the owner's alone, whatever the umask."""
     model = fabric.model_folder()
     log = rb.open(tmp_path / "store", create=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options
@@ -50,15 +51,13 @@ def _bytes(log: Store) -> int:
 
 
 @pytest.fixture(scope="module")
-def settings(fabric: Any) -> Any:
+def settings() -> Any:
     """Twelve steps with a checkpoint each, of which few are kept."""
     return fabric.config(fabric.SFT, steps=12, checkpoint_every=1, checkpoint=KEEP)
 
 
 @pytest.fixture(scope="module")
-def plain_path(
-    fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def plain_path(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training with all of its checkpoints. Copy it; never write."""
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("plain") / "store"))
     fabric.train(log, settings.model_copy(update={"checkpoint": CheckpointConfig()}))
@@ -66,9 +65,7 @@ def plain_path(
 
 
 @pytest.fixture(scope="module")
-def kept_path(
-    fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def kept_path(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The training that removes. Copy it; never write."""
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("kept") / "store"))
     fabric.train(log, settings)
@@ -85,7 +82,7 @@ def _digests(log: Store) -> list[dict[str, Any]]:
     return [step.digests for step in _of(log, StepCommitted)]
 
 
-def test_it_keeps_what_it_says(fabric: Any, settings: Any, kept: Store, plain_path: Path) -> None:
+def test_it_keeps_what_it_says(settings: Any, kept: Store, plain_path: Path) -> None:
     """The newest two, the first of each six, version 0; no bit of training differs, and the disk has less."""
     assert _there(kept) == _names(0, 6, 11, 12)
     removed = _of(kept, CheckpointRemoved)
@@ -109,7 +106,7 @@ def test_steps_in_between_are_replayed(kept: Store) -> None:
         assert (replayed.bit_for_bit, replayed.from_version) == (True, base)
 
 
-def test_going_back_to_one_that_was_removed(fabric: Any, settings: Any, kept: Store, cli: Any) -> None:
+def test_going_back_to_one_that_was_removed(settings: Any, kept: Store, cli: Any) -> None:
     """It is said that it was removed, what makes it again, and where one can go back to."""
     before = kept.head()
     with pytest.raises(
@@ -125,14 +122,14 @@ def test_going_back_to_one_that_was_removed(fabric: Any, settings: Any, kept: St
     assert _there(kept)[:2] == _names(0, 6)
 
 
-def test_a_reference_that_was_removed(fabric: Any, kept: Store) -> None:
+def test_a_reference_that_was_removed(kept: Store) -> None:
     """A training that names it says so."""
     algorithm = {**fabric.GRPO["algorithm"], "kl": 0.1, "reference_version": 8}
     with pytest.raises(TrainError, match=r"reference_version 8: .*checkpoint of version 8 was removed"):
         fabric.train(kept, fabric.config(fabric.GRPO, algorithm=algorithm))
 
 
-def test_references_and_beginnings_stay(fabric: Any, kept: Store) -> None:
+def test_references_and_beginnings_stay(kept: Store) -> None:
     """Another configuration begins at version 12, with 11 as its reference: neither goes."""
     algorithm = {**fabric.GRPO["algorithm"], "kl": 0.1, "reference_version": 11}
     keep = {"keep_last": 1}
@@ -141,7 +138,7 @@ def test_references_and_beginnings_stay(fabric: Any, kept: Store) -> None:
     assert all(replay_step(kept, step).bit_for_bit for step in (10, 13, 14))
 
 
-def test_a_renewed_reference_stays(fabric: Any, recorded: Stores) -> None:
+def test_a_renewed_reference_stays(recorded: Stores) -> None:
     """Each one that a step was held to, as its replay needs it."""
     log = recorded()
     algorithm = {**fabric.GRPO["algorithm"], "kl": 0.1, "ref_update_interval": 2, "groups": 1}
@@ -203,9 +200,7 @@ def _die(patch: pytest.MonkeyPatch, place: str) -> None:
 
 @pytest.mark.crashes
 @pytest.mark.parametrize("place", PLACES)
-def test_a_kill_around_a_removal(
-    fabric: Any, recorded: Stores, settings: Any, plain_path: Path, place: str
-) -> None:
+def test_a_kill_around_a_removal(recorded: Stores, settings: Any, plain_path: Path, place: str) -> None:
     """The next start finishes it, and ends with the bits and the folders of a training that went through."""
     log = recorded()
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +221,7 @@ def test_a_kill_around_a_removal(
     ids=lambda w: "+".join(w),
 )
 def test_overlapped_and_sharded(
-    fabric: Any, recorded: Stores, settings: Any, plain_path: Path, way: dict[str, bool]
+    recorded: Stores, settings: Any, plain_path: Path, way: dict[str, bool]
 ) -> None:
     """Nothing that is being written is touched, and the end is the same."""
     log = recorded()
@@ -238,7 +233,7 @@ def test_overlapped_and_sharded(
 
 
 @pytest.fixture
-def engine(fabric: Any) -> Iterator[tuple[ScriptedSGLang, str]]:
+def engine() -> Iterator[tuple[ScriptedSGLang, str]]:
     """An engine that serves the tiny model and keeps checksums of its weights."""
     with ExitStack() as stack:
         app = ScriptedSGLang(None, Options(model_path=str(fabric.model_folder()), weights="float32"))
@@ -248,7 +243,7 @@ def engine(fabric: Any) -> Iterator[tuple[ScriptedSGLang, str]]:
 @pytest.mark.more_but("whole")
 @pytest.mark.parametrize("way", [{}, {"sharded": True}], ids=["whole", "sharded"])
 def test_what_an_engine_loaded_goes_once_it_has_another(
-    fabric: Any, recorded: Stores, engine: Any, way: dict[str, bool]
+    recorded: Stores, engine: Any, way: dict[str, bool]
 ) -> None:
     """Of the weights that were written for it alone those of the newest version are left; it is synced again
     from there after a restart."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.processes.warm import TORCH, WarmProcess
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError
@@ -78,9 +79,7 @@ def _after(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) 
 
 @pytest.mark.more_but("whole")
 @WAYS
-def test_steps_are_taken_meanwhile(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any
-) -> None:
+def test_steps_are_taken_meanwhile(recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
     """The checkpoint is recorded after it is durable, is of its own version, and the end is the same; the
     last one is waited for."""
     log, plain = recorded(), recorded("plain")
@@ -101,9 +100,7 @@ def test_steps_are_taken_meanwhile(
 
 
 @WAYS
-def test_one_is_written_at_a_time(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any
-) -> None:
+def test_one_is_written_at_a_time(recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
     """The next one waits for the one before."""
     log = recorded()
     with _held(monkeypatch, 1) as go:
@@ -118,9 +115,7 @@ def test_one_is_written_at_a_time(
 @pytest.mark.more_but("28-whole")
 @WAYS
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, error: int, way: Any
-) -> None:
+def test_a_full_disk(recorded: Stores, monkeypatch: pytest.MonkeyPatch, error: int, way: Any) -> None:
     """The training ends when it next looks, nothing is left, no step is lost, and it goes on."""
     log = recorded()
     settings = fabric.config(fabric.SFT, steps=8, checkpoint_every=4, checkpoint=way)
@@ -153,7 +148,7 @@ sys.exit(main())
 """`rollbook` on a disk that takes long for version 2."""
 
 
-def _start(log: Store, settings: Any, fabric: Any, seconds: float) -> WarmProcess:
+def _start(log: Store, settings: Any, seconds: float) -> WarmProcess:
     file = log.path.parent / "slow.toml"
     file.write_text(fabric.toml(settings))
     words = ("-c", SLOW.replace("SECONDS", str(seconds)), "train", file, "--store", log.path)
@@ -176,12 +171,12 @@ def _await(log: Store, version: int) -> None:
 
 @pytest.mark.more_but("sharded")
 @WAYS
-def test_a_kill_in_the_middle(fabric: Any, recorded: Stores, way: Any) -> None:
+def test_a_kill_in_the_middle(recorded: Stores, way: Any) -> None:
     """The next start removes what it left, goes on from the checkpoint before, and ends the same."""
     log, plain = recorded(), recorded("plain")
     settings = fabric.config(fabric.SFT, steps=8, checkpoint_every=2, checkpoint=way)
     fabric.train(plain, settings)
-    with _start(log, settings, fabric, 30.0) as process:
+    with _start(log, settings, 30.0) as process:
         _await(log, 3)
         process.kill()
     left = [path.name for path in _policy(log).iterdir() if path.name != "v00000000"]
@@ -194,11 +189,11 @@ def test_a_kill_in_the_middle(fabric: Any, recorded: Stores, way: Any) -> None:
     assert ends[0].digests == ends[1].digests
 
 
-def test_a_signal_waits_for_it(fabric: Any, recorded: Stores) -> None:
+def test_a_signal_waits_for_it(recorded: Stores) -> None:
     """SIGTERM ends the training once the one that is under way is recorded, and the last one too."""
     log = recorded()
     settings = fabric.config(fabric.SFT, steps=50, checkpoint_every=2, checkpoint=MEANWHILE)
-    with _start(log, settings, fabric, 0.1) as process:
+    with _start(log, settings, 0.1) as process:
         _await(log, 2)
         process.send_signal(signal.SIGTERM)
         process.wait(60)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors
@@ -51,7 +52,7 @@ def _experts(folder: Path, family: str) -> str:
     return str(folder / family)
 
 
-def _trainings(fabric: Any) -> dict[str, dict[str, Any]]:
+def _trainings() -> dict[str, dict[str, Any]]:
     packed = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
     ppo = {"algorithm": {"name": "ppo", "groups": 2, "kl": 0.1}, "critic": SGD_LIKE}
     return {
@@ -103,7 +104,7 @@ def _last(log: Store) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def plain(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
+def plain(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
     """Trainings that write whole checkpoints while they wait, each made once: three steps, the last of them
     on one rank."""
     made: dict[tuple[str, str], Store] = {}
@@ -112,14 +113,14 @@ def plain(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFac
         if (training, layout) not in made:
             path = tmp_path_factory.mktemp("plain") / "store"
             log = made[training, layout] = rb.open(shutil.copytree(recorded_path, path))
-            _train(fabric, log, training, layout, {})
+            _train(log, training, layout, {})
         return made[training, layout]
 
     return of
 
 
-def _train(fabric: Any, log: Store, training: str, layout: str, way: dict[str, Any]) -> None:
-    values, (count, sizes) = _trainings(fabric)[training], LAYOUTS[layout]
+def _train(log: Store, training: str, layout: str, way: dict[str, Any]) -> None:
+    values, (count, sizes) = _trainings()[training], LAYOUTS[layout]
     changes = {"steps": 2, "checkpoint_every": 1, "checkpoint": way, "parallel": sizes}
     # Factors begin with gradients of 0 for half of them: they need steps that count.
     changes["optimizer"] = {"lr": 1e-2} if training == "lora" else SGD_LIKE
@@ -127,14 +128,12 @@ def _train(fabric: Any, log: Store, training: str, layout: str, way: dict[str, A
     fabric.train(log, fabric.config(values | changes | {"steps": 3, "parallel": {}}))
 
 
-def _contract(
-    fabric: Any, log: Store, plain: Callable[..., Store], training: str, layout: str, way: str
-) -> None:
+def _contract(log: Store, plain: Callable[..., Store], training: str, layout: str, way: str) -> None:
     """The checkpoints of two trainings that differ in how they write them alone are the same; so is the next
     step, from either, on one rank; the last steps of either layout replay. No checkpoint is recorded before
     its step, or late."""
     whole, count = plain(training, layout), LAYOUTS[layout][0]
-    _train(fabric, log, training, layout, WAYS[way])
+    _train(log, training, layout, WAYS[way])
     assert [of.digests for of in _of(log, StepCommitted)] == [of.digests for of in _of(whole, StepCommitted)]
     ours, theirs = _of(log, CheckpointWritten), _of(whole, CheckpointWritten)
     assert [of.policy_version for of in ours] == [0, 1, 2, 3]
@@ -165,11 +164,9 @@ def _contract(
 @pytest.mark.more_but("lora-sharded", "bfloat16-overlap")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed", "ppo", "lora", "bfloat16"])
-def test_one_rank(
-    fabric: Any, recorded: Stores, plain: Callable[..., Store], training: str, way: str
-) -> None:
+def test_one_rank(recorded: Stores, plain: Callable[..., Store], training: str, way: str) -> None:
     """Each training, written in each way."""
-    _contract(fabric, recorded(), plain, training, "one", way)
+    _contract(recorded(), plain, training, "one", way)
 
 
 @pytest.mark.ranks
@@ -192,12 +189,10 @@ def test_one_rank(
         ("sft", "tensor 2, pipeline 2", "both"),
     ],
 )
-def test_ranks(
-    fabric: Any, recorded: Stores, plain: Callable[..., Store], training: str, layout: str, way: str
-) -> None:
+def test_ranks(recorded: Stores, plain: Callable[..., Store], training: str, layout: str, way: str) -> None:
     """Each training over ranks; no way of writing depends on what is trained."""
     log = recorded()
-    _contract(fabric, log, plain, training, layout, way)
+    _contract(log, plain, training, layout, way)
     if layout == "distributed optimizer of 3":
         files = (log.path / "checkpoints/demo/actor/v00000002").glob("shard-*")
         starts = {address_of(name).start for file in files for name in load_file(file)}  # type: ignore[union-attr]
@@ -207,7 +202,7 @@ def test_ranks(
 # What reads them ----------------------------------------------------------------------------------
 
 
-def test_a_model_and_an_adapter_are_exported(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_model_and_an_adapter_are_exported(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """The same files as of a whole checkpoint; transformers loads the model."""
     from transformers import AutoModelForCausalLM
 
@@ -227,7 +222,7 @@ def test_a_model_and_an_adapter_are_exported(fabric: Any, recorded: Stores, cli:
 
 
 @pytest.mark.more
-def test_a_reference_and_going_back(fabric: Any, recorded: Stores) -> None:
+def test_a_reference_and_going_back(recorded: Stores) -> None:
     """A later version is the reference, and training goes back to one, as with whole checkpoints."""
     logs = [recorded("plain"), recorded("sharded")]
     for log, way in zip(logs, ({}, WAYS["both"]), strict=True):
@@ -282,7 +277,6 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch, spoil: str = "pass", *, elsewhere:
     ],
 )
 def test_a_rank_that_cannot_write(
-    fabric: Any,
     recorded: Stores,
     monkeypatch: pytest.MonkeyPatch,
     way: str,
@@ -306,9 +300,7 @@ def test_a_rank_that_cannot_write(
 
 
 @pytest.mark.ranks
-def test_a_rank_without_the_stores_disk(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_the_stores_disk(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named before a step is planned, with the remedy; without shards it needs no disk."""
     log = recorded()
     _spoiled(monkeypatch, elsewhere=True)
@@ -323,7 +315,7 @@ def test_a_rank_without_the_stores_disk(
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm_ranks")
-def test_the_work_is_even(fabric: Any, recorded: Stores) -> None:
+def test_the_work_is_even(recorded: Stores) -> None:
     """Copies of the model take turns, and each number is written once."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.fakes.stories import fabric
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -30,7 +31,7 @@ MEAN = "optimizer/decoder.final_layernorm.weight/exp_avg/0-of-1/32/0"
 
 
 @pytest.fixture(scope="module")
-def trained_path(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_path(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a checkpoint of shards after each of two steps."""
     from rollbook import store as rb
 
@@ -215,7 +216,7 @@ def test_an_engine_is_not_given_it(place: Path, cli: Any, tmp_path: Path) -> Non
     assert "`rollbook export model`" in " ".join(said.split())
 
 
-def test_a_damaged_one_is_passed_over(fabric: Any, trained_path: Path, tmp_path: Path) -> None:
+def test_a_damaged_one_is_passed_over(trained_path: Path, tmp_path: Path) -> None:
     """Training goes on from the one before, and comes out the same."""
     from rollbook import store as rb
 

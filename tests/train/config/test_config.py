@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.demo.run import GRPO_CONFIG, SFT_CONFIG
 from rollbook.store.errors import ConfigError, RollbookError
@@ -175,13 +176,13 @@ def test_the_demos_configurations_load(tmp_path: Path) -> None:
     assert sft.recipe.splits == ("teacher",)
 
 
-def test_the_shipped_configurations_load(fabric: Any) -> None:
+def test_the_shipped_configurations_load() -> None:
     """Every file in configs/ is a valid CONFIG."""
     for file in sorted((fabric.ROOT / "configs").glob("**/*.toml")):
         assert load_config(file, []).steps >= 1, file
 
 
-def test_a_configuration_survives_its_text(fabric: Any, tmp_path: Path) -> None:
+def test_a_configuration_survives_its_text(tmp_path: Path) -> None:
     """Written as TOML and read again, a configuration is the same one."""
     for values in (fabric.SFT, fabric.GRPO):
         config = fabric.config(values)

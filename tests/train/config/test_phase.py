@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store.fold.history import History, fold_history
 from rollbook.train.config.config import TrainConfig, parse_config
@@ -26,7 +27,7 @@ FORM_2 = "eebb0391faa29c7016827380a3e1891e2b6225e079441111b6f04b302870782e"
 """Of the plain configuration, from a cut: it stands in stores and must stay."""
 
 
-def _named(name: str, fabric: Any) -> TrainConfig:
+def _named(name: str) -> TrainConfig:
     values = {"sft": fabric.SFT, "grpo": fabric.GRPO, "plain": PLAIN}[name]
     return parse_config({"model": "m"} | values, "test")
 
@@ -41,9 +42,9 @@ def _history(whole: History, *phases: str) -> History:
 
 
 @pytest.mark.parametrize(("name", "source"), FORM_1)
-def test_names_in_stores_of_earlier_commits_are_known(fabric: Any, name: str, source: str) -> None:
+def test_names_in_stores_of_earlier_commits_are_known(name: str, source: str) -> None:
     """The second name of a configuration is the one that was written before."""
-    assert family_names(_named(name, fabric), source)[1] == FORM_1[name, source]
+    assert family_names(_named(name), source)[1] == FORM_1[name, source]
 
 
 def test_the_form_of_names_does_not_change() -> None:
@@ -51,7 +52,7 @@ def test_the_form_of_names_does_not_change() -> None:
     assert family_names(parse_config(PLAIN, "test"), "cut")[0] == FORM_2
 
 
-def test_what_decides_the_course(fabric: Any) -> None:
+def test_what_decides_the_course() -> None:
     """What may change between restarts leaves the name alone; everything else, and the source, do not."""
     base = family_names(fabric.config(fabric.SFT), "cut")
     free = {"steps": 99, "checkpoint_every": 1, "threads": 2, "device": "cpu", "idle_timeout_s": 1.0}
@@ -100,7 +101,7 @@ def test_a_new_key_that_is_used_is_another_training(given: dict[str, Any]) -> No
     assert names[0] not in family_names(parse_config(PLAIN, "test"), "cut")
 
 
-def test_a_store_keeps_the_name_that_it_began_with(fabric: Any, trained: Any) -> None:
+def test_a_store_keeps_the_name_that_it_began_with(trained: Any) -> None:
     """Steps under the earlier name are gone on after under it; another training begins under today's."""
     config = fabric.config(fabric.SFT)
     now, before = family_names(config, "cut")

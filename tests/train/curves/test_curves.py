@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -55,7 +56,7 @@ def _check(log: Store, *, but: set[str] = frozenset()) -> Curves:  # type: ignor
 
 
 @pytest.fixture
-def command(fabric: Any, cli: Any, tmp_path: Path) -> Callable[..., Any]:
+def command(cli: Any, tmp_path: Path) -> Callable[..., Any]:
     """`rollbook train` of the teachers' conversations, evaluated every three steps."""
 
     def run(log: Store, *words: object, evaluate: bool = True) -> tuple[int, str, str]:
@@ -68,7 +69,7 @@ def command(fabric: Any, cli: Any, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def log(fabric: Any, recorded: Stores) -> Store:
+def log(recorded: Stores) -> Store:
     """A recorded store with conversations that are held out."""
     made = recorded()
     rows = [fabric.records(f"h{i}", [fabric.T(logprobs=None, version=None)], split="eval") for i in range(3)]
@@ -120,7 +121,7 @@ def test_it_is_derived(log: Store, command: Any, cli: Any, tmp_path: Path) -> No
     assert (code, "policy 'none' has no committed step: train first" in said) == (2, True)
 
 
-def test_the_columns_are_the_views(fabric: Any) -> None:
+def test_the_columns_are_the_views() -> None:
     """Every number of the view of steps has its curve."""
     points = read_points(log := rb.open(fabric.trained_path()), log.head(), "demo", "actor")
     found = {name for point in points for name in point.values}

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 import pytest
 from tests.fakes.models import mixtures
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store, format_cut
@@ -39,9 +40,7 @@ SOUND = [
 ]
 
 
-def _checks(
-    fabric: Any, log: Store | None, source: str = "cut", memory: int = MEMORY, **changes: Any
-) -> dict[str, Check]:
+def _checks(log: Store | None, source: str = "cut", memory: int = MEMORY, **changes: Any) -> dict[str, Check]:
     config = fabric.config(fabric.GRPO, **changes)
     cut = {} if log is None else log.head()
     return {check.name: check for check in preflight(config, log, cut, source, memory)}
@@ -53,9 +52,9 @@ def log(recorded_path: Path) -> Store:
     return rb.open(recorded_path)
 
 
-def test_a_sound_configuration(fabric: Any, log: Store) -> None:
+def test_a_sound_configuration(log: Store) -> None:
     """Nothing is red or yellow, and what is there is said with its numbers."""
-    found = _checks(fabric, log)
+    found = _checks(log)
     assert list(found) == SOUND
     assert {check.verdict for check in found.values()} == {"green"}
     assert found["batch"].said == "8 trajectories a rollout batch, in 2 groups; one step on each"
@@ -166,7 +165,7 @@ def connection(log: Store) -> Iterator[Connection]:
 
 
 @pytest.fixture(scope="module")
-def references(fabric: Any, log: Store) -> Callable[..., References]:
+def references(log: Store) -> Callable[..., References]:
     """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
     found: dict[str, References] = {}
 
@@ -190,15 +189,15 @@ def read_once(connection: Connection, references: Any, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize(("changes", "check", "verdict", "words"), CASES)
 def test_what_is_wrong_is_seen(
-    fabric: Any, log: Store, changes: dict[str, Any], check: str, verdict: str, words: str
+    log: Store, changes: dict[str, Any], check: str, verdict: str, words: str
 ) -> None:
     """By its own check, which says why, and what acts on it."""
-    found = _checks(fabric, log, **changes)[check]
+    found = _checks(log, **changes)[check]
     assert (found.verdict, words in found.said) == (verdict, True), found
     assert verdict == "green" or found.lever
 
 
-def _rewarded(fabric: Any, path: Path, groups: Sequence[Sequence[float]]) -> Store:
+def _rewarded(path: Path, groups: Sequence[Sequence[float]]) -> Store:
     """A store of groups with these rewards."""
     log = rb.open(path, create=True)
     made = [
@@ -223,15 +222,13 @@ REWARDED = [
 
 @pytest.mark.more_but("given0-*", "given2-*", "given4-*")
 @pytest.mark.parametrize(("given", "check", "verdict", "words"), REWARDED)
-def test_recorded_rewards(
-    fabric: Any, tmp_path: Path, given: Any, check: str, verdict: str, words: str
-) -> None:
+def test_recorded_rewards(tmp_path: Path, given: Any, check: str, verdict: str, words: str) -> None:
     """That are the same for all, for most, or for all of a group."""
-    found = _checks(fabric, _rewarded(fabric, tmp_path / "store", given))[check]
+    found = _checks(_rewarded(tmp_path / "store", given))[check]
     assert (found.verdict, words in found.said) == (verdict, True), found
 
 
-def test_rewards_that_are_no_number(fabric: Any, log: Store) -> None:
+def test_rewards_that_are_no_number(log: Store) -> None:
     """A store takes none today: those of one that has some are counted, and left out of the mean."""
     config = fabric.config(fabric.GRPO)
     seen = read_recorded(log, log.head(), config)
@@ -244,9 +241,9 @@ def test_rewards_that_are_no_number(fabric: Any, log: Store) -> None:
         assert (found.verdict, said in found.said) == (verdict, True), found
 
 
-def test_rewards_of_another_size(fabric: Any, tmp_path: Path) -> None:
+def test_rewards_of_another_size(tmp_path: Path) -> None:
     """Hundreds are too much for a critic, and where nothing divides them; whitened, or normalized, not."""
-    log = _rewarded(fabric, tmp_path / "store", [[0.0, 300.0, 100.0, 900.0]] * 4)
+    log = _rewarded(tmp_path / "store", [[0.0, 300.0, 100.0, 900.0]] * 4)
     ppo = {"name": "ppo", "groups": 8}
     for algorithm, verdict in (
         ({"name": "grpo"}, "green"),
@@ -257,25 +254,25 @@ def test_rewards_of_another_size(fabric: Any, tmp_path: Path) -> None:
         (ppo, "yellow"),
         (ppo | {"reward_normalization": "running"}, "green"),
     ):
-        found = _checks(fabric, log, algorithm=algorithm)["normalization"]
+        found = _checks(log, algorithm=algorithm)["normalization"]
         assert (found.verdict, "far from 1" in found.said) == (verdict, verdict == "yellow"), algorithm
 
 
-def test_nothing_is_there_yet(fabric: Any, tmp_path: Path) -> None:
+def test_nothing_is_there_yet(tmp_path: Path) -> None:
     """A store in which nothing is recorded is no fault where the samples are to come; at a cut it is."""
     log = rb.open(tmp_path / "empty", create=True)
-    verdicts = {name: check.verdict for name, check in _checks(fabric, log, "tail").items()}
+    verdicts = {name: check.verdict for name, check in _checks(log, "tail").items()}
     assert (verdicts["data"], verdicts["rewards"], verdicts["batch"]) == ("yellow", "yellow", "green")
     assert "red" not in verdicts.values()
-    verdicts = {name: check.verdict for name, check in _checks(fabric, log).items()}
+    verdicts = {name: check.verdict for name, check in _checks(log).items()}
     assert (verdicts["data"], verdicts["rewards"]) == ("red", "red")
 
 
-def test_a_split_that_the_recipe_does_not_take_is_named(fabric: Any, tmp_path: Path) -> None:
+def test_a_split_that_the_recipe_does_not_take_is_named(tmp_path: Path) -> None:
     """Imports are of split `teacher`, recipes take `train` unless they say otherwise: the remedy is said."""
     log = rb.open(tmp_path / "imported", create=True)
     fabric.append(log, fabric.teacher_records(12))
-    found = _checks(fabric, log, **{"algorithm": {"name": "sft"}, "recipe": {}})["data"]
+    found = _checks(log, **{"algorithm": {"name": "sft"}, "recipe": {}})["data"]
     assert (found.verdict, found.lever) == ("red", "recipe.splits")
     remedy = 'to train on them: recipe.splits = ["teacher"]'
     assert found.said.endswith(f"; 12 trajectories are of split 'teacher'; {remedy}")
@@ -287,12 +284,12 @@ def test_a_split_that_the_recipe_does_not_take_is_named(fabric: Any, tmp_path: P
     assert log.head() == before
 
 
-def test_the_reference_is_looked_for(fabric: Any, trained: Callable[..., Store]) -> None:
+def test_the_reference_is_looked_for(trained: Callable[..., Store]) -> None:
     """Among the policy's checkpoints; one whose folder is gone is none."""
     log = trained()
 
     def kl(version: int) -> Check:
-        return _checks(fabric, log, **_algorithm(kl=0.1, reference_version=version))["kl"]
+        return _checks(log, **_algorithm(kl=0.1, reference_version=version))["kl"]
 
     assert (kl(0).verdict, kl(11).verdict) == ("green", "green")
     assert (kl(7).verdict, kl(99).verdict) == ("red", "red")
@@ -303,7 +300,7 @@ def test_the_reference_is_looked_for(fabric: Any, trained: Callable[..., Store])
     assert "there are: 0, 4, 8, 9, 12)" in gone.said
 
 
-def test_bounds_at_the_recorded_gap(fabric: Any, tmp_path: Path) -> None:
+def test_bounds_at_the_recorded_gap(tmp_path: Path) -> None:
     """The newest step that measured the gap decides; what is kept is that of normal log-ratios."""
     log = rb.open(tmp_path / "gap", create=True)
     for step, gap in enumerate((5.0, 0.1, None)):
@@ -315,7 +312,7 @@ def test_bounds_at_the_recorded_gap(fabric: Any, tmp_path: Path) -> None:
         (0.99, 1.01, "red", "keeps about 6% of tokens"),
     ):
         keys = {"correction": "icepop", "correction_low": low, "correction_high": high}
-        found = _checks(fabric, log, **_algorithm(**keys, **TRAINER))["correction"]
+        found = _checks(log, **_algorithm(**keys, **TRAINER))["correction"]
         assert (found.verdict, share in found.said) == (verdict, True), found
     of = {
         name: kept_share(
@@ -331,7 +328,7 @@ def test_bounds_at_the_recorded_gap(fabric: Any, tmp_path: Path) -> None:
     assert of == pytest.approx({"icepop": 0.9943, "mis": 0.2179, "sequence_mask_tis": 1.0}, abs=2e-4)
 
 
-def test_a_target_without_a_term(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_target_without_a_term(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Is refused before any check."""
     path = tmp_path / "c.toml"
     path.write_text(fabric.toml(fabric.config(fabric.GRPO)))
@@ -339,7 +336,7 @@ def test_a_target_without_a_term(fabric: Any, tmp_path: Path, cli: Callable[...,
     assert (code, "kl_target is what kl or reward_kl adapts to: set one of them above 0" in err) == (2, True)
 
 
-def test_memory_counts_every_model(fabric: Any) -> None:
+def test_memory_counts_every_model() -> None:
     """A parameter in training takes 16 bytes, in bfloat16 18; a critic as many again."""
     count = parameters(read_shape(fabric.model_folder()))
     from transformers import AutoModelForCausalLM
@@ -347,11 +344,11 @@ def test_memory_counts_every_model(fabric: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(fabric.model_folder())
     assert count == sum(parameter.numel() for parameter in model.parameters())
     for name, dtype, each in (("grpo", "float32", 16), ("ppo", "float32", 32), ("ppo", "bfloat16", 36)):
-        memory = _checks(fabric, None, algorithm={"name": name}, dtype=dtype)["memory"]
+        memory = _checks(None, algorithm={"name": name}, dtype=dtype)["memory"]
         assert memory.said.startswith(f"{count * each / 2**30:.2f} GiB of state, ")
 
 
-def test_memory_of_a_forward_pass(fabric: Any, log: Store) -> None:
+def test_memory_of_a_forward_pass(log: Store) -> None:
     """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
     said = {}
     for name, changes in {
@@ -359,7 +356,7 @@ def test_memory_of_a_forward_pass(fabric: Any, log: Store) -> None:
         "packed": {"micro_batch_size": None, "tokens_per_micro_batch": 1000},
         "less than one": {"micro_batch_size": None, "tokens_per_micro_batch": 1},
     }.items():
-        memory = _checks(fabric, log, **changes)["memory"]
+        memory = _checks(log, **changes)["memory"]
         said[name] = (memory.said.partition("(")[2].partition(" in a")[0], memory.lever)
     longest = int(said["padded"][0].split()[3])
     assert 5 < longest < 30
@@ -370,7 +367,7 @@ def test_memory_of_a_forward_pass(fabric: Any, log: Store) -> None:
     }
 
 
-def test_the_command(fabric: Any, log: Store, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_the_command(log: Store, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Exit code 0 where nothing is red, else 1; a line for each check; without a store, what needs none."""
     path = tmp_path / "c.toml"
     path.write_text(fabric.toml(fabric.config(fabric.GRPO)))
@@ -390,17 +387,17 @@ def test_the_command(fabric: Any, log: Store, tmp_path: Path, cli: Callable[...,
     assert [c["name"] for c in orjson.loads(out)] == SOUND[:8]
 
 
-def test_what_the_model_cannot_be_given_is_counted(fabric: Any, recorded: Any) -> None:
+def test_what_the_model_cannot_be_given_is_counted(recorded: Any) -> None:
     """Ids beyond its vocabulary and paths beyond its context, each by its rule."""
     log = recorded()
     long, odd = fabric.T([1] * 70, [20]), fabric.T([1], [fabric.VOCAB])
     for name, turn in (("long", long), ("odd", odd)):
         fabric.append(log, fabric.records(name, [turn], group=name, reward=1.0), lane=name)
-    data = _checks(fabric, log)["data"]
+    data = _checks(log)["data"]
     assert {"too_long 1", "outside_vocabulary 1"} <= set(data.said.partition("dropped: ")[2].split(", "))
 
 
-def _routed(fabric: Any, log: Store, positions: Sequence[int]) -> Store:
+def _routed(log: Store, positions: Sequence[int]) -> Store:
     """Turns of 4 tokens each, of which so many have experts."""
     for at, count in enumerate(positions):
         experts = pack(np.zeros((count, mixtures.LAYERS, mixtures.TOPK), np.int32), 0) if count else {}
@@ -423,13 +420,13 @@ def _routed(fabric: Any, log: Store, positions: Sequence[int]) -> Store:
         ((), "red", "no token is recorded"),
     ],
 )
-def test_experts_to_replay(fabric: Any, store: Store, positions: Any, verdict: str, said: str) -> None:
+def test_experts_to_replay(store: Store, positions: Any, verdict: str, said: str) -> None:
     """How much of what is recorded has some; nothing is said where nobody asks."""
-    log, model = _routed(fabric, store, positions), str(mixtures.mixture("qwen3_moe")[0])
-    check = _checks(fabric, log, model=model, routing_replay=True)["routing"]
+    log, model = _routed(store, positions), str(mixtures.mixture("qwen3_moe")[0])
+    check = _checks(log, model=model, routing_replay=True)["routing"]
     assert (check.verdict, check.said) == (verdict, said)
-    assert "routing" not in _checks(fabric, log, model=model)
-    dense = _checks(fabric, log, routing_replay=True)["routing"]
+    assert "routing" not in _checks(log, model=model)
+    dense = _checks(log, routing_replay=True)["routing"]
     assert (dense.verdict, dense.said) == ("red", "the model has no experts")
     if not positions:
-        assert _checks(fabric, log, "tail", model=model, routing_replay=True)["routing"].verdict == "yellow"
+        assert _checks(log, "tail", model=model, routing_replay=True)["routing"].verdict == "yellow"

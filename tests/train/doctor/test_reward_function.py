@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store.events import Json
@@ -131,7 +132,7 @@ def test_the_time_is_bounded(module: str) -> None:
     assert all(one.daemon for one in threading.enumerate() if one.name == "reward_function")
 
 
-def test_the_completions(fabric: Any, tmp_path: Path) -> None:
+def test_the_completions(tmp_path: Path) -> None:
     """Finished trajectories of the recipe's split with a completed turn, so many of them, in whole groups:
     each by its last path as `rollbook export` writes it."""
     log = rb.open(tmp_path / "store", create=True)
@@ -157,9 +158,7 @@ def test_the_completions(fabric: Any, tmp_path: Path) -> None:
     assert [one.row["trajectory"] for one in other] != [one.row["trajectory"] for one in found]
 
 
-def test_the_command(
-    fabric: Any, recorded_path: Path, module: str, tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_the_command(recorded_path: Path, module: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """The check is one more; what the function prints is not among the answer; without a store it cannot
     be."""
     path = tmp_path / "c.toml"

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -84,7 +85,7 @@ class Made:
     unanswered: Mapping[str, int] = field(default_factory=lambda: {"EngineError('busy')": 2})
     away: Mapping[str, int] = field(default_factory=lambda: {"no engine": 3})
 
-    def steps(self, fabric: Any) -> list[Record]:
+    def steps(self) -> list[Record]:
         """What the trainer writes: steps, drops, evaluations, syncs."""
         made: list[Record] = [RunOpened("train", {})]
         for step in range(STEPS):
@@ -120,7 +121,7 @@ class Made:
             made.append(SyncFinished("actor", version, f"s{version}", "e", 1000, 0.1))
         return made
 
-    def played(self, fabric: Any) -> list[Record]:
+    def played(self) -> list[Record]:
         """What a proxy writes: held-out trajectories, and turns that no engine answered."""
         made: list[Record] = []
         for number, won in enumerate(self.won):
@@ -141,11 +142,11 @@ class Made:
             made += [LaunchStarted("e0-0", f"l{i}", *said), LaunchEnded("e0-0", f"l{i}", status, why)]
         return made
 
-    def write(self, fabric: Any, path: Path) -> Store:
+    def write(self, path: Path) -> Store:
         """The log of it."""
         log = rb.open(path, create=True)
-        fabric.append(log, self.steps(fabric), lane="train")
-        fabric.append(log, self.played(fabric))
+        fabric.append(log, self.steps(), lane="train")
+        fabric.append(log, self.played())
         return log
 
 
@@ -379,9 +380,9 @@ def test_every_sign_has_a_fault() -> None:
     assert sorted(FAULTY) == sorted(sign.__name__ for sign in SIGNS)
 
 
-def test_a_healthy_log_has_no_sign(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_healthy_log_has_no_sign(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """With evaluations, drops, syncs and a few failed turns; entropy falls a little, the reward rises."""
-    log = Made().write(fabric, tmp_path / "healthy")
+    log = Made().write(tmp_path / "healthy")
     with rb.connect(log.path) as connection:
         for view, count in (("evaluations", 5), ("drops", 13), ("syncs", 4), ("metrics", STEPS)):
             assert connection.execute(f"SELECT count(*) FROM {view}").fetchone() == (count,)
@@ -404,10 +405,10 @@ def test_a_healthy_log_has_no_sign(fabric: Any, tmp_path: Path, cli: Callable[..
     "reward_hacking",
 )
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_fault_is_named_alone(name: str, fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_fault_is_named_alone(name: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """On a log made to have it: with its steps and levers, and a query that gives the numbers it quotes."""
     fault = FAULTY[name]
-    log = fault.made.write(fabric, tmp_path / "faulty")
+    log = fault.made.write(tmp_path / "faulty")
     code, out, _ = cli("doctor", "--store", log.path, "--json")
     said = orjson.loads(out)
     [found] = said["findings"]
@@ -424,7 +425,7 @@ def test_a_fault_is_named_alone(name: str, fabric: Any, tmp_path: Path, cli: Cal
             assert evidence[key] == (value if key == "errors" else pytest.approx(value)), key
 
 
-def test_queries_are_of_one_training(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_queries_are_of_one_training(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Another run, another policy and the training before add nothing to the numbers; nor do turns that
     failed before it. A quote in a name is no end of it."""
     log = rb.open(tmp_path / "several", create=True)
@@ -432,7 +433,7 @@ def test_queries_are_of_one_training(fabric: Any, tmp_path: Path, cli: Callable[
     early = [r for i in range(9) for r in fabric.records(f"early{i}", [fabric.T(failed=True)])]
     fabric.append(log, early, run=run)
     fault = FAULTY["entropy_collapse"].made
-    made = [RunOpened("train", {}), *fault.steps(fabric)[1:]]
+    made = [RunOpened("train", {}), *fault.steps()[1:]]
     steps = []
     for record in made:
         if isinstance(record, StepPlanned | StepCommitted):
@@ -454,9 +455,9 @@ def test_queries_are_of_one_training(fabric: Any, tmp_path: Path, cli: Callable[
     assert entropies == [2.0] * 20 + [0.1] * 20
 
 
-def test_what_is_printed(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_what_is_printed(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A failure with its steps, where to look, and what acts on it."""
-    log = FAULTY["truncation"].made.write(fabric, tmp_path / "faulty")
+    log = FAULTY["truncation"].made.write(tmp_path / "faulty")
     code, out, _ = cli("doctor", "--store", log.path)
     assert code == 1
     first, look, levers = out.splitlines()
@@ -467,17 +468,17 @@ def test_what_is_printed(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -
     assert levers.startswith("  levers: the agents' max_tokens; ")
 
 
-def test_no_step_is_no_failure(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_no_step_is_no_failure(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A run whose training has not begun is said to have none, whatever failed before."""
     log = rb.open(tmp_path / "empty", create=True)
-    fabric.append(log, Made(unanswered={TIMED_OUT: 50}).played(fabric))
+    fabric.append(log, Made(unanswered={TIMED_OUT: 50}).played())
     code, out, _ = cli("doctor", "--store", log.path)
     assert (code, out) == (0, f"run {fabric.RUN}, policy actor: no committed step\n")
 
 
-def test_metrics_are_columns(fabric: Any, tmp_path: Path) -> None:
+def test_metrics_are_columns(tmp_path: Path) -> None:
     """Of committed steps; what a step has not is null."""
-    log = Made().write(fabric, tmp_path / "healthy")
+    log = Made().write(tmp_path / "healthy")
     with rb.connect(log.path) as connection:
         rows = connection.execute("select step, entropy, reward, kl from metrics order by step").fetchall()
     assert [row[0] for row in rows] == list(range(STEPS))
@@ -507,7 +508,7 @@ def test_few_steps_are_not_judged() -> None:
     assert findings(_course(rows=rows[:9], numbers=range(9))) == []
 
 
-def test_an_earlier_training_is_not_judged(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_an_earlier_training_is_not_judged(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """An imitation whose entropy fell before, with drops, failures and a better evaluation, is no sign; at a
     cut before the second training it is."""
     steps: list[Record] = [RunOpened("train", {})]

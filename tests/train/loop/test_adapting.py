@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -28,7 +29,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def test_each_step_follows_from_the_one_before(fabric: Any, recorded: Stores) -> None:
+def test_each_step_follows_from_the_one_before(recorded: Stores) -> None:
     """The first with the configuration's; a restart in between changes nothing; steps replay."""
     whole, broken = recorded("whole"), recorded("broken")
     fabric.train(whole, fabric.config(fabric.GRPO, algorithm=ADAPTING))
@@ -48,7 +49,7 @@ def test_each_step_follows_from_the_one_before(fabric: Any, recorded: Stores) ->
     assert [replay_step(whole, step).differs_in for step in (0, 2)] == [None, None]
 
 
-def test_a_reward_clip_trains(fabric: Any, recorded: Stores) -> None:
+def test_a_reward_clip_trains(recorded: Stores) -> None:
     """Keys that are lists in a manifest are read back from it."""
     log = recorded()
     algorithm = {"name": "rloo", "groups": 2, "group_size": 4, "reward_clip": [0.0, 1.0]}

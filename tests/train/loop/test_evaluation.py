@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -34,7 +35,7 @@ def _digests(log: Store) -> list[Any]:
     return [record.digests for record in _of(log, StepCommitted)]
 
 
-def _taught(fabric: Any, path: Path, held_out: int = 5, *, contrary: bool = False) -> Store:
+def _taught(path: Path, held_out: int = 5, *, contrary: bool = False) -> Store:
     """Teachers that count on, and held-out conversations that do too, or that count down."""
     log = rb.open(path, create=True)
     made = fabric.teacher_records(12)
@@ -46,7 +47,7 @@ def _taught(fabric: Any, path: Path, held_out: int = 5, *, contrary: bool = Fals
     return log
 
 
-def _mean_nll(fabric: Any, folder: Path, paths: list[list[int]], prompt: int = 2) -> float:
+def _mean_nll(folder: Path, paths: list[list[int]], prompt: int = 2) -> float:
     """Mean cross-entropy of the tokens after the prompt, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -59,9 +60,9 @@ def _mean_nll(fabric: Any, folder: Path, paths: list[list[int]], prompt: int = 2
     return math.fsum(losses) / len(losses)
 
 
-def test_the_loss_of_held_out_samples(fabric: Any, tmp_path: Path) -> None:
+def test_the_loss_of_held_out_samples(tmp_path: Path) -> None:
     """Of the version before the first step, every second one, and the last: as transformers has it."""
-    log = _taught(fabric, tmp_path / "store")
+    log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=5, checkpoint_every=1, **EVERY_2))
     found = _of(log, EvalFinished)
     assert [record.policy_version for record in found] == [0, 2, 4, 5]
@@ -70,13 +71,13 @@ def test_the_loss_of_held_out_samples(fabric: Any, tmp_path: Path) -> None:
     paths = [[1, s, s + 1, s + 2, 2] for s in (8 + 9 * i for i in range(5))]
     for version, loss in _losses(log).items():
         [path] = {c.path for c in _of(log, CheckpointWritten) if c.policy_version == version}
-        assert loss == pytest.approx(_mean_nll(fabric, log.path / path, paths), rel=1e-5)
+        assert loss == pytest.approx(_mean_nll(log.path / path, paths), rel=1e-5)
     assert _losses(log)[5] < 0.9 * _losses(log)[0], "it learns to count"
 
 
-def test_training_does_not_notice(fabric: Any, tmp_path: Path) -> None:
+def test_training_does_not_notice(tmp_path: Path) -> None:
     """The same bits with evaluations as without, and they replay."""
-    plain, watched = (_taught(fabric, tmp_path / name) for name in ("plain", "watched"))
+    plain, watched = (_taught(tmp_path / name) for name in ("plain", "watched"))
     fabric.train(plain, fabric.config(fabric.SFT, steps=4))
     rules = [{"metric": "evaluation.loss", "above": 1e9}, {"metric": "gradient_norm", "below": 0.0}]
     fabric.train(watched, fabric.config(fabric.SFT, steps=4, evaluation={"every": 1}, stop=rules))
@@ -86,27 +87,27 @@ def test_training_does_not_notice(fabric: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_the_same_however_the_forward_passes_are_cut(fabric: Any, tmp_path: Path) -> None:
+def test_the_same_however_the_forward_passes_are_cut(tmp_path: Path) -> None:
     """Samples of a forward pass decide nothing but rounding."""
     losses = []
     for size in (1, 2, 5):
-        log = _taught(fabric, tmp_path / f"store{size}")
+        log = _taught(tmp_path / f"store{size}")
         fabric.train(log, fabric.config(fabric.SFT, steps=1, micro_batch_size=size, **EVERY_2))
         losses.append(_losses(log)[0])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-def test_at_most_so_many_samples(fabric: Any, tmp_path: Path) -> None:
+def test_at_most_so_many_samples(tmp_path: Path) -> None:
     """The same ones each time, chosen by the seed."""
-    log = _taught(fabric, tmp_path / "store", 9)
+    log = _taught(tmp_path / "store", 9)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, evaluation={"every": 9, "max_samples": 4}))
-    other = _taught(fabric, tmp_path / "other", 9)
+    other = _taught(tmp_path / "other", 9)
     fabric.train(other, fabric.config(fabric.SFT, steps=2, seed=8, evaluation={"every": 9, "max_samples": 4}))
     assert {record.samples for record in (*_of(log, EvalFinished), *_of(other, EvalFinished))} == {4}
     assert _losses(log)[0] != _losses(other)[0]
 
 
-def test_held_out_pairs(fabric: Any, tmp_path: Path) -> None:
+def test_held_out_pairs(tmp_path: Path) -> None:
     """DPO: how the policy rates held-out preferences; the reference itself rates all alike."""
     log = rb.open(tmp_path / "store", create=True)
     made: list[Any] = []
@@ -132,7 +133,7 @@ def test_held_out_pairs(fabric: Any, tmp_path: Path) -> None:
 
 
 def test_rewards_of_held_out_trajectories(
-    fabric: Any, recorded: Callable[..., Store], capsys: pytest.CaptureFixture[str]
+    recorded: Callable[..., Store], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each trajectory counts in one evaluation, once it has finished and has a reward."""
     log = recorded()
@@ -163,9 +164,9 @@ def test_rewards_of_held_out_trajectories(
     assert steps == [(0, 0.375), (1, None)], "of the version that a step made"
 
 
-def test_a_restart_evaluates_what_is_missing(fabric: Any, tmp_path: Path) -> None:
+def test_a_restart_evaluates_what_is_missing(tmp_path: Path) -> None:
     """And nothing twice; the held-out samples stay those of the training's cut."""
-    log = _taught(fabric, tmp_path / "store")
+    log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=2))
     fabric.append(log, fabric.records("later", [fabric.T(version=None)], split="eval"))
     settings = fabric.config(fabric.SFT, steps=5, **EVERY_2)
@@ -178,9 +179,9 @@ def test_a_restart_evaluates_what_is_missing(fabric: Any, tmp_path: Path) -> Non
     assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
 
 
-def test_on_the_tail_it_is_what_was_there_at_first(fabric: Any, tmp_path: Path) -> None:
+def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
     """Held-out samples that come later are in none of the evaluations that follow, restarted or not."""
-    log = _taught(fabric, tmp_path / "store")
+    log = _taught(tmp_path / "store")
 
     def later() -> None:
         deadline = time.monotonic() + 60
@@ -201,9 +202,9 @@ def test_on_the_tail_it_is_what_was_there_at_first(fabric: Any, tmp_path: Path) 
     assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
 
 
-def test_nothing_is_held_out(fabric: Any, tmp_path: Path) -> None:
+def test_nothing_is_held_out(tmp_path: Path) -> None:
     """An error with the remedy, and nothing is written."""
-    log = _taught(fabric, tmp_path / "store", 0)
+    log = _taught(tmp_path / "store", 0)
     before = log.head()
     with pytest.raises(TrainError, match=r"keeps no sample of split 'eval' in run demo .*source_runs"):
         fabric.train(log, fabric.config(fabric.SFT, **EVERY_2))
@@ -211,20 +212,20 @@ def test_nothing_is_held_out(fabric: Any, tmp_path: Path) -> None:
     assert not (log.path / "checkpoints").exists()
 
 
-def test_samples_of_another_run(fabric: Any, tmp_path: Path) -> None:
+def test_samples_of_another_run(tmp_path: Path) -> None:
     """`source_runs` names where held-out samples are."""
-    log = _taught(fabric, tmp_path / "store", 0)
+    log = _taught(tmp_path / "store", 0)
     turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
     fabric.append(log, fabric.records("q", [turn], split="eval"), run="benchmark")
     fabric.train(log, fabric.config(fabric.SFT, steps=1, evaluation={"source_runs": ["benchmark"]}))
     assert [(r.samples, r.tokens) for r in _of(log, EvalFinished)] == [(1, 3), (1, 3)]
 
 
-def test_overfitting_stops_early(fabric: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The held-out loss rises twice: event, checkpoint, the words; again, and nothing more is written.
 
     Without the rule it goes on, with the bits of a training that never stopped."""
-    log, free = (_taught(fabric, tmp_path / name, contrary=True) for name in ("store", "free"))
+    log, free = (_taught(tmp_path / name, contrary=True) for name in ("store", "free"))
     rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
     settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[rule])
     fabric.train(log, settings)
@@ -244,14 +245,14 @@ def test_overfitting_stops_early(fabric: Any, tmp_path: Path, capsys: pytest.Cap
     assert _digests(log) == _digests(free)
 
 
-def test_a_rule_about_steps(fabric: Any, tmp_path: Path) -> None:
+def test_a_rule_about_steps(tmp_path: Path) -> None:
     """The loss is below a bound twice in a row."""
-    log = _taught(fabric, tmp_path / "store")
+    log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=6))
     losses = [record.metrics["loss"] for record in _of(log, StepCommitted)]
     bound = float(np.sort(losses)[3]) + 1e-9
     held = [a < bound and b < bound for a, b in pairwise(losses)]
-    other = _taught(fabric, tmp_path / "other")
+    other = _taught(tmp_path / "other")
     rule = {"metric": "loss", "below": bound, "patience": 2}
     fabric.train(other, fabric.config(fabric.SFT, steps=6, stop=[rule]))
     assert len(_of(other, StepCommitted)) == held.index(True) + 2
@@ -261,7 +262,7 @@ def test_a_rule_about_steps(fabric: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_a_rule_waits_for_the_batch_in_hand(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_a_rule_waits_for_the_batch_in_hand(recorded: Callable[..., Store]) -> None:
     """Two steps are taken on each rollout batch: the rule holds after the first, and ends it after both."""
     log = recorded()
     twice = {"name": "grpo", "groups": 2, "group_size": 4, "epochs": 2}
@@ -273,9 +274,9 @@ def test_a_rule_waits_for_the_batch_in_hand(fabric: Any, recorded: Callable[...,
     assert fabric.steps_of(log).in_hand() == []
 
 
-def test_abandoned_versions_do_not_count(fabric: Any, tmp_path: Path) -> None:
+def test_abandoned_versions_do_not_count(tmp_path: Path) -> None:
     """Their evaluations and stops are none of the training's any more: it goes on, and stops anew."""
-    log = _taught(fabric, tmp_path / "store", contrary=True)
+    log = _taught(tmp_path / "store", contrary=True)
     rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
     settings = fabric.config(fabric.SFT, checkpoint_every=1, evaluation={"every": 1}, stop=[rule])
     fabric.train(log, settings)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -30,7 +31,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
 @pytest.mark.more_but("grpo-False")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_update_is_one_over_all(fabric: Any, recorded: Stores, name: str, packed: bool) -> None:
+def test_the_update_is_one_over_all(recorded: Stores, name: str, packed: bool) -> None:
     """Samples, losses, gradients and weights are those of a batch that is awaited whole; the manifest says in
     which parts it was scored, and steps replay."""
     logs = [recorded("async"), recorded("hybrid")]

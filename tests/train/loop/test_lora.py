@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -38,7 +39,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
 
 @pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
-def test_steps_replay(fabric: Any, recorded: Stores, name: str) -> None:
+def test_steps_replay(recorded: Stores, name: str) -> None:
     """Weights change, by the factors alone; each step is replayed bit for bit."""
     changes: dict[str, Any] = {"steps": 3, "checkpoint_every": 2} | LORA | TRAININGS[name]
     log = recorded()
@@ -57,7 +58,7 @@ def test_steps_replay(fabric: Any, recorded: Stores, name: str) -> None:
 
 
 @pytest.mark.more
-def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
+def test_a_kill_changes_nothing(recorded: Stores) -> None:
     """A restart has the factors and their state, and so the bits of a run that never stopped."""
     whole, broken = recorded("whole"), recorded("broken")
     settings = fabric.config(fabric.SFT, steps=6, **LORA)
@@ -69,7 +70,7 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
 
 
 @pytest.mark.more
-def test_before_and_after_other_trainings(fabric: Any, recorded: Stores) -> None:
+def test_before_and_after_other_trainings(recorded: Stores) -> None:
     """Factors begin beside the weights of the training before, and are in those of the next one; a training
     with other factors is another one."""
     log = recorded()
@@ -86,7 +87,7 @@ def test_before_and_after_other_trainings(fabric: Any, recorded: Stores) -> None
 
 
 @pytest.mark.more
-def test_it_goes_back_and_on(fabric: Any, recorded: Stores) -> None:
+def test_it_goes_back_and_on(recorded: Stores) -> None:
     """To a version of the same training, by `--abandon-after`; the factors are those of then."""
     log, straight = recorded("back"), recorded("straight")
     fabric.train(straight, fabric.config(fabric.SFT, steps=6, **LORA))
@@ -100,7 +101,7 @@ def test_it_goes_back_and_on(fabric: Any, recorded: Stores) -> None:
     assert replay_step(log, last).differs_in is None
 
 
-def test_without_the_weights_that_factors_are_beside(fabric: Any, recorded: Stores) -> None:
+def test_without_the_weights_that_factors_are_beside(recorded: Stores) -> None:
     """A training cannot go on, and says which version is missing."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2, **LORA))
@@ -120,7 +121,7 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_peft_loads_it(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_peft_loads_it(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """The exported adapter beside the first model is the checkpoint, which has both in one."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -159,7 +160,7 @@ def test_there_is_no_adapter(trained: Stores, cli: Any, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(fabric: Any, changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
     """It is said before anything is read."""
     with pytest.raises(ConfigError, match=said):
         fabric.config(fabric.SFT, **changes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -37,7 +38,7 @@ def _dropped(log: Store) -> Counter[str]:
     return Counter(drop.rule for drop in _of(log, SampleDropped))
 
 
-def _rewarded(fabric: Any, path: Path) -> Store:
+def _rewarded(path: Path) -> Store:
     """Four groups of four trajectories: three whose rewards differ, and one of equal rewards. Trajectory a2
     branches."""
     log = rb.open(path, create=True)
@@ -56,9 +57,9 @@ def _rewarded(fabric: Any, path: Path) -> Store:
     return log
 
 
-def test_the_best_and_the_worst_of_each_group(fabric: Any, tmp_path: Path) -> None:
+def test_the_best_and_the_worst_of_each_group(tmp_path: Path) -> None:
     """Chosen before rejected, the first of equal ones; all else is dropped by a rule."""
-    log = _rewarded(fabric, tmp_path / "store")
+    log = _rewarded(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.GRPO, steps=2, micro_batch_size=2, algorithm=FROM_REWARDS))
     assert _used(log) == [["a1", "a0", "b0", "b3"], ["d1", "d0"]]
     assert _dropped(log) == {"several_paths": 2, "unpaired": 5, "zero_variance": 4}
@@ -69,16 +70,16 @@ def test_the_best_and_the_worst_of_each_group(fabric: Any, tmp_path: Path) -> No
     )
 
 
-def test_the_tail_gives_the_same_pairs(fabric: Any, tmp_path: Path) -> None:
+def test_the_tail_gives_the_same_pairs(tmp_path: Path) -> None:
     """Online, as at a cut."""
-    log = _rewarded(fabric, tmp_path / "store")
+    log = _rewarded(tmp_path / "store")
     settings = fabric.config(fabric.GRPO, steps=2, micro_batch_size=4, algorithm=FROM_REWARDS)
     with pytest.raises(IdleError):  # the fourth group gives no pair, so that the second step ends
         fabric.train(log, settings.model_copy(update={"steps": 3, "idle_timeout_s": 0.3}), "tail")
     assert _used(log) == [["a1", "a0", "b0", "b3"], ["d1", "d0"]]
 
 
-def _preferred(fabric: Any, path: Path) -> Store:
+def _preferred(path: Path) -> Store:
     """Twelve conversations of a teacher, of which a person prefers the second half to the first; e is of the
     split eval, and x is not in the log."""
     log = rb.open(path, create=True)
@@ -104,10 +105,10 @@ OFFLINE = {
 }
 
 
-def test_recorded_preferences_in_epochs(fabric: Any, tmp_path: Path) -> None:
+def test_recorded_preferences_in_epochs(tmp_path: Path) -> None:
     """Each pair once an epoch; the loss falls, and the policy comes to rate as the person does; no source
     counts that the recipe leaves out."""
-    log = _preferred(fabric, tmp_path / "store")
+    log = _preferred(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.GRPO, **OFFLINE))
     used = _used(log)
     pairs = [list(zip(step[::2], step[1::2], strict=True)) for step in used]
@@ -126,9 +127,9 @@ def test_recorded_preferences_in_epochs(fabric: Any, tmp_path: Path) -> None:
     assert [replay_step(log, step).differs_in for step in (1, 5)] == [None, None]
 
 
-def test_a_side_that_is_missing_breaks_a_pair(fabric: Any, tmp_path: Path) -> None:
+def test_a_side_that_is_missing_breaks_a_pair(tmp_path: Path) -> None:
     """Erased, of another split, or not in the log: the other side is a drop, unless another pair has it."""
-    log = _preferred(fabric, tmp_path / "store")
+    log = _preferred(tmp_path / "store")
     for name in ("t00", "t01"):
         erase_trajectory(log, name, "asked")
     found = apply_recipe(
@@ -147,9 +148,9 @@ def test_a_side_that_is_missing_breaks_a_pair(fabric: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.more
-def test_a_kill_changes_nothing(fabric: Any, tmp_path: Path) -> None:
+def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     """The same steps as without it."""
-    whole, broken = (_preferred(fabric, tmp_path / name) for name in ("whole", "broken"))
+    whole, broken = (_preferred(tmp_path / name) for name in ("whole", "broken"))
     settings = fabric.config(fabric.GRPO, **OFFLINE)
     fabric.train(whole, settings)
     with fabric.killed_at(2):
@@ -159,7 +160,7 @@ def test_a_kill_changes_nothing(fabric: Any, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_without_preferences(fabric: Any, tmp_path: Path) -> None:
+def test_without_preferences(tmp_path: Path) -> None:
     """The message says what there is instead."""
     log = rb.open(tmp_path / "store", create=True)
     fabric.append(log, fabric.teacher_records(3))
@@ -167,7 +168,7 @@ def test_without_preferences(fabric: Any, tmp_path: Path) -> None:
         fabric.train(log, fabric.config(fabric.GRPO, **OFFLINE))
 
 
-def test_an_odd_micro_batch_would_part_a_pair(fabric: Any) -> None:
+def test_an_odd_micro_batch_would_part_a_pair() -> None:
     """It is refused, and named."""
     with pytest.raises(
         ConfigError, match="micro_batch_size 5: the samples of a pair lie in one forward pass"
@@ -175,7 +176,7 @@ def test_an_odd_micro_batch_would_part_a_pair(fabric: Any) -> None:
         fabric.config(fabric.GRPO, algorithm=FROM_REWARDS)
 
 
-def test_nothing_to_pair(fabric: Any, tmp_path: Path) -> None:
+def test_nothing_to_pair(tmp_path: Path) -> None:
     """The message says what became of the trajectories."""
     log = rb.open(tmp_path / "store", create=True)
     made = [r for i in range(4) for r in fabric.records(f"a{i}", group="a", reward=1.0)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.events import RunOpened, StepPlanned
@@ -26,7 +27,7 @@ COSINE = {"lr": 1e-2, "decay": "cosine"}
     ],
 )
 def test_a_changed_rate_is_announced_in_the_middle_of_a_training(
-    fabric: Any, optimizer: Any, done: int, before: int | None, said: bool
+    optimizer: Any, done: int, before: int | None, said: bool
 ) -> None:
     """Of this same training, in the middle of it, where the schedule ends at another step than before."""
     config = fabric.config(fabric.SFT, steps=10, optimizer=optimizer)
@@ -38,7 +39,7 @@ def test_a_changed_rate_is_announced_in_the_middle_of_a_training(
         assert "the learning rate of the next step is 0.5, where it was to be 0 (" in told
 
 
-def test_another_trainings_steps_do_not_count(fabric: Any) -> None:
+def test_another_trainings_steps_do_not_count() -> None:
     """What was trained last with another seed, or with another schedule, says nothing of this one."""
     config = fabric.config(fabric.SFT, steps=10, optimizer=COSINE)
     for other in ({"seed": 9}, {"optimizer": {"lr": 1e-3, "decay": "cosine"}}):
@@ -46,9 +47,7 @@ def test_another_trainings_steps_do_not_count(fabric: Any) -> None:
         assert rate_change(config, opened, 5, lambda step, steps: 1.0 / steps) is None
 
 
-def test_it_is_said_before_training(
-    fabric: Any, recorded: Callable[..., Store], cli: Any, tmp_path: Any
-) -> None:
+def test_it_is_said_before_training(recorded: Callable[..., Store], cli: Any, tmp_path: Any) -> None:
     """With the rate that the next step then has."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=2, optimizer=COSINE)))

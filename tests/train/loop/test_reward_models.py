@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -30,7 +31,7 @@ def _of(log: Store, kind: Any) -> list[Any]:
 
 
 @pytest.fixture
-def preferred(fabric: Any, tmp_path: Path) -> Callable[..., Store]:
+def preferred(tmp_path: Path) -> Callable[..., Store]:
     """Makes stores of sixteen conversations in which replies that begin with 60 are preferred to such that
     begin with 20, by more and more; and of eight that are held out."""
 
@@ -56,7 +57,7 @@ def preferred(fabric: Any, tmp_path: Path) -> Callable[..., Store]:
     return make
 
 
-def _config(fabric: Any, algorithm: dict[str, Any] | None = None, **changes: Any) -> Any:
+def _config(algorithm: dict[str, Any] | None = None, **changes: Any) -> Any:
     values = {
         "policy": "reward",
         "steps": 8,
@@ -74,11 +75,11 @@ def _replayed(log: Store, *steps: int) -> list[str | None]:
 
 
 @pytest.mark.more
-def test_it_learns_the_preference(fabric: Any, preferred: Stores) -> None:
+def test_it_learns_the_preference(preferred: Stores) -> None:
     """From no opinion at all to every pair in order, beside the policy of the same run; each step replays."""
     log = preferred()
     fabric.train(log, fabric.config(fabric.SFT, steps=1))
-    fabric.train(log, _config(fabric))
+    fabric.train(log, _config())
     steps = [step for step in _of(log, StepCommitted) if step.policy == "reward"]
     first, last = steps[0].metrics, steps[-1].metrics
     assert first["loss"] == pytest.approx(math.log(2)), "a new head gives every sample 0"
@@ -95,12 +96,12 @@ def test_it_learns_the_preference(fabric: Any, preferred: Stores) -> None:
     assert rows.fetchall()[-1] == (last["score_mean"], None)
 
 
-def test_transformers_gives_the_same_scores(fabric: Any, preferred: Stores) -> None:
+def test_transformers_gives_the_same_scores(preferred: Stores) -> None:
     """The checkpoint is a sequence classifier of transformers, which rates the same pairs the same."""
     from transformers import AutoModelForSequenceClassification
 
     log = preferred()
-    fabric.train(log, _config(fabric, steps=4, algorithm={"batch_size": 8}))
+    fabric.train(log, _config(steps=4, algorithm={"batch_size": 8}))
     folder = log.path / "checkpoints/demo/reward/v00000003"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model).__name__ == "Qwen3ForSequenceClassification"
@@ -131,10 +132,10 @@ def test_transformers_gives_the_same_scores(fabric: Any, preferred: Stores) -> N
     ],
     ids=lambda keys: "-".join(keys),
 )
-def test_every_kind_learns_and_replays(fabric: Any, preferred: Stores, algorithm: dict[str, Any]) -> None:
+def test_every_kind_learns_and_replays(preferred: Stores, algorithm: dict[str, Any]) -> None:
     """A distribution of scores, margins and regularizers."""
     log = preferred()
-    fabric.train(log, _config(fabric, algorithm))
+    fabric.train(log, _config(algorithm))
     metrics = [step.metrics for step in _of(log, StepCommitted)]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[-1]["preference_accuracy"] == 1.0
@@ -144,10 +145,10 @@ def test_every_kind_learns_and_replays(fabric: Any, preferred: Stores, algorithm
         assert 0 < metrics[-1]["score_deviation"] != 1.0
 
 
-def test_margins_are_in_the_manifest(fabric: Any, preferred: Stores) -> None:
+def test_margins_are_in_the_manifest(preferred: Stores) -> None:
     """As recorded, 0 where none was, with the chosen sample alone; a change of one is found by the replay."""
     log = preferred()
-    fabric.train(log, _config(fabric, {"margin": "recorded"}, steps=2))
+    fabric.train(log, _config({"margin": "recorded"}, steps=2))
     refs = [ref for plan in _of(log, StepPlanned) for ref in plan.samples]
     found = {ref["trajectory_id"]: ref["margin"] for ref in refs if "margin" in ref}
     assert found == {f"teacher{i:02}": 0.5 * i for i in range(8)}
@@ -157,13 +158,13 @@ def test_margins_are_in_the_manifest(fabric: Any, preferred: Stores) -> None:
 
 
 @pytest.mark.more
-def test_sum_to_zero_is_of_the_whole_batch(fabric: Any, preferred: Stores) -> None:
+def test_sum_to_zero_is_of_the_whole_batch(preferred: Stores) -> None:
     """However the batch is cut into micro-batches, the same training, but for the last bits; and another one
     than without it."""
     found = {}
     for name, keys, size in (("one", 2.0, 8), ("two", 2.0, 4), ("four", 2.0, 2), ("without", 0.0, 8)):
         log = preferred(name)
-        fabric.train(log, _config(fabric, {"batch_sum_to_zero": keys}, micro_batch_size=size, steps=5))
+        fabric.train(log, _config({"batch_sum_to_zero": keys}, micro_batch_size=size, steps=5))
         found[name] = [(s.metrics["loss"], s.metrics["score_mean"]) for s in _of(log, StepCommitted)]
     assert np.allclose(found["one"], found["two"], atol=1e-4)
     assert np.allclose(found["one"], found["four"], atol=1e-4)
@@ -171,10 +172,10 @@ def test_sum_to_zero_is_of_the_whole_batch(fabric: Any, preferred: Stores) -> No
 
 
 @pytest.mark.more
-def test_a_restart_goes_on(fabric: Any, preferred: Stores) -> None:
+def test_a_restart_goes_on(preferred: Stores) -> None:
     """The same bits as without the break, from between two checkpoints."""
     whole, broken = preferred("whole"), preferred("broken")
-    settings = _config(fabric, {"batch_sum_to_zero": 0.5, "margin": "recorded"}, steps=6)
+    settings = _config({"batch_sum_to_zero": 0.5, "margin": "recorded"}, steps=6)
     fabric.train(whole, settings)
     with fabric.killed_at(4):
         fabric.train(broken, settings)
@@ -183,11 +184,11 @@ def test_a_restart_goes_on(fabric: Any, preferred: Stores) -> None:
     assert one == other
 
 
-def test_evaluation_and_its_temperature(fabric: Any, preferred: Stores) -> None:
+def test_evaluation_and_its_temperature(preferred: Stores) -> None:
     """Held-out pairs: three of four in order once it has learnt, so that the temperature is finite and the
     loss with it is the least."""
     log = preferred()
-    fabric.train(log, _config(fabric, evaluation={"every": 4}))
+    fabric.train(log, _config(evaluation={"every": 4}))
     found = [record.metrics for record in _of(log, EvalFinished)]
     assert "calibration_temperature" not in found[0], "a new head rates no pair"
     last = found[-1]
@@ -196,15 +197,15 @@ def test_evaluation_and_its_temperature(fabric: Any, preferred: Stores) -> None:
     assert last["calibration_temperature"] > 0
 
 
-def test_a_policy_is_no_reward_model(fabric: Any, preferred: Stores) -> None:
+def test_a_policy_is_no_reward_model(preferred: Stores) -> None:
     """Nor the other way round: both are refused, with another name for a remedy, and nothing is planned."""
     log = preferred()
-    fabric.train(log, _config(fabric, steps=1))
+    fabric.train(log, _config(steps=1))
     head = log.head()
     with pytest.raises(TrainError, match="is a reward model with a head of 1: algorithm sft cannot go on"):
         fabric.train(log, fabric.config(fabric.SFT, policy="reward"))
     with pytest.raises(TrainError, match="is a reward model with a head of 1: algorithm reward_model"):
-        fabric.train(log, _config(fabric, {"head": "mean_deviation"}))
+        fabric.train(log, _config({"head": "mean_deviation"}))
     assert len(_of(log, StepPlanned)) == 1
     assert log.head() == head
     model = log.path / "checkpoints/demo/reward/v00000001"
@@ -212,13 +213,11 @@ def test_a_policy_is_no_reward_model(fabric: Any, preferred: Stores) -> None:
         fabric.train(log, fabric.config(fabric.SFT, policy="other", model=str(model)))
 
 
-def test_a_reward_model_may_begin_from_another(fabric: Any, preferred: Stores) -> None:
+def test_a_reward_model_may_begin_from_another(preferred: Stores) -> None:
     """With its head; and the run's first version is then those weights."""
     log = preferred()
-    fabric.train(log, _config(fabric, steps=2))
-    settings = _config(
-        fabric, steps=1, policy="second", model=str(log.path / "checkpoints/demo/reward/v00000002")
-    )
+    fabric.train(log, _config(steps=2))
+    settings = _config(steps=1, policy="second", model=str(log.path / "checkpoints/demo/reward/v00000002"))
     fabric.train(log, settings)
     fabric.train(log, settings.model_copy(update={"steps": 2}))
     manifests = [
@@ -228,10 +227,10 @@ def test_a_reward_model_may_begin_from_another(fabric: Any, preferred: Stores) -
     assert manifests[0] == manifests[1]
 
 
-def test_before_a_training(fabric: Any, preferred: Stores) -> None:
+def test_before_a_training(preferred: Stores) -> None:
     """Preflight counts no logits of a vocabulary, and takes the shape with the head."""
     log = preferred()
-    checks = {c.name: c for c in preflight(_config(fabric), log, log.head(), "cut", 1 << 30)}
+    checks = {c.name: c for c in preflight(_config(), log, log.head(), "cut", 1 << 30)}
     assert checks["model"].verdict == "green"
     assert checks["data"].said.startswith("16 samples, 8 pairs")
 
@@ -252,7 +251,7 @@ def test_before_a_training(fabric: Any, preferred: Stores) -> None:
         ({"micro_batch_size": 3}, "the samples of a pair lie in one forward pass"),
     ],
 )
-def test_configurations_that_do_not_fit(fabric: Any, changes: dict[str, Any], said: str) -> None:
+def test_configurations_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
     """Each is refused, and the message says why."""
     with pytest.raises(ConfigError, match=said):
         parse_config({"model": "m", "steps": 1, "algorithm": RM} | changes, "c")

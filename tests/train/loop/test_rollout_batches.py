@@ -4,6 +4,7 @@ beginning."""
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -31,13 +33,13 @@ class Killed(Exception):
 
 
 @pytest.fixture(scope="module")
-def settings(fabric: Any) -> Any:
+def settings() -> Any:
     """Two rollout batches of two groups, four steps on each; a checkpoint is due every 3 steps."""
     return fabric.config(fabric.GRPO, steps=8, algorithm=PPO, checkpoint_every=3, micro_batch_size=3)
 
 
 @pytest.fixture(scope="module")
-def whole(fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def whole(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A training by these settings that nothing broke. Read it; never write."""
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("whole") / "store"))
     fabric.train(log, settings)
@@ -103,7 +105,7 @@ def test_ratios_are_taken_to_the_batchs_beginning(whole: Store) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 2, 3, 6])
-def test_every_step_replays(fabric: Any, whole: Store, step: int) -> None:
+def test_every_step_replays(whole: Store, step: int) -> None:
     """From the checkpoint before its rollout batch, with the same experience."""
     result = replay_step(whole, step)
     assert result.bit_for_bit, result.differs_in
@@ -114,7 +116,7 @@ def test_every_step_replays(fabric: Any, whole: Store, step: int) -> None:
 @pytest.mark.more_but("4")
 @pytest.mark.parametrize("killed_at", range(1, 8))
 def test_a_kill_in_the_middle_changes_nothing(
-    fabric: Any, recorded: Stores, whole: Store, settings: Any, killed_at: int
+    recorded: Stores, whole: Store, settings: Any, killed_at: int
 ) -> None:
     """The restart goes on with the batch in hand: the same plans and weights as without the kill."""
     broken = recorded()
@@ -130,7 +132,7 @@ def test_a_kill_in_the_middle_changes_nothing(
     assert replay_step(broken, 7).bit_for_bit
 
 
-def test_abandoned_steps_free_the_whole_batch(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_abandoned_steps_free_the_whole_batch(recorded: Stores, settings: Any) -> None:
     """Another configuration cannot go on from the middle of a batch, only from before it, with all of its
     samples."""
     log = recorded()
@@ -149,11 +151,11 @@ def test_abandoned_steps_free_the_whole_batch(fabric: Any, recorded: Stores, set
 
 
 def test_a_step_that_is_not_finite_leaves_the_rest(
-    fabric: Any, recorded: Stores, settings: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Stores, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its samples are dropped, the other mini-batches go on, and what was committed replays."""
     log = recorded()
-    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
+    run_step = sys.modules["rollbook.train.loop.trainer"].run_step
     spoilt: list[int] = []
 
     def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
@@ -178,7 +180,7 @@ def test_a_step_that_is_not_finite_leaves_the_rest(
     assert replay_step(log, 2).bit_for_bit
 
 
-def test_a_missing_reference_is_told_before_a_step_is_planned(fabric: Any, recorded: Stores) -> None:
+def test_a_missing_reference_is_told_before_a_step_is_planned(recorded: Stores) -> None:
     """There is no checkpoint of version 7."""
     log = recorded()
     said = r"algorithm.reference_version 7: run 'demo' has no checkpoint of that version"

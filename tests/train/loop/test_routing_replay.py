@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.models import mixtures
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -39,7 +40,7 @@ def _sampled(family: str, seed: int, own: bool) -> tuple[list[int], ExpertIds, A
     return ids, experts, mixtures.logprobs(model, ids, experts, HOT).detach().numpy()
 
 
-def _trajectory(fabric: Any, family: str, name: str, seed: int, *, own: bool, **said: Any) -> list[Any]:
+def _trajectory(family: str, name: str, seed: int, *, own: bool, **said: Any) -> list[Any]:
     """Two turns."""
     ids, experts, told = _sampled(family, seed, own)
     turns = [
@@ -50,25 +51,25 @@ def _trajectory(fabric: Any, family: str, name: str, seed: int, *, own: bool, **
     return made
 
 
-def _recorded(fabric: Any, log: Store, family: str, groups: int = 6, *, own: bool = False) -> Store:
+def _recorded(log: Store, family: str, groups: int = 6, *, own: bool = False) -> Store:
     made = []
     for g in range(groups):
         for i in range(4):
             said = {"group": f"g{g}", "reward": i / 2}
-            made += _trajectory(fabric, family, f"g{g}.{i}", 10 * g + i, own=own, **said)
+            made += _trajectory(family, f"g{g}.{i}", 10 * g + i, own=own, **said)
     fabric.append(log, made)
     return log
 
 
-def _settings(fabric: Any, family: str, **changes: Any) -> Any:
+def _settings(family: str, **changes: Any) -> Any:
     given = {"model": str(mixtures.mixture(family)[0]), "routing_replay": True, "steps": 1}
     return fabric.config(fabric.GRPO, **given | changes)
 
 
 @EACH
-def test_the_engine_s_logprobs_are_the_trainer_s(fabric: Any, store: Store, family: str) -> None:
+def test_the_engine_s_logprobs_are_the_trainer_s(store: Store, family: str) -> None:
     """The gap is what is left of float32; by the trainer's own routing it is not. All is replayed."""
-    fabric.train(_recorded(fabric, store, family), _settings(fabric, family))
+    fabric.train(_recorded(store, family), _settings(family))
     [plan], [done] = _of(store, StepPlanned), _of(store, StepCommitted)
     assert plan.routing_replay
     assert done.metrics["engine_logprob_gap"] < 1e-5
@@ -80,9 +81,9 @@ def test_the_engine_s_logprobs_are_the_trainer_s(fabric: Any, store: Store, fami
 
 
 @EACH
-def test_without_it_nothing_is_replayed(fabric: Any, store: Store, family: str) -> None:
+def test_without_it_nothing_is_replayed(store: Store, family: str) -> None:
     """The same records and the same engine: the gap is that of the trainer's own routing."""
-    fabric.train(_recorded(fabric, store, family), _settings(fabric, family, routing_replay=False))
+    fabric.train(_recorded(store, family), _settings(family, routing_replay=False))
     [plan], [done] = _of(store, StepPlanned), _of(store, StepCommitted)
     assert not plan.routing_replay
     assert done.metrics["engine_logprob_gap"] > 0.05
@@ -91,12 +92,12 @@ def test_without_it_nothing_is_replayed(fabric: Any, store: Store, family: str) 
 
 
 @EACH
-def test_the_own_choice_is_a_step_without_replay(fabric: Any, tmp_path: Path, family: str) -> None:
+def test_the_own_choice_is_a_step_without_replay(tmp_path: Path, family: str) -> None:
     """Every digest of the step is the same, and there is one more: what was replayed."""
     digests = []
     for replayed in (True, False):
-        log = _recorded(fabric, rb.open(tmp_path / f"{replayed}", create=True), family, 2, own=True)
-        fabric.train(log, _settings(fabric, family, routing_replay=replayed))
+        log = _recorded(rb.open(tmp_path / f"{replayed}", create=True), family, 2, own=True)
+        fabric.train(log, _settings(family, routing_replay=replayed))
         digests.append(_of(log, StepCommitted)[0].digests)
     assert digests[0].keys() - digests[1].keys() == {"routed_experts"}
     assert {stage: digests[0][stage] for stage in digests[1]} == digests[1]
@@ -118,13 +119,13 @@ HOW = {
 @pytest.mark.more_but("padded-qwen3_moe")
 @EACH
 @pytest.mark.parametrize("how", HOW)
-def test_steps_replay_bit_for_bit(fabric: Any, store: Store, family: str, how: str) -> None:
+def test_steps_replay_bit_for_bit(store: Store, family: str, how: str) -> None:
     """With the trainer's old logprobs and a reference, over a restart, mini-batches too. Of the reference's
     pass nothing is replayed, so that it differs from the policy's although the weights are equal."""
-    log = _recorded(fabric, store, family)
+    log = _recorded(store, family)
     algorithm = {"name": "grpo", "groups": 2, "group_size": 4, "kl": 0.1, "old": "trainer", "mini_batches": 2}
     for steps in (2, 4):
-        fabric.train(log, _settings(fabric, family, algorithm=algorithm, steps=steps, **HOW[how]))
+        fabric.train(log, _settings(family, algorithm=algorithm, steps=steps, **HOW[how]))
     for step in range(4):
         result = replay_step(log, step)
         assert result.bit_for_bit, result.differs_in
@@ -150,9 +151,9 @@ FAULTS = {"layers": "1 of 3", "topk": "2 of 2", "expert": "expert 8", "twice": "
 @pytest.mark.more_but("expert-cut", "layers-tail", "topk-cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_records_that_do_not_fit_are_dropped(fabric: Any, store: Store, fault: str, source: str) -> None:
+def test_records_that_do_not_fit_are_dropped(store: Store, fault: str, source: str) -> None:
     """By a rule, before the plan, and the others of the group are trained on; a replay sees the same."""
-    made = _recorded(fabric, store, "qwen3_moe", 1)
+    made = _recorded(store, "qwen3_moe", 1)
     experts = mixtures.other_choice([0] * 6)
     bad = [fabric.T((1, 2, 3), (4, 5, 6), experts=_odd(experts[:5], fault))]
     for name in ("bad", "good"):
@@ -160,7 +161,7 @@ def test_records_that_do_not_fit_are_dropped(fabric: Any, store: Store, fault: s
         fabric.append(made, fabric.records(name, turns, group="odd", reward=1.0))
     for i in range(2):
         fabric.append(made, fabric.records(f"plain{i}", group="odd", reward=0.0))
-    fabric.train(made, _settings(fabric, "qwen3_moe"), source)
+    fabric.train(made, _settings("qwen3_moe"), source)
     [plan], [drop] = _of(made, StepPlanned), _of(made, SampleDropped)
     trained = {ref["trajectory_id"] for ref in plan.samples}
     assert {"good", "plain0", "plain1"} == {name for name in trained if not name.startswith("g0")}
@@ -174,7 +175,7 @@ def test_records_that_do_not_fit_are_dropped(fabric: Any, store: Store, fault: s
 
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_a_model_without_experts(fabric: Any, recorded: Stores, source: str) -> None:
+def test_a_model_without_experts(recorded: Stores, source: str) -> None:
     """An error before anything is written, and so for a reward model."""
     log = recorded()
     before = log.head()
@@ -186,24 +187,24 @@ def test_a_model_without_experts(fabric: Any, recorded: Stores, source: str) -> 
         fabric.config(fabric.GRPO, routing_replay=True, micro_batch_size=4, algorithm=rewarding)
 
 
-def test_a_training_that_was_cut_off_goes_on(fabric: Any, store: Store) -> None:
+def test_a_training_that_was_cut_off_goes_on(store: Store) -> None:
     """What ran is run again to the same bits, out of the log; a change of the key is another training."""
-    log = _recorded(fabric, store, "qwen3_moe")
+    log = _recorded(store, "qwen3_moe")
     with fabric.killed_at(2):
-        fabric.train(log, _settings(fabric, "qwen3_moe", steps=3, checkpoint_every=9))
-    fabric.train(log, _settings(fabric, "qwen3_moe", steps=3, checkpoint_every=9))
+        fabric.train(log, _settings("qwen3_moe", steps=3, checkpoint_every=9))
+    fabric.train(log, _settings("qwen3_moe", steps=3, checkpoint_every=9))
     assert [plan.step for plan in _of(log, StepPlanned)] == [0, 1, 2, 2]
     phases = {plan.phase for plan in _of(log, StepPlanned)}
     assert len(phases) == 1
 
 
-def test_a_critic_chooses_for_itself(fabric: Any, tmp_path: Path) -> None:
+def test_a_critic_chooses_for_itself(tmp_path: Path) -> None:
     """Its values, losses and gradients are those of a step without replay; the policy's logprobs are not."""
     digests = []
     for replayed in (True, False):
-        log = _recorded(fabric, rb.open(tmp_path / f"{replayed}", create=True), "qwen3_moe", 2)
+        log = _recorded(rb.open(tmp_path / f"{replayed}", create=True), "qwen3_moe", 2)
         algorithm = {"name": "ppo", "groups": 8}
-        fabric.train(log, _settings(fabric, "qwen3_moe", routing_replay=replayed, algorithm=algorithm))
+        fabric.train(log, _settings("qwen3_moe", routing_replay=replayed, algorithm=algorithm))
         assert replay_step(log, 0).bit_for_bit
         digests.append(_of(log, StepCommitted)[0].digests)
     for stage in ("values", "value_losses", "critic_gradients"):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store.errors import ConfigError
 from rollbook.train.loop.loop import _check_recorded
 
 
-def test_a_mistyped_run_writes_nothing(fabric: Any, tmp_path: Path) -> None:
+def test_a_mistyped_run_writes_nothing(tmp_path: Path) -> None:
     """The error has the near name and the remedy."""
     log = rb.open(tmp_path / "store", create=True)
     fabric.append(log, fabric.records("a", [fabric.T()]), run="math-1")
@@ -23,7 +23,7 @@ def test_a_mistyped_run_writes_nothing(fabric: Any, tmp_path: Path) -> None:
     assert not (log.path / "checkpoints").exists()
 
 
-def test_who_may_come_yet(fabric: Any, tmp_path: Path) -> None:
+def test_who_may_come_yet(tmp_path: Path) -> None:
     """A run that is recorded, one whose proxy waits for an engine, and the first of a store."""
     log = rb.open(tmp_path / "store", create=True)
     _check_recorded(log, "first")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
@@ -57,7 +58,7 @@ def test_every_step_is_planned_and_then_committed(trained: Stores) -> None:
     assert {r.policy for r in found} == {"actor"}
 
 
-def test_the_manifest_is_complete(fabric: Any, trained: Stores) -> None:
+def test_the_manifest_is_complete(trained: Stores) -> None:
     """Every field that decides a step's bits is in its plan, with the configuration's values."""
     log = trained()
     plans, known = _of(log, StepPlanned), log.head()["serve"]
@@ -82,7 +83,7 @@ def test_the_manifest_is_complete(fabric: Any, trained: Stores) -> None:
     assert rates[9:] == [0.0005, 0.001, 0.001]
 
 
-def test_every_stage_has_a_digest(fabric: Any, trained: Stores) -> None:
+def test_every_stage_has_a_digest(trained: Stores) -> None:
     """A commit holds a digest of each stage after the input ones, and the input follows the output."""
     log = trained()
     commits, plans = _of(log, StepCommitted), _of(log, StepPlanned)
@@ -114,7 +115,7 @@ def test_checkpoints_are_what_the_log_says(trained: Stores) -> None:
     assert [o.config["algorithm"]["name"] for o in opened] == ["sft", "grpo"]
 
 
-def test_epochs_are_counted_out(fabric: Any, trained: Stores) -> None:
+def test_epochs_are_counted_out(trained: Stores) -> None:
     """9 steps of 6 over 18 samples are 3 epochs: every teacher sample three times, nothing else."""
     log = trained()
     plans = _of(log, StepPlanned)[:9]
@@ -137,7 +138,7 @@ def test_offline_grpo_takes_whole_groups_once(trained: Stores) -> None:
         assert done.metrics["stale_logprob_gap"] > 0
 
 
-def test_evaluation_is_never_trained(fabric: Any, trained: Stores) -> None:
+def test_evaluation_is_never_trained(trained: Stores) -> None:
     """No step of any phase names a trajectory of the eval split."""
     log = trained()
     evaluated = {s.trajectory_id for s in all_samples(log.trajectories().values()) if s.split == "eval"}
@@ -146,7 +147,7 @@ def test_evaluation_is_never_trained(fabric: Any, trained: Stores) -> None:
     assert not named & evaluated
 
 
-def test_a_run_is_decided_by_its_log(fabric: Any, recorded: Stores, trained: Stores) -> None:
+def test_a_run_is_decided_by_its_log(recorded: Stores, trained: Stores) -> None:
     """The same configuration on the same log gives the same bits; another seed does not."""
     again, other = recorded("again"), recorded("other")
     fabric.train(again, fabric.config(fabric.SFT))
@@ -156,7 +157,7 @@ def test_a_run_is_decided_by_its_log(fabric: Any, recorded: Stores, trained: Sto
     assert _of(other, StepCommitted)[8].digests["weights"] != expected["weights"]
 
 
-def test_a_finished_run_has_nothing_to_do(fabric: Any, trained: Stores) -> None:
+def test_a_finished_run_has_nothing_to_do(trained: Stores) -> None:
     """Training again takes no step and writes no checkpoint; more `steps` take just the rest."""
     log = trained()
     before = len(_of(log, StepPlanned, CheckpointWritten))
@@ -171,7 +172,7 @@ def test_a_finished_run_has_nothing_to_do(fabric: Any, trained: Stores) -> None:
 # Online -------------------------------------------------------------------------------------------
 
 
-def test_online_waits_for_what_is_to_come(fabric: Any, recorded: Stores) -> None:
+def test_online_waits_for_what_is_to_come(recorded: Stores) -> None:
     """The tail goes on with groups that are recorded after it has read everything; then patience ends."""
     log = recorded()
     settings = fabric.config(fabric.GRPO, steps=9, idle_timeout_s=0.3, recipe={"max_staleness": 3})
@@ -192,7 +193,7 @@ def test_online_waits_for_what_is_to_come(fabric: Any, recorded: Stores) -> None
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_a_lane_that_is_being_written(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_lane_that_is_being_written(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """Another writer of the lane is exit code 2 with the remedy; another lane's name is one."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
@@ -206,7 +207,7 @@ def test_a_lane_that_is_being_written(fabric: Any, recorded: Stores, cli: Any, t
     assert fabric.steps_of(log).next_step == 1
 
 
-def test_inputs_that_cannot_be_used(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_used(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """No store, no model, a cut that is not held, nothing to train on: exit code 2 and what to mend."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT)))
@@ -224,7 +225,7 @@ def test_inputs_that_cannot_be_used(fabric: Any, recorded: Stores, cli: Any, tmp
     assert fabric.steps_of(log).next_step == 0
 
 
-def test_one_trainer_a_policy(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_one_trainer_a_policy(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """A second trainer of the same policy and run is refused, whatever lane it names."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
@@ -235,7 +236,7 @@ def test_one_trainer_a_policy(fabric: Any, recorded: Stores, cli: Any, tmp_path:
     assert fabric.steps_of(log).next_step == 0
 
 
-def test_configurations_may_alternate(fabric: Any, recorded: Stores, capsys: Any) -> None:
+def test_configurations_may_alternate(recorded: Stores, capsys: Any) -> None:
     """A, then B, then A again: A goes on from B's weights, with Adam anew; a finished A rests."""
     log = recorded()
     first, second = fabric.config(fabric.SFT, steps=2), fabric.config(fabric.SFT, steps=2, seed=9)
@@ -252,7 +253,7 @@ def test_configurations_may_alternate(fabric: Any, recorded: Stores, capsys: Any
     assert plans[4].input_digests["input_optimizer"] == plans[0].input_digests["input_optimizer"]
 
 
-def test_a_cut_that_contradicts_the_phase(fabric: Any, trained: Stores) -> None:
+def test_a_cut_that_contradicts_the_phase(trained: Stores) -> None:
     """A configuration goes on at its own cut; another `--as-of` is an error, as it is with the tail."""
     log = trained()
     with pytest.raises(ConfigError, match="goes on there"):
@@ -261,7 +262,7 @@ def test_a_cut_that_contradicts_the_phase(fabric: Any, trained: Stores) -> None:
         fabric.train(log, fabric.config(fabric.GRPO), "tail", as_of="serve=10")
 
 
-def test_a_checkpoint_in_bfloat16_is_widened(fabric: Any, recorded: Stores, tmp_path: Path) -> None:
+def test_a_checkpoint_in_bfloat16_is_widened(recorded: Stores, tmp_path: Path) -> None:
     """A bf16 model trains in float32: version 0 holds the same numbers, and its config says float32."""
     from safetensors.torch import load_file, save_file
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -20,7 +21,7 @@ def _of(log: Store, *kinds: type[Any]) -> list[Any]:
     return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
 
 
-def _refused(fabric: Any, log: Store, settings: Any) -> list[str]:
+def _refused(log: Store, settings: Any) -> list[str]:
     """The lines of the error of a training that takes no step."""
     with pytest.raises(TrainError) as refused:
         fabric.train(log, settings)
@@ -28,11 +29,11 @@ def _refused(fabric: Any, log: Store, settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("values", ["SFT", "GRPO"])
-def test_a_mistyped_run(fabric: Any, recorded: Stores, values: str) -> None:
+def test_a_mistyped_run(recorded: Stores, values: str) -> None:
     """The runs that there are are named, and the mistyped one does not come to be."""
     log = recorded()
     before = log.head()
-    said = _refused(fabric, log, fabric.config(getattr(fabric, values), run="dem0"))
+    said = _refused(log, fabric.config(getattr(fabric, values), run="dem0"))
     assert said[0].startswith("run 'dem0': 0 of ")
     assert said[0].endswith("the log at serve=402 fills no further one: of 43 trajectories")
     assert said[1:] == ["  43 are of run 'demo'"]
@@ -40,9 +41,7 @@ def test_a_mistyped_run(fabric: Any, recorded: Stores, values: str) -> None:
     assert not (log.path / "checkpoints").exists()
 
 
-def test_no_step_where_steps_were_asked_for_is_a_failure(
-    fabric: Any, recorded: Stores, cli: Any, tmp_path: Path
-) -> None:
+def test_no_step_where_steps_were_asked_for_is_a_failure(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """Steps were asked for, and none was taken: that is no success."""
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, run="dem0")))
     code, _, err = cli("train", tmp_path / "train.toml", "--store", recorded().path)
@@ -50,10 +49,10 @@ def test_no_step_where_steps_were_asked_for_is_a_failure(
     assert "  43 are of run 'demo'" in err
 
 
-def test_groups_that_were_used(fabric: Any, trained: Stores) -> None:
+def test_groups_that_were_used(trained: Stores) -> None:
     """The same groups again, under another configuration: each was used by the one before."""
     log = trained()
-    said = _refused(fabric, log, fabric.config(fabric.GRPO, seed=8))
+    said = _refused(log, fabric.config(fabric.GRPO, seed=8))
     assert said[1:] == [
         "  24 were used already, by committed steps of this run",
         "  18 are of split 'teacher' (recipe.splits: train; to train on them: recipe.splits = [\"teacher\"])",
@@ -62,7 +61,7 @@ def test_groups_that_were_used(fabric: Any, trained: Stores) -> None:
     assert len(_of(log, StepCommitted)) == 12
 
 
-def test_every_reason_has_its_line(fabric: Any, tmp_path: Path) -> None:
+def test_every_reason_has_its_line(tmp_path: Path) -> None:
     """Each trajectory is counted once."""
     log, T, made = rb.open(tmp_path / "store", create=True), fabric.T, []
     for i in range(3):
@@ -78,7 +77,7 @@ def test_every_reason_has_its_line(fabric: Any, tmp_path: Path) -> None:
     fabric.append(log, made)
     fabric.append(log, fabric.records("elsewhere"), run="other")
     algorithm = {"name": "grpo", "groups": 3, "group_size": 4}
-    said = _refused(fabric, log, fabric.config(fabric.GRPO, algorithm=algorithm))
+    said = _refused(log, fabric.config(fabric.GRPO, algorithm=algorithm))
     assert said[0].endswith("of 20 trajectories")
     assert sorted(line.strip() for line in said[1:]) == [
         "1 are dropped by the rule no_version",
@@ -93,7 +92,7 @@ def test_every_reason_has_its_line(fabric: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_a_training_that_ends_early(fabric: Any, recorded: Stores, capsys: Any) -> None:
+def test_a_training_that_ends_early(recorded: Stores, capsys: Any) -> None:
     """Steps were taken, so it is well; what is left is told."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.GRPO, steps=9))
@@ -102,21 +101,21 @@ def test_a_training_that_ends_early(fabric: Any, recorded: Stores, capsys: Any) 
     assert "  24 were used already, by committed steps of this run" in said
 
 
-def test_an_epoch_without_samples(fabric: Any, recorded: Stores) -> None:
+def test_an_epoch_without_samples(recorded: Stores) -> None:
     """Of a run that is there already: what the recipe drops is recorded, and no step is taken."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1))
     stale = {"splits": ["train"], "max_staleness": 0}
-    said = _refused(fabric, log, fabric.config(fabric.SFT, recipe=stale))
+    said = _refused(log, fabric.config(fabric.SFT, recipe=stale))
     assert "  24 are dropped by the rule staleness" in said
     assert len({drop.turn_id for drop in _of(log, SampleDropped)}) >= 24
     assert len(_of(log, StepCommitted)) == 1
     assert len(_of(log, RunOpened)) == 2
 
 
-def test_an_empty_log(fabric: Any, tmp_path: Path) -> None:
+def test_an_empty_log(tmp_path: Path) -> None:
     """It holds nothing."""
     log = rb.open(tmp_path / "store", create=True)
-    assert _refused(fabric, log, fabric.config(fabric.SFT))[0].endswith(
+    assert _refused(log, fabric.config(fabric.SFT))[0].endswith(
         "fills no further one: there is no trajectory"
     )

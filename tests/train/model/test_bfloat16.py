@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.fakes.stories import fabric
 from transformers import AutoModelForCausalLM
 
 from rollbook.bench.scripted.job import Options
@@ -55,7 +56,7 @@ def _files(log: Store, record: CheckpointWritten) -> tuple[dict[str, torch.Tenso
 
 @pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
-def test_steps_are_near_those_of_float32_and_replay(fabric: Any, recorded: Stores, name: str) -> None:
+def test_steps_are_near_those_of_float32_and_replay(recorded: Stores, name: str) -> None:
     """Losses differ by rounding alone; checkpoints hold bfloat16 weights, and beside Adam's moments the
     float32 weights that they are rounded from."""
     changes: dict[str, Any] = {"steps": 3, "checkpoint_every": 2} | TRAININGS[name]
@@ -83,7 +84,7 @@ def test_steps_are_near_those_of_float32_and_replay(fabric: Any, recorded: Store
 
 
 @pytest.mark.more
-def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
+def test_a_kill_changes_nothing(recorded: Stores) -> None:
     """A restart has the float32 weights, and so the bits of a run that never stopped."""
     whole, broken = recorded("whole"), recorded("broken")
     settings = fabric.config(fabric.SFT, steps=6, **NARROW)
@@ -94,7 +95,7 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores) -> None:
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
-def test_small_steps_add_up(fabric: Any) -> None:
+def test_small_steps_add_up() -> None:
     """Of steps that bfloat16 would round away none is lost: weights are those of plain AdamW in float32,
     rounded; and what stands in for them for a while leaves no trace."""
     folder = fabric.model_folder()
@@ -119,7 +120,7 @@ def test_small_steps_add_up(fabric: Any) -> None:
     assert (plain - begun).abs().max() > 1e-3
 
 
-def test_from_one_type_to_the_other(fabric: Any, recorded: Stores) -> None:
+def test_from_one_type_to_the_other(recorded: Stores) -> None:
     """bfloat16 weights can be trained on in float32; float32 ones are not rounded within a run."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2, **NARROW))
@@ -136,7 +137,7 @@ def test_from_one_type_to_the_other(fabric: Any, recorded: Stores) -> None:
     }
 
 
-def test_transformers_reads_a_checkpoint(fabric: Any, recorded: Stores, tmp_path: Path) -> None:
+def test_transformers_reads_a_checkpoint(recorded: Stores, tmp_path: Path) -> None:
     """In the type that it is written in."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2, **NARROW))
@@ -148,7 +149,7 @@ def test_transformers_reads_a_checkpoint(fabric: Any, recorded: Stores, tmp_path
 @pytest.mark.more_but("disk-float32", "tensor-bfloat16")
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
-def test_engines_of_either_type_get_them(fabric: Any, recorded: Stores, held: str, transport: str) -> None:
+def test_engines_of_either_type_get_them(recorded: Stores, held: str, transport: str) -> None:
     """Float32 holds what bfloat16 does, so engines of both are verified, under the digest of the step."""
     options = Options(model_path=str(fabric.model_folder()), weights=held)
     log = recorded()
@@ -164,7 +165,7 @@ def test_engines_of_either_type_get_them(fabric: Any, recorded: Stores, held: st
 
 @pytest.mark.more_but("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recomputed_activations_have_the_same_bits(fabric: Any, recorded: Stores, dtype: str) -> None:
+def test_recomputed_activations_have_the_same_bits(recorded: Stores, dtype: str) -> None:
     """So a training may go on with or without them, and a replay needs not know."""
     logs = [recorded("kept"), recorded("recomputed")]
     settings = {"dtype": dtype, "steps": 3}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.fakes.models.weight_maps import to_huggingface, to_megatron
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors, read_weights, widened
@@ -327,7 +328,7 @@ def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str)
 @pytest.mark.more_but("gpt_oss-untied-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["gemma3_text-tied", "gpt_oss-untied"])
-def test_its_steps_replay(fabric: Any, recorded: Any, models: Any, case: str, dtype: str) -> None:
+def test_its_steps_replay(recorded: Any, models: Any, case: str, dtype: str) -> None:
     """Packed, with a reference: the bits of every recorded step come out again, in a training that goes on
     from a checkpoint, too."""
     log = recorded("stepped")
@@ -420,7 +421,7 @@ def test_fused_experts_are_read(models: Any) -> None:
         to_megatron(fused, shape)
 
 
-def test_a_fused_model_is_adopted_by_the_names_of_files(fabric: Any, models: Any, tmp_path: Path) -> None:
+def test_a_fused_model_is_adopted_by_the_names_of_files(models: Any, tmp_path: Path) -> None:
     """Version 0 of a run has the names that engines know, whatever those of the model it starts from."""
     case = "qwen3_moe-untied"
     folder, reference = models[case]

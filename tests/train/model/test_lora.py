@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
@@ -68,7 +69,7 @@ def test_the_bits_are_the_same_however_it_is_computed(dtype: torch.dtype, monkey
     assert not torch.equal(*plain)
 
 
-def test_factors_that_come_to_nothing_leave_the_bits(fabric: Any) -> None:
+def test_factors_that_come_to_nothing_leave_the_bits() -> None:
     """At the beginning, and also the sign of a zero."""
     weight = torch.tensor([[-0.0, 1.0], [0.0, -2.0]])
     found = merged_weight(weight, torch.ones(1, 2), torch.zeros(2, 1), 2.0)

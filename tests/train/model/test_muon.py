@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -30,7 +31,7 @@ def _of(log: Store) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, StepCommitted)]
 
 
-def _policy(fabric: Any, **keys: Any) -> TrainablePolicy:
+def _policy(**keys: Any) -> TrainablePolicy:
     wanted = OptimizerConfig.model_validate({"lr": LR, "clip_grad": 0.0, "weight_decay": DECAY} | keys)
     shape = read_shape(fabric.model_folder())
     return TrainablePolicy(shape, wanted, Build(10, torch.device("cpu"), 0, 1))
@@ -52,11 +53,11 @@ def _loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, None]:
     return loss[torch.from_numpy(micro.loss_mask[:, 1:])].mean(), None
 
 
-def test_a_step(fabric: Any, recorded: Stores) -> None:
+def test_a_step(recorded: Stores) -> None:
     """A matrix of a layer moves by the orthogonal factor of its gradient, scaled to Adam's size, after its
     decay; singular values of five iterations lie around 1. All else moves as with Adam alone."""
     log = recorded()
-    policies = [_policy(fabric, name=name) for name in ("muon", "adamw")]
+    policies = [_policy(name=name) for name in ("muon", "adamw")]
     before = {name: weight.detach().clone() for name, weight in _own(policies[0]).items()}
     assert all(torch.equal(weight, before[name]) for name, weight in _own(policies[1]).items())
     for policy in policies:
@@ -81,7 +82,7 @@ def test_a_step(fabric: Any, recorded: Stores) -> None:
         assert float((seen - seen.diagonal().diag()).abs().max()) < 0.1, name
 
 
-def test_it_learns_and_replays(fabric: Any, recorded: Stores) -> None:
+def test_it_learns_and_replays(recorded: Stores) -> None:
     """The loss falls; steps from a checkpoint with its momentum replay."""
     whole = recorded()
     optimizer = fabric.SFT["optimizer"] | {"name": "muon"}
@@ -91,7 +92,7 @@ def test_it_learns_and_replays(fabric: Any, recorded: Stores) -> None:
     assert [replay_step(whole, step).differs_in for step in (0, 5, 8)] == [None] * 3
 
 
-def test_a_restart_has_its_momentum(fabric: Any, recorded: Stores) -> None:
+def test_a_restart_has_its_momentum(recorded: Stores) -> None:
     """Of a training without a schedule: interrupted after each step, the same bits."""
     whole, broken = recorded("whole"), recorded("broken")
     changes: dict[str, Any] = {"optimizer": {"name": "muon", "lr": 0.01}, "checkpoint_every": 2}
@@ -101,7 +102,7 @@ def test_a_restart_has_its_momentum(fabric: Any, recorded: Stores) -> None:
     assert [s.digests for s in _of(whole)] == [s.digests for s in _of(broken)]
 
 
-def test_a_critic_may_have_it(fabric: Any, recorded: Stores) -> None:
+def test_a_critic_may_have_it(recorded: Stores) -> None:
     """Its score head stays with Adam."""
     log = recorded()
     algorithm = {"name": "ppo", "groups": 8}
@@ -112,13 +113,13 @@ def test_a_critic_may_have_it(fabric: Any, recorded: Stores) -> None:
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"distributed_optimizer": True}])
-def test_it_takes_whole_matrices(fabric: Any, parallel: dict[str, Any]) -> None:
+def test_it_takes_whole_matrices(parallel: dict[str, Any]) -> None:
     """Layouts in which a rank has some of one are refused."""
     with pytest.raises(ConfigError, match=f"leave parallel.{next(iter(parallel))}"):
         fabric.config(fabric.SFT, optimizer={"name": "muon"}, parallel=parallel)
 
 
-def test_its_keys_belong_to_it(fabric: Any) -> None:
+def test_its_keys_belong_to_it() -> None:
     """They are refused beside Adam."""
     with pytest.raises(ConfigError, match='go with name = "muon"'):
         fabric.config(fabric.SFT, optimizer={"muon_momentum": 0.9})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 
@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def config(fabric: Any, tmp_path: Path) -> Path:
+def config(tmp_path: Path) -> Path:
     path = tmp_path / "c.toml"
     path.write_text(fabric.toml(fabric.config(fabric.GRPO, micro_batch_size=None, tokens_per_micro_batch=64)))
     return path

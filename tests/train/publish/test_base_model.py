@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.fakes.stories import fabric
 
 from rollbook.engines.model_files import origin_of
 from rollbook.engines.weights.digests import digest_tensors, read_weights, widened
@@ -20,7 +20,7 @@ from rollbook.train.checkpoints.export import export_model
 
 
 @pytest.fixture
-def other(fabric: Any, tmp_path: Path) -> Path:
+def other(tmp_path: Path) -> Path:
     """A model of the same shape as the tiny one."""
     folder = Path(shutil.copytree(fabric.model_folder(), tmp_path / "other"))
     for file in folder.glob("*.safetensors"):
@@ -34,9 +34,7 @@ def steps(log: Store) -> int:
     return sum(isinstance(event.record, StepCommitted) for event in log.events())
 
 
-def test_a_proxy_has_recorded_with_another_model(
-    fabric: Any, recorded: Callable[..., Store], other: Path
-) -> None:
+def test_a_proxy_has_recorded_with_another_model(recorded: Callable[..., Store], other: Path) -> None:
     """The trainer is refused with the remedy, before a step, and its checkpoint of version 0 is not left."""
     log = recorded()
     digest = digest_tensors(widened(read_weights(other)))
@@ -52,9 +50,7 @@ def test_a_proxy_has_recorded_with_another_model(
     assert steps(log) == 1
 
 
-def test_a_trainer_goes_on_with_another_model(
-    fabric: Any, recorded: Callable[..., Store], other: Path
-) -> None:
+def test_a_trainer_goes_on_with_another_model(recorded: Callable[..., Store], other: Path) -> None:
     """Refused too, though the checkpoint has the weights; a model that is gone is not compared."""
     log = recorded()
     own = Path(shutil.copytree(fabric.model_folder(), other.parent / "own"))
@@ -72,7 +68,7 @@ def test_a_trainer_goes_on_with_another_model(
 
 @pytest.mark.parametrize("of", ["another run", "the run of another store"])
 def test_a_run_from_an_exported_model_begins_at_version_0(
-    fabric: Any, recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path, of: str
+    recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path, of: str
 ) -> None:
     """Also after a restart, whatever version of its own run the model was; its weights are those exported."""
     export_model(trained(), out := tmp_path / "exported", 4, None, "actor")
@@ -92,7 +88,7 @@ def test_a_run_from_an_exported_model_begins_at_version_0(
 
 
 def test_an_exported_model_that_was_changed_is_refused(
-    fabric: Any, recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path
+    recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path
 ) -> None:
     """At the start, where nothing is written, and where the run goes on; with both digests."""
     export_model(trained(), out := tmp_path / "exported", 4, None, "actor")
@@ -115,7 +111,7 @@ def test_an_exported_model_that_was_changed_is_refused(
 
 
 def test_a_model_by_its_name_at_the_hub(
-    fabric: Any, recorded: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the cache, at the commit that the log names; a run that has begun goes on without it."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))

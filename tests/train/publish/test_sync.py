@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.models import mixtures
+from tests.fakes.stories import fabric
 
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 @pytest.fixture
-def start(fabric: Any) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Starts engines that serve the tiny model and keep checksums of their weights."""
     with ExitStack() as stack:
 
@@ -60,19 +61,19 @@ def _records(log: Store, *kinds: type) -> list[Any]:
     return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
-def _sft(fabric: Any, steps: int, **sync: Any) -> Any:
+def _sft(steps: int, **sync: Any) -> Any:
     changes: dict[str, Any] = {"sync": sync} if sync else {}
     return fabric.config(fabric.SFT, steps=steps, checkpoint_every=2, optimizer={"lr": 1e-2}, **changes)
 
 
 @pytest.mark.parametrize(("transport", "checkpoints"), [("tensor", [0, 2, 3]), ("disk", [0, 1, 2, 3])])
 def test_every_version_goes_to_the_engine(
-    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str, checkpoints: list[int]
+    recorded: Callable[..., Store], start: Start, transport: str, checkpoints: list[int]
 ) -> None:
     """The one that training starts from and each that it makes; only from disk need all be written there."""
     app, url = start()
     log = recorded()
-    fabric.train(log, _sft(fabric, 3, engines=[url + "/"], transport=transport))
+    fabric.train(log, _sft(3, engines=[url + "/"], transport=transport))
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3]
     assert [r.policy_version for r in _records(log, SyncFinished)] == [0, 1, 2, 3]
     assert {(r.engine, r.transport) for r in _records(log, SyncStarted)} == {(url, transport)}
@@ -90,16 +91,14 @@ def test_every_version_goes_to_the_engine(
 @pytest.mark.parametrize(
     ("layout", "transport"), [*((layout, "tensor") for layout in LAYOUTS), ("tensor 2", "disk")]
 )
-def test_over_ranks(
-    fabric: Any, recorded: Callable[..., Store], start: Start, layout: str, transport: str
-) -> None:
+def test_over_ranks(recorded: Callable[..., Store], start: Start, layout: str, transport: str) -> None:
     """Each version is gathered, sent, and verified by the engine's own checksums; also while training goes
     on, and with checkpoints of shards."""
     count, sizes = LAYOUTS[layout]
     model = mixtures.mixture("qwen3_moe")[0] if "expert" in sizes else fabric.model_folder()
     app, url = start(model)
     log = recorded()
-    settings = _sft(fabric, 3, engines=[url], transport=transport, overlap=True)
+    settings = _sft(3, engines=[url], transport=transport, overlap=True)
     changes = {"model": model, "parallel": settings.parallel.model_copy(update=sizes)}
     changes |= {"checkpoint": CheckpointConfig(overlap=True, sharded=True)}
     fabric.train(log, settings.model_copy(update=changes), ranks=count)
@@ -111,35 +110,35 @@ def test_over_ranks(
     assert (app.paused, version_in(app.weight_version)) == (None, 3)
 
 
-def test_a_restart_goes_on(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_a_restart_goes_on(recorded: Callable[..., Store], start: Start) -> None:
     """The version that it begins with goes out again; giving weights away changes no bit of them."""
     _, url = start()
     log = recorded()
-    fabric.train(log, _sft(fabric, 3, engines=[url]))
-    fabric.train(log, _sft(fabric, 5, engines=[url]))
+    fabric.train(log, _sft(3, engines=[url]))
+    fabric.train(log, _sft(5, engines=[url]))
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3, 3, 4, 5]
     alone = recorded("alone")
-    fabric.train(alone, _sft(fabric, 5))
+    fabric.train(alone, _sft(5))
     ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
     assert len(ends[0]) == 5
     assert ends[0] == ends[1]
 
 
-def test_only_some_versions(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_only_some_versions(recorded: Callable[..., Store], start: Start) -> None:
     """`sync_every` leaves versions out, but not the last."""
     _, url = start()
     log = recorded()
-    fabric.train(log, _sft(fabric, 5, engines=[url], sync_every=2))
+    fabric.train(log, _sft(5, engines=[url], sync_every=2))
     given = [r.policy_version for r in _records(log, PolicyActivated)]
     assert given == [0, 2, 4, 5]
 
 
-def test_one_engine_of_two_goes_away(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_one_engine_of_two_goes_away(recorded: Callable[..., Store], start: Start) -> None:
     """Training goes on with the other; when none is left, it ends with the reasons, and the log has them."""
     (first, url), (second, other) = start(), start()
     log = recorded()
     first.faults.add(Fault("/pause_generation", "error", after=2, times=-1))
-    fabric.train(log, _sft(fabric, 3, engines=[url, other]))
+    fabric.train(log, _sft(3, engines=[url, other]))
     failed = _records(log, SyncFailed)
     assert [(r.engine, r.policy_version) for r in failed] == [(url, 2), (url, 3)]
     assert "/pause_generation answers 500" in failed[0].error
@@ -147,38 +146,38 @@ def test_one_engine_of_two_goes_away(fabric: Any, recorded: Callable[..., Store]
     assert sorted(served) == sorted([(url, 0), (url, 1), *((other, v) for v in range(4))])
     second.faults.add(Fault("/end_weight_update", "error", times=-1))
     with pytest.raises(EngineError, match=f"served nowhere: engine {url}.*; engine {other}.*/end_weight"):
-        fabric.train(log, _sft(fabric, 5, engines=[url, other]))
+        fabric.train(log, _sft(5, engines=[url, other]))
 
 
-def test_the_only_engine_is_waited_for(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_the_only_engine_is_waited_for(recorded: Callable[..., Store], start: Start) -> None:
     """Until it is up, and when it goes away in the middle: it misses no version."""
     app, url = start()
     app.faults.add(Fault("/server_info", "drop", times=2))
     app.faults.add(Fault("/pause_generation", "drop", after=2))
     app.faults.add(Fault("/begin_weight_update", "drop", after=3, times=2))
     log = recorded()
-    fabric.train(log, _sft(fabric, 3, engines=[url]))
+    fabric.train(log, _sft(3, engines=[url]))
     assert [r.policy_version for r in _records(log, SyncStarted)] == [0, 1, 2, 2, 3, 3, 3]
     assert [r.policy_version for r in _records(log, SyncFailed)] == [2, 3, 3]
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3]
     assert version_in(app.weight_version) == 3
 
 
-def test_one_engine_of_two_was_never_there(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_one_engine_of_two_was_never_there(recorded: Callable[..., Store], start: Start) -> None:
     """The other is enough, also to find out how weights get there."""
     _, url = start()
     log = recorded()
-    fabric.train(log, _sft(fabric, 1, engines=[NOWHERE, url]))
+    fabric.train(log, _sft(1, engines=[NOWHERE, url]))
     assert [(r.engine, r.policy_version) for r in _records(log, SyncFailed)] == [(NOWHERE, 0), (NOWHERE, 1)]
     assert [(r.engine, r.policy_version) for r in _records(log, PolicyActivated)] == [(url, 0), (url, 1)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tensor"])
 def test_an_engine_that_does_not_come(
-    fabric: Any, recorded: Callable[..., Store], caplog: pytest.LogCaptureFixture, transport: str
+    recorded: Callable[..., Store], caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
     """Who waits says so, and the error has the remedy."""
-    settings = _sft(fabric, 1, engines=[NOWHERE], transport=transport, wait_s=0.6)
+    settings = _sft(1, engines=[NOWHERE], transport=transport, wait_s=0.6)
     wanted = rf"no engine could be reached within [\d.]+ s: engine {NOWHERE}: /server_info: .*is it running"
     with pytest.raises(EngineError, match=wanted):
         fabric.train(recorded(), settings)
@@ -186,7 +185,7 @@ def test_an_engine_that_does_not_come(
 
 
 def test_a_signal_while_an_engine_is_waited_for(
-    fabric: Any, recorded: Callable[..., Store], start: Start, monkeypatch: pytest.MonkeyPatch
+    recorded: Callable[..., Store], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait ends at once; the version has its checkpoint, and the next start gives it to the engine."""
     _, url = start()
@@ -204,18 +203,18 @@ def test_a_signal_while_an_engine_is_waited_for(
         patch.setattr(presence, "time", clock)
         patch.setattr(presence, "_look", lambda engines: ([], ["it was killed"]))
         with pytest.raises(KeyboardInterrupt):
-            fabric.train(log, _sft(fabric, 5, engines=[url], transport="tensor", wait_s=600.0))
+            fabric.train(log, _sft(5, engines=[url], transport="tensor", wait_s=600.0))
     signal.signal(signal.SIGINT, before)
     assert [r.policy_version for r in _records(log, CheckpointWritten)] == [0, 2, 3]
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2]
-    fabric.train(log, _sft(fabric, 5, engines=[url], transport="tensor", wait_s=600.0))
+    fabric.train(log, _sft(5, engines=[url], transport="tensor", wait_s=600.0))
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_an_engine_that_is_not_waited_for(recorded: Callable[..., Store]) -> None:
     """No connection is an error at once."""
     for transport in ("auto", "tensor"):
-        settings = _sft(fabric, 1, engines=[NOWHERE], transport=transport, wait_s=0.0)
+        settings = _sft(1, engines=[NOWHERE], transport=transport, wait_s=0.0)
         with pytest.raises(EngineError, match=rf"engine {NOWHERE}: /server_info: .*is it running"):
             fabric.train(recorded(transport), settings)
 
@@ -223,15 +222,15 @@ def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., S
 @pytest.mark.more_but("disk")
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_training_goes_on_while_weights_travel(
-    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str
+    recorded: Callable[..., Store], start: Start, transport: str
 ) -> None:
     """The next step is planned and committed before the engine has the version of the last one; what travels
     is that version all the same, verified, and steps are those of a training that waits."""
     app, url = start()
     app.faults.add(Fault("/weights_checker", "hang", after=2, times=-1, seconds=0.7))
     log, alone = recorded(), recorded("alone")
-    fabric.train(log, _sft(fabric, 4, engines=[url], transport=transport, overlap=True))
-    fabric.train(alone, _sft(fabric, 4))
+    fabric.train(log, _sft(4, engines=[url], transport=transport, overlap=True))
+    fabric.train(alone, _sft(4))
     ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
     assert ends[0] == ends[1]
     order = [(type(r), r.policy_version) for r in _records(log, SyncFinished, StepCommitted)]
@@ -246,7 +245,7 @@ def test_training_goes_on_while_weights_travel(
 @pytest.mark.more_but("tensor")
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_engines_beside_checkpoints_of_shards(
-    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str
+    recorded: Callable[..., Store], start: Start, transport: str
 ) -> None:
     """By disk an engine is given a directory of whole weights beside the shards, also where these were there
     before; from memory it needs none."""
@@ -254,7 +253,7 @@ def test_engines_beside_checkpoints_of_shards(
     log, way = recorded(), {"sharded": True, "overlap": True}
     for steps in (1, 2, 3):
         engines = {"engines": [url], "transport": transport} if steps > 1 else {}
-        settings = _sft(fabric, steps, **engines)
+        settings = _sft(steps, **engines)
         fabric.train(log, settings.model_copy(update={"checkpoint": CheckpointConfig(**way)}))
     assert [r.policy_version for r in _records(log, SyncFinished)] == [1, 2, 2, 3]
     written = _records(log, CheckpointWritten)
@@ -267,12 +266,12 @@ def test_engines_beside_checkpoints_of_shards(
     assert activated == digests
 
 
-def test_a_sync_on_the_way_fails(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+def test_a_sync_on_the_way_fails(recorded: Callable[..., Store], start: Start) -> None:
     """The training ends at the next one with its error, and goes on from there once the engine is well."""
     app, url = start()
     log = recorded()
     app.faults.add(Fault("/end_weight_update", "error", after=1, times=1))
-    settings = _sft(fabric, 4, engines=[url], transport="tensor", overlap=True)
+    settings = _sft(4, engines=[url], transport="tensor", overlap=True)
     with pytest.raises(
         EngineError, match=r"version 1 of actor is served nowhere: engine .*/end_weight_update"
     ):

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.cli.train.training import run_train
 from rollbook.engines.weights.digests import read_weights
@@ -111,7 +112,7 @@ def _came(mark: str) -> psutil.Process:
     return process
 
 
-def test_a_training_is_that_of_one_rank(fabric: Any, recorded: Stores, mark: str) -> None:
+def test_a_training_is_that_of_one_rank(recorded: Stores, mark: str) -> None:
     """And its steps replay bit for bit, by ranks of this host."""
     one, two = recorded("one"), recorded("two")
     settings = fabric.config(fabric.SFT, steps=2, optimizer=SGD_LIKE)
@@ -129,7 +130,7 @@ def test_a_training_is_that_of_one_rank(fabric: Any, recorded: Stores, mark: str
 
 @pytest.mark.parametrize("who", ["rank", "actor", "rank that hangs"])
 def test_a_rank_that_dies_or_hangs(
-    fabric: Any, recorded: Stores, mark: str, monkeypatch: pytest.MonkeyPatch, who: str
+    recorded: Stores, mark: str, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """The step fails and names it, and the same training goes on."""
     from rollbook.train.loop import trainer
@@ -165,7 +166,7 @@ def test_a_rank_that_dies_or_hangs(
     assert replay_step(log, 1).differs_in is None
 
 
-def test_there_is_no_room(fabric: Any, recorded: Stores, mark: str) -> None:
+def test_there_is_no_room(recorded: Stores, mark: str) -> None:
     """The error says what was asked for and what there is; nothing was planned."""
     log = recorded()
     began = time.monotonic()
@@ -236,21 +237,21 @@ def test_ranks_end_with_the_first(cluster: str, mark: str) -> None:
 # What is asked for --------------------------------------------------------------------------------
 
 
-def test_ray_is_not_installed(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_not_installed(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said how it is."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'rollbook\[ray\]'"):
         _place(recorded(), fabric.config(fabric.SFT))
 
 
-def test_rank_0_would_be_outside(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_would_be_outside(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of a cluster is not in it: others could not meet it there."""
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
     with pytest.raises(ConfigError, match="ray://elsewhere:10001: rank 0 must be on a node of the cluster"):
         _place(recorded(), fabric.config(fabric.SFT))
 
 
-def test_a_launcher_started_them(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_started_them(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray is not asked for ranks that are there."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}.items():
         monkeypatch.setenv(name, value)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -42,7 +43,7 @@ def _children() -> list[int]:
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+    recorded: Stores, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:
     """The step fails and names it, no process is left behind, and the same training goes on."""
     log = recorded()
@@ -71,7 +72,7 @@ def test_a_rank_that_dies_or_hangs(
     assert replay_step(log, 1).differs_in is None
 
 
-def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch, fabric: Any, recorded: Stores) -> None:
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch, recorded: Stores) -> None:
     """Its last words are told; nothing was planned."""
     monkeypatch.setenv("PYTHONSTARTUP", "")
     monkeypatch.setattr("rollbook.train.ranks.launch.FOLLOW", ("-c", "raise SystemExit('no such GPU')"))
@@ -105,7 +106,7 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
 # What is asked for --------------------------------------------------------------------------------
 
 
-def test_torchrun_starts_them_too(fabric: Any, recorded: Stores, tmp_path: Path) -> None:
+def test_torchrun_starts_them_too(recorded: Stores, tmp_path: Path) -> None:
     """The same command, under a launcher: rank 0 trains, the others follow."""
     log = recorded()
     file = tmp_path / "config.toml"
@@ -125,7 +126,7 @@ def test_torchrun_starts_them_too(fabric: Any, recorded: Stores, tmp_path: Path)
     assert len(_of(log, StepCommitted)) == 1
 
 
-def test_ranks_that_cannot_be(fabric: Any, recorded: Stores) -> None:
+def test_ranks_that_cannot_be(recorded: Stores) -> None:
     """Sizes that do not divide the ranks are refused before anything starts."""
     with pytest.raises(ConfigError, match=r"3 ranks cannot be shared by tensor = 2 times pipeline = 1"):
         fabric.train(recorded(), fabric.config(fabric.SFT, parallel={"tensor": 2}), ranks=3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.fakes.stories import fabric
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.replay.step.step import replay_step
@@ -40,10 +41,10 @@ def _same(log: Store, other: Store) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_one(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
+def of_one(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
     """Trainings of two steps on one rank, by name."""
     found = {}
-    for name, settings in _settings(fabric).items():
+    for name, settings in _settings().items():
         found[name] = _copy(recorded_path, tmp_path_factory.mktemp("one") / name)
         fabric.train(found[name], settings)
     return found
@@ -61,7 +62,7 @@ SGD_LIKE = {"lr": 1e-4, "eps": 1.0, "clip_grad": 0.0}
 """Adam whose steps are proportional to gradients: of one that is near zero its sign does not matter."""
 
 
-def _settings(fabric: Any, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
+def _settings(parallel: dict[str, Any] | None = None) -> dict[str, Any]:
     changes: dict[str, Any] = {"steps": 2, "optimizer": SGD_LIKE, "parallel": parallel or {}}
     packed = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
     return {
@@ -80,13 +81,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed"])
 def test_a_training_is_that_of_one_rank(
-    fabric: Any, recorded: Stores, of_one: dict[str, Store], training: str, layout: str
+    recorded: Stores, of_one: dict[str, Store], training: str, layout: str
 ) -> None:
     """The manifest has the layout and every rank's part; the last step replays bit for bit, by as many
     ranks."""
     count, sizes = LAYOUTS[layout]
     log = recorded()
-    fabric.train(log, _settings(fabric, sizes)[training], ranks=count)
+    fabric.train(log, _settings(sizes)[training], ranks=count)
     _same(log, of_one[training])
     plans = _of(log, StepPlanned)
     copies = 2 if layout == "data 2" else 1
@@ -105,7 +106,7 @@ NARROW = LAYOUTS | {
 
 
 @pytest.mark.parametrize("layout", NARROW)
-def test_bfloat16(fabric: Any, recorded: Stores, layout: str) -> None:
+def test_bfloat16(recorded: Stores, layout: str) -> None:
     """Near that of one rank, in whatever layout; one rank goes on from its checkpoint with the float32
     weights; every step replays."""
     count, sizes = NARROW[layout]
@@ -135,7 +136,7 @@ def test_bfloat16(fabric: Any, recorded: Stores, layout: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"distributed_optimizer": True}, {"tensor": 2, "sequence": True}])
-def test_ppo_with_its_critic(fabric: Any, recorded: Stores, sizes: dict[str, Any]) -> None:
+def test_ppo_with_its_critic(recorded: Stores, sizes: dict[str, Any]) -> None:
     """On two ranks, with mini-batches and a reference; replayed."""
     logs = []
     for ranks in (1, 2):
@@ -151,7 +152,7 @@ def test_ppo_with_its_critic(fabric: Any, recorded: Stores, sizes: dict[str, Any
     assert replay_step(logs[1], 1).differs_in is None
 
 
-def test_it_goes_on_in_another_layout(fabric: Any, recorded: Stores, of_one: dict[str, Store]) -> None:
+def test_it_goes_on_in_another_layout(recorded: Stores, of_one: dict[str, Store]) -> None:
     """From the checkpoint of another one, with the optimizer's state."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1, optimizer=SGD_LIKE), ranks=2)
@@ -161,7 +162,7 @@ def test_it_goes_on_in_another_layout(fabric: Any, recorded: Stores, of_one: dic
     assert replay_step(log, 1).differs_in is None
 
 
-def test_more_ranks_than_samples(fabric: Any, recorded: Stores) -> None:
+def test_more_ranks_than_samples(recorded: Stores) -> None:
     """A rank without a sample takes part all the same."""
     logs = []
     for ranks in (1, 2):
@@ -175,7 +176,7 @@ def test_more_ranks_than_samples(fabric: Any, recorded: Stores) -> None:
     assert [len(rank) for rank in _of(logs[1], StepPlanned)[0].partition] == [1, 0]
 
 
-def test_steps_between_are_of_another_layout(fabric: Any, recorded: Stores, monkeypatch: Any) -> None:
+def test_steps_between_are_of_another_layout(recorded: Stores, monkeypatch: Any) -> None:
     """A training that was cut off goes on only where its steps come out the same, and says what differs."""
     log = recorded()
     changes = {"steps": 3, "checkpoint_every": 9}

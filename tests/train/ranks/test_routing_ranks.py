@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.models import mixtures
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -33,7 +34,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def _recorded(fabric: Any, path: Path) -> Store:
+def _recorded(path: Path) -> Store:
     """Two groups whose tokens went to random experts, all but some, of lengths that no rank count divides."""
     log = rb.open(path, create=True)
     for at in range(8):
@@ -45,7 +46,7 @@ def _recorded(fabric: Any, path: Path) -> Store:
     return log
 
 
-def _train(fabric: Any, log: Store, how: str, sizes: dict[str, Any], ranks: int) -> list[Any]:
+def _train(log: Store, how: str, sizes: dict[str, Any], ranks: int) -> list[Any]:
     algorithm = {"name": "grpo", "groups": 2, "group_size": 4, "kl": 0.1, "old": "trainer", "epochs": 2}
     given = {"model": str(mixtures.mixture("qwen3_moe")[0]), "routing_replay": True, "steps": 2}
     given |= {"optimizer": SGD_LIKE, "algorithm": algorithm, "parallel": sizes, **HOW[how]}
@@ -54,21 +55,21 @@ def _train(fabric: Any, log: Store, how: str, sizes: dict[str, Any], ranks: int)
 
 
 @pytest.fixture(scope="module")
-def of_one(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The steps of one rank, padded and packed."""
     folder = tmp_path_factory.mktemp("one")
-    logs = {how: _recorded(fabric, folder / f"{at}") for at, how in enumerate(HOW)}
-    return {how: _train(fabric, log, how, {}, 1) for how, log in logs.items()}
+    logs = {how: _recorded(folder / f"{at}") for at, how in enumerate(HOW)}
+    return {how: _train(log, how, {}, 1) for how, log in logs.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_is_that_of_one_rank(
-    fabric: Any, of_one: dict[str, list[Any]], tmp_path: Path, how: str, layout: str
+    of_one: dict[str, list[Any]], tmp_path: Path, how: str, layout: str
 ) -> None:
     """Every rank replays its layers and its tokens; the last step replays bit for bit."""
-    log = _recorded(fabric, tmp_path / "store")
-    steps = _train(fabric, log, how, LAYOUTS[layout], 2)
+    log = _recorded(tmp_path / "store")
+    steps = _train(log, how, LAYOUTS[layout], 2)
     for ours, theirs in zip(steps, of_one[how], strict=True):
         for metric in ("loss", "gradient_norm", "entropy", "kl", "engine_logprob_gap"):
             found, expected = (step.metrics[metric] or 0.0 for step in (ours, theirs))

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -104,7 +105,7 @@ class Nodes:
 
 
 @pytest.fixture
-def started(fabric: Any, tmp_path: Path, hosts: None) -> Callable[..., Nodes]:
+def started(tmp_path: Path, hosts: None) -> Callable[..., Nodes]:
     """Starts a training of both hosts."""
 
     def start(log: Store, **changes: Any) -> Nodes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 from tests.fakes.stories.versions import fold_versions
 
 from rollbook import store as rb
@@ -38,7 +40,7 @@ def _of(log: Store, *kinds: type[Any]) -> list[Any]:
     return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
-def _stop(fabric: Any, log: Store, settings: Any, after: int) -> None:
+def _stop(log: Store, settings: Any, after: int) -> None:
     """Train, and be killed once step `after` is committed: no checkpoint is written on the way out."""
 
     class Killed(BaseException):
@@ -56,7 +58,7 @@ def _stop(fabric: Any, log: Store, settings: Any, after: int) -> None:
             fabric.train(log, settings)
 
 
-def _go_back(cli: Any, fabric: Any, tmp_path: Path, log: Store, settings: Any, version: int) -> str:
+def _go_back(cli: Any, tmp_path: Path, log: Store, settings: Any, version: int) -> str:
     """`rollbook train CONFIG --abandon-after VERSION`; what it says."""
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     command = ("train", tmp_path / "train.toml", "--store", log.path, "--abandon-after", version)
@@ -76,13 +78,13 @@ def _terms(log: Store) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def gone_back_path(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gone_back_path(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine steps, of which those after version 4 were taken twice: stopped at 6, and back to 4.
 
     Copy it; never write.
     """
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("gone-back") / "store"))
-    _stop(fabric, log, fabric.config(fabric.SFT), 6)
+    _stop(log, fabric.config(fabric.SFT), 6)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         fabric.train(log, fabric.config(fabric.SFT), abandon_after=4)
     assert "abandoned 2 steps (4 to 5), which made versions 5 to 6" in said.getvalue()
@@ -97,9 +99,7 @@ def gone_back(gone_back_path: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(gone_back_path, tmp_path / "gone-back"))
 
 
-def test_it_ends_with_the_weights_of_a_run_that_never_stopped(
-    fabric: Any, gone_back: Store, trained: Stores
-) -> None:
+def test_it_ends_with_the_weights_of_a_run_that_never_stopped(gone_back: Store, trained: Stores) -> None:
     """The same batches on the same weights and optimizer state, under new numbers."""
     plans, commits = _of(gone_back, StepPlanned), _of(gone_back, StepCommitted)
     assert [(p.step, p.attempt, p.policy_version) for p in plans] == [
@@ -140,7 +140,7 @@ def test_what_the_log_says_of_it(gone_back: Store) -> None:
     assert [row[0] for row in rows if row[1] == "committed"] == [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 
-def test_replay_of_what_counts_and_of_what_does_not(fabric: Any, gone_back: Store, cli: Any) -> None:
+def test_replay_of_what_counts_and_of_what_does_not(gone_back: Store, cli: Any) -> None:
     """Steps before and after replay bit for bit; of the others it is said that they were abandoned."""
     for step, base in ((3, 0), (6, 7), (8, 7)):
         replayed = replay_step(gone_back, step)
@@ -151,11 +151,11 @@ def test_replay_of_what_counts_and_of_what_does_not(fabric: Any, gone_back: Stor
     assert (code, "was abandoned" in said) == (2, True)
 
 
-def test_what_was_consumed_is_waiting_again(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_what_was_consumed_is_waiting_again(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """In both ledgers; then it is consumed once more, so that all of it was consumed exactly once."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=1)
     before = _terms(log)
-    _stop(fabric, log, settings, 2)
+    _stop(log, settings, 2)
     used = [p.samples for p in _of(log, StepPlanned)]
     first, second = (sum(_lengths(log, refs).values()) for refs in used)
     assert _terms(log) == before | {TRAINED: first + second, WAITING: before[WAITING] - first - second}
@@ -183,26 +183,26 @@ def _lengths(log: Store, refs: list[dict[str, str]]) -> dict[str, int]:
     }
 
 
-def test_said_again_it_changes_nothing(fabric: Any, gone_back: Store, cli: Any, tmp_path: Path) -> None:
+def test_said_again_it_changes_nothing(gone_back: Store, cli: Any, tmp_path: Path) -> None:
     """A batch job that is started again with the same command goes on; the new number means the new steps."""
     before = gone_back.head()
-    said = _go_back(cli, fabric, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
+    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
     assert "were abandoned before, and training goes on from it as version 7" in said
     assert len(_of(gone_back, StepAbandoned)) == 2
     assert gone_back.head()["train"] == before["train"] + 1, "only run.opened"
-    said = _go_back(cli, fabric, tmp_path, gone_back, fabric.config(fabric.SFT), 12)
+    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 12)
     assert "no step was committed after version 12" in said
-    _go_back(cli, fabric, tmp_path, gone_back, fabric.config(fabric.SFT), 7)
+    _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 7)
     assert [(r.policy_version, r.goes_on_as) for r in _of(gone_back, StepAbandoned)[2:]] == [
         (made, 13) for made in (8, 9, 10, 11, 12)
     ]
-    said = _go_back(cli, fabric, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
+    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
     assert "goes on from it as version 13" in said
 
 
-def test_further_back_than_before(fabric: Any, gone_back: Store, cli: Any, tmp_path: Path) -> None:
+def test_further_back_than_before(gone_back: Store, cli: Any, tmp_path: Path) -> None:
     """To version 0: the number under which 4 went on is on no line either."""
-    _go_back(cli, fabric, tmp_path, gone_back, fabric.config(fabric.SFT, steps=2), 0)
+    _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT, steps=2), 0)
     history = fabric.steps_of(gone_back)
     assert {c.policy_version for c in history.checkpoints} == {0, 13, 15}
     assert [s.committed.policy_version for s in history.steps.values()] == [14, 15]
@@ -216,7 +216,7 @@ def test_further_back_than_before(fabric: Any, gone_back: Store, cli: Any, tmp_p
     assert "it can from: 0, 13, 15" in said
 
 
-def test_no_such_checkpoint(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_no_such_checkpoint(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """The versions that it can go on from are named, and nothing is written."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=6))
@@ -230,12 +230,12 @@ def test_no_such_checkpoint(fabric: Any, recorded: Stores, cli: Any, tmp_path: P
 
 
 def test_a_machine_that_computes_otherwise(
-    fabric: Any, recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The resume that fails says how to go on, and that goes on, there and without the error."""
     log, settings = recorded(), fabric.config(fabric.SFT)
-    _stop(fabric, log, settings, 6)
-    run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
+    _stop(log, settings, 6)
+    run_step = sys.modules["rollbook.train.resume.rerun"].run_step
 
     def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         for micro in batch.micro_batches:
@@ -245,33 +245,33 @@ def test_a_machine_that_computes_otherwise(
     monkeypatch.setattr("rollbook.train.resume.rerun.run_step", noisy)
     with pytest.raises(TrainError, match="without the steps since: --abandon-after 4"):
         fabric.train(log, settings)
-    _go_back(cli, fabric, tmp_path, log, settings, 4)
+    _go_back(cli, tmp_path, log, settings, 4)
     assert len(fabric.steps_of(log).steps) == 9
 
 
-def test_a_used_trajectory_was_erased(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_used_trajectory_was_erased(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """The steps since the checkpoint cannot be run again, so they are given up, and its sample is dropped."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=100)
-    _stop(fabric, log, settings, 2)
+    _stop(log, settings, 2)
     used = _of(log, StepPlanned)[1].samples[0]["trajectory_id"]
     erase_trajectory(log, used, "a customer asked")
     with pytest.raises(TrainError, match=f"trajectory {used}, .*: --abandon-after 0"):
         fabric.train(log, settings)
-    _go_back(cli, fabric, tmp_path, log, settings, 0)
+    _go_back(cli, tmp_path, log, settings, 0)
     live = [s.planned.samples for s in fabric.steps_of(log).steps.values()]
     assert len(live) == 3
     assert used not in {ref["trajectory_id"] for refs in live for ref in refs}
     assert {(d.trajectory_id, d.rule) for d in _of(log, SampleDropped)} == {(used, "erased")}
 
 
-def test_another_configuration_from_there(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_another_configuration_from_there(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """A lower learning rate from version 4: a training of its own, with an optimizer that begins."""
     log = recorded()
-    _stop(fabric, log, fabric.config(fabric.SFT), 6)
+    _stop(log, fabric.config(fabric.SFT), 6)
     lower = fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-4})
     with pytest.raises(TrainError, match=r"no checkpoint of version 6 .*--abandon-after .*: 0, 4\)"):
         fabric.train(log, lower)
-    _go_back(cli, fabric, tmp_path, log, lower, 4)
+    _go_back(cli, tmp_path, log, lower, 4)
     plans = _of(log, StepPlanned)[6:]
     assert [(p.policy_version, p.optimizer["lr"]) for p in plans] == [(7, 1e-4), (8, 1e-4)]
     commits = _of(log, StepCommitted)
@@ -280,10 +280,10 @@ def test_another_configuration_from_there(fabric: Any, recorded: Stores, cli: An
     assert replay_step(log, 7).bit_for_bit
 
 
-def test_an_erasure_says_what_it_ends(fabric: Any, recorded: Stores, cli: Any) -> None:
+def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Any) -> None:
     """The steps and the resume that need it; only with --yes is it done, and then once more without."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
-    _stop(fabric, log, settings, 3)
+    _stop(log, settings, 3)
     plans = _of(log, StepPlanned)
     names = [plan.samples[0]["trajectory_id"] for plan in plans]
     command = ("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory")
@@ -303,12 +303,12 @@ def test_an_erasure_says_what_it_ends(fabric: Any, recorded: Stores, cli: Any) -
     assert cli(*command, "teach3")[0] == 0, "no step needs it"
 
 
-def test_an_erasure_that_ends_a_resume(fabric: Any, recorded: Stores, cli: Any) -> None:
+def test_an_erasure_that_ends_a_resume(recorded: Stores, cli: Any) -> None:
     """Steps since the last checkpoint have to be run again to go on; the remedy names its version."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "publish", lambda self: None)
-        _stop(fabric, log, settings, 2)
+        _stop(log, settings, 2)
     name = _of(log, StepPlanned)[0].samples[0]["trajectory_id"]
     code, _, told = cli("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory", name)
     assert code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -73,9 +75,7 @@ def _crash(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
     monkeypatch.setattr(Trainer, "publish", dying_publish)
 
 
-def _train_through_crashes(
-    fabric: Any, log: Store, settings: Any, crashes: list[tuple[str, int]], **options: Any
-) -> None:
+def _train_through_crashes(log: Store, settings: Any, crashes: list[tuple[str, int]], **options: Any) -> None:
     """Train, die at each place in turn, and train to the end."""
     for place, step in crashes:
         with pytest.MonkeyPatch.context() as patch:
@@ -98,12 +98,10 @@ def _train_through_crashes(
     ],
     ids=lambda crashes: ", ".join(f"{p} {s}" for p, s in crashes),
 )
-def test_a_crash_changes_no_bit(
-    fabric: Any, recorded: Stores, trained: Stores, crashes: list[tuple[str, int]]
-) -> None:
+def test_a_crash_changes_no_bit(recorded: Stores, trained: Stores, crashes: list[tuple[str, int]]) -> None:
     """Wherever it dies, a restart ends with the weights and optimizer of a run that never did."""
     log, whole = recorded(), trained()
-    _train_through_crashes(fabric, log, fabric.config(fabric.SFT), crashes)
+    _train_through_crashes(log, fabric.config(fabric.SFT), crashes)
     found, expected = _of(log, StepCommitted), _of(whole, StepCommitted)[:9]
     assert [s.policy_version for s in found] == list(range(1, 10))
     assert [s.digests for s in found] == [s.digests for s in expected]
@@ -115,17 +113,17 @@ def test_a_crash_changes_no_bit(
     assert attempts == {n: 1 + lost[n] for n in range(9)}
 
 
-def test_the_next_phase_follows_a_crash_at_the_end(fabric: Any, recorded: Stores, trained: Stores) -> None:
+def test_the_next_phase_follows_a_crash_at_the_end(recorded: Stores, trained: Stores) -> None:
     """Dying between the last commit and its checkpoint, then restarting, leaves a phase to build on."""
     log = recorded()
-    _train_through_crashes(fabric, log, fabric.config(fabric.SFT), [("after commit", 9)])
+    _train_through_crashes(log, fabric.config(fabric.SFT), [("after commit", 9)])
     fabric.train(log, fabric.config(fabric.GRPO))
     assert _final(log) == _final(trained())
 
 
 @pytest.mark.more_but("after plan")
 @pytest.mark.parametrize("place", ["after plan", "after commit"])
-def test_dropped_groups_are_dropped_again(fabric: Any, recorded: Stores, place: str) -> None:
+def test_dropped_groups_are_dropped_again(recorded: Stores, place: str) -> None:
     """Flat groups keep their turn in the step when it is planned again, so the batches are the same."""
     logs = [recorded(name) for name in ("whole", "crashed")]
     settings = fabric.config(fabric.GRPO, steps=2, algorithm={"name": "grpo", "groups": 3, "group_size": 4})
@@ -133,7 +131,7 @@ def test_dropped_groups_are_dropped_again(fabric: Any, recorded: Stores, place: 
     for log in logs:
         fabric.append(log, flat)
     fabric.train(logs[0], settings)
-    _train_through_crashes(fabric, logs[1], settings, [(place, 1)])
+    _train_through_crashes(logs[1], settings, [(place, 1)])
     whole, crashed = ([s.planned.samples for s in fabric.steps_of(log).steps.values()] for log in logs)
     assert whole == crashed
     assert _final(logs[0]) == _final(logs[1])
@@ -141,20 +139,18 @@ def test_dropped_groups_are_dropped_again(fabric: Any, recorded: Stores, place: 
     assert Counter(drops) == {("g1", "zero_variance", 0): 6, ("g4", "zero_variance", 1): 6}
 
 
-def test_online_and_offline_take_the_same_steps(fabric: Any, recorded: Stores) -> None:
+def test_online_and_offline_take_the_same_steps(recorded: Stores) -> None:
     """From the tail of the same log, restarts included, GRPO makes the weights it makes at a cut."""
     logs = [recorded(name) for name in ("cut", "tail")]
     settings = fabric.config(fabric.GRPO)
     fabric.train(logs[0], settings)
-    _train_through_crashes(fabric, logs[1], settings, [("after plan", 0), ("after commit", 2)], source="tail")
+    _train_through_crashes(logs[1], settings, [("after plan", 0), ("after commit", 2)], source="tail")
     assert [s.digests["weights"] for s in _of(logs[0], StepCommitted)] == [
         s.digests["weights"] for s in _of(logs[1], StepCommitted)
     ]
 
 
-def test_an_error_in_a_step_is_recorded(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_step_is_recorded(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that raises is a step.failed of its attempt; the restart plans attempt 2."""
     log = recorded()
 
@@ -171,7 +167,7 @@ def test_an_error_in_a_step_is_recorded(
     assert [(s.step, s.attempt) for s in _of(log, StepCommitted)] == [(0, 2)]
 
 
-def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
+def test_resuming_elsewhere_is_refused(recorded: Stores) -> None:
     """When steps after the checkpoint come out with other bits, resuming is an error that names the stage."""
     log = recorded()
     settings = fabric.config(fabric.SFT)
@@ -180,7 +176,7 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
         with pytest.raises(Killed):
             fabric.train(log, settings)
     with pytest.MonkeyPatch.context() as patch:
-        run_step = fabric.sys.modules["rollbook.train.resume.rerun"].run_step
+        run_step = sys.modules["rollbook.train.resume.rerun"].run_step
 
         def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
             for micro in batch.micro_batches:
@@ -194,9 +190,7 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
     assert _final(log)[0] == 9
 
 
-def test_another_checkpoint_is_not_gone_on_from(
-    fabric: Any, recorded: Stores, tmp_path: Path, capsys: Any
-) -> None:
+def test_another_checkpoint_is_not_gone_on_from(recorded: Stores, tmp_path: Path, capsys: Any) -> None:
     """One that is whole, but not the one the log names, is passed over; without another it is an error."""
     log, other = recorded("store"), recorded("other")
     for held, seed in ((log, 3), (other, 9)):
@@ -231,7 +225,7 @@ def _kill_after(process: Any, log: Store, events: int) -> None:
 
 
 @pytest.mark.crashes
-def test_kill_9_and_restart(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_kill_9_and_restart(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """`rollbook train` killed in mid-run goes on when it is run again, to exactly the same weights."""
     settings = fabric.config(fabric.SFT, steps=60, checkpoint_every=7)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store.errors import ConfigError
@@ -43,7 +44,7 @@ RECIPES: list[tuple[dict[str, Any], set[str]]] = [
 MODELS = {"text": ["m", "m"], "easy": ["n", "m"], "whole": ["m", None]}
 
 
-def _records(fabric: Any) -> list[Any]:
+def _records() -> list[Any]:
     """A trajectory of two turns for each of `LABELS`; those of `MODELS` asked for these models."""
     made = []
     for name, labels in LABELS.items():
@@ -59,9 +60,9 @@ def _records(fabric: Any) -> list[Any]:
     RECIPES,
     ids=lambda value: str(value) if isinstance(value, dict) else "-".join(sorted(value)),
 )
-def test_one_by_one_as_in_sql(fabric: Any, tmp_path: Path, keys: dict[str, Any], expected: set[str]) -> None:
+def test_one_by_one_as_in_sql(tmp_path: Path, keys: dict[str, Any], expected: set[str]) -> None:
     """The same trajectories."""
-    recipe, made = RecipeConfig.model_validate_json(json.dumps(keys)), _records(fabric)
+    recipe, made = RecipeConfig.model_validate_json(json.dumps(keys)), _records()
     log = rb.open(tmp_path / "store", create=True)
     fabric.append(log, made)
     found = find_references(log, log.head(), fabric.RUN, recipe)
@@ -70,7 +71,7 @@ def test_one_by_one_as_in_sql(fabric: Any, tmp_path: Path, keys: dict[str, Any],
     assert {one.opened.name for one in folded if chooses(recipe, one)} == expected
 
 
-def test_a_condition_in_sql_goes_with_a_cut(fabric: Any, tmp_path: Path) -> None:
+def test_a_condition_in_sql_goes_with_a_cut(tmp_path: Path) -> None:
     """What goes with the tail is named."""
     log = rb.open(tmp_path / "store", create=True)
     with pytest.raises(ConfigError, match=r"recipe.where .* on the tail recipe.labels and recipe.models"):

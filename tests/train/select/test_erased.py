@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.store import Store
 from rollbook.store.fold.history import History
@@ -16,7 +16,7 @@ from rollbook.train.select.sorting import select
 from rollbook.train.sources.source import make_source
 
 
-def test_samples_of_an_erased_trajectory(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_samples_of_an_erased_trajectory(recorded: Callable[..., Store]) -> None:
     """Arrays keep their length and versions; ids are -1, nothing has loss, and the sample says so."""
     log = recorded()
     before = list(samples_of(log.trajectories()["g0.0"]))
@@ -33,7 +33,7 @@ def test_samples_of_an_erased_trajectory(fabric: Any, recorded: Callable[..., St
         assert (now.reward, now.as_json()["erased"]) == (was.reward, True)
 
 
-def test_what_was_never_trained_is_not_dropped(fabric: Any, store: Store) -> None:
+def test_what_was_never_trained_is_not_dropped(store: Store) -> None:
     """A turn that nobody got had no loss before: its erasure takes nothing from training."""
     fabric.append(store, fabric.records("lost", [fabric.T(delivered=False)]))
     erase_trajectory(store, "lost", "x")
@@ -42,7 +42,7 @@ def test_what_was_never_trained_is_not_dropped(fabric: Any, store: Store) -> Non
     assert not is_candidate(sample, fabric.config(fabric.GRPO).recipe)
 
 
-def test_the_recipe_drops_it_by_name(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_the_recipe_drops_it_by_name(recorded: Callable[..., Store]) -> None:
     """Whatever else holds of it, an erased candidate is dropped by the rule `erased`."""
     log = recorded()
     erase_trajectory(log, "g0.1", "x")
@@ -54,7 +54,7 @@ def test_the_recipe_drops_it_by_name(fabric: Any, recorded: Callable[..., Store]
 
 
 @pytest.mark.parametrize(("values", "name"), [("SFT", "teach3"), ("GRPO", "g0.1")])
-def test_no_step_gets_it(fabric: Any, recorded: Callable[..., Store], values: str, name: str) -> None:
+def test_no_step_gets_it(recorded: Callable[..., Store], values: str, name: str) -> None:
     """Neither source hands out its samples; the drops of the first step name them."""
     log = recorded()
     erase_trajectory(log, name, "x")

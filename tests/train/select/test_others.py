@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.registry import PolicyGradient
@@ -73,15 +74,14 @@ def test_rewards_are_normalized_by_what_is_trained_on() -> None:
     assert found == pytest.approx([-2.0, 0.0], abs=1e-6)
 
 
-def _samples(fabric: Any, *trajectories: Any) -> list[Sample]:
+def _samples(*trajectories: Any) -> list[Sample]:
     return all_samples(fold(fabric.events([r for one in trajectories for r in one])).values())
 
 
-def test_which_members_count(fabric: Any) -> None:
+def test_which_members_count() -> None:
     """Each once, with a reward that is a number, of a group that is trained on, if nothing of it is."""
     both = [fabric.T([1], [2, 3]), fabric.T([4], [5])]
     samples = _samples(
-        fabric,
         fabric.records("kept", both, group="g", reward=1.0),
         fabric.records("twice", both, group="g", reward=0.5, status="truncated"),
         fabric.records("nan", group="g", reward=math.nan),

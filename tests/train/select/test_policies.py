@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.ingest.admission.outstanding import Outstanding
@@ -41,7 +42,7 @@ TRAJECTORIES = {
 }
 
 
-def _made(fabric: Any, name: str, sampled: list[tuple[str, int] | None]) -> list[Any]:
+def _made(name: str, sampled: list[tuple[str, int] | None]) -> list[Any]:
     """A trajectory of a first turn of version 2, and a second whose tokens are of each of these."""
     turns = [fabric.T([1], [2, 2], version=2), fabric.T([5], [6] * 2 * len(sampled), 0)]
     made = fabric.records(name, turns, reward=1.0, group=name)
@@ -56,10 +57,10 @@ def _made(fabric: Any, name: str, sampled: list[tuple[str, int] | None]) -> list
 
 
 @pytest.fixture(scope="module")
-def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with a trajectory of each kind."""
     log = rb.open(tmp_path_factory.mktemp("policies") / "store", create=True)
-    fabric.append(log, [r for name, sampled in TRAJECTORIES.items() for r in _made(fabric, name, sampled)])
+    fabric.append(log, [r for name, sampled in TRAJECTORIES.items() for r in _made(name, sampled)])
     return log
 
 
@@ -109,9 +110,9 @@ def test_references_are_the_folded_samples(log: Store, recipe: RecipeConfig, sha
         assert ref.deciding == same.deciding_version(recipe.deciding_share)
 
 
-def test_tokens_of_another_policy_have_no_age(fabric: Any) -> None:
+def test_tokens_of_another_policy_have_no_age() -> None:
     """They are told from those of which no version is known."""
-    [trajectory] = fold(fabric.events(_made(fabric, "three", [OWN, TEACHER, None]))).values()
+    [trajectory] = fold(fabric.events(_made("three", [OWN, TEACHER, None]))).values()
     [sample] = samples_of(trajectory, policy="actor", others=("teacher",))
     assert sample.versions[sample.loss_mask].tolist() == [2, 2, 2, 2, OF_ANOTHER, OF_ANOTHER, -1, -1]
     assert (sample.unknown, sample.oldest_version, sample.newest_version) == (2, 2, 2)
@@ -119,7 +120,7 @@ def test_tokens_of_another_policy_have_no_age(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize(("policy", "left"), [("actor", 0), ("critic", 1)])
-def test_admission_compares_versions_within_a_policy(fabric: Any, policy: str, left: int) -> None:
+def test_admission_compares_versions_within_a_policy(policy: str, left: int) -> None:
     """A group that lacks a trajectory is over once a token of the policy in it is too old; another's says
     nothing."""
     config = {

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.store.events import RewardAssigned
 from rollbook.store.fold.trajectory import fold
@@ -30,7 +31,7 @@ GRPO = Grpo(name="grpo", group_size=2)
 SFT = Sft(name="sft")
 
 
-def _samples(fabric: Any, *trajectories: Any) -> list[Sample]:
+def _samples(*trajectories: Any) -> list[Sample]:
     made = [record for one in trajectories for record in one]
     return all_samples(fold(fabric.events(made)).values())
 
@@ -39,10 +40,9 @@ def _samples(fabric: Any, *trajectories: Any) -> list[Sample]:
     ("splits", "expected"),
     [(("train",), ["a"]), (("teacher",), ["b"]), (("train", "teacher"), ["a", "b"]), ((), [])],
 )
-def test_candidates_are_of_the_recipes_splits(fabric: Any, splits: Any, expected: list[str]) -> None:
+def test_candidates_are_of_the_recipes_splits(splits: Any, expected: list[str]) -> None:
     """A sample is a candidate if its split is named and it has a trainable token."""
     samples = _samples(
-        fabric,
         fabric.records("a"),
         fabric.records("b", split="teacher"),
         fabric.records("c", split="eval"),
@@ -53,10 +53,10 @@ def test_candidates_are_of_the_recipes_splits(fabric: Any, splits: Any, expected
 
 
 @pytest.mark.parametrize(("version", "dropped"), [(5, False), (6, True)])
-def test_staleness_is_held_against_the_oldest_token(fabric: Any, version: int, dropped: bool) -> None:
+def test_staleness_is_held_against_the_oldest_token(version: int, dropped: bool) -> None:
     """A sample is dropped when its oldest token is more than the limit behind, with the numbers."""
     turns = [fabric.T(version=3), fabric.T([5], [6], 0, version=5)]
-    samples = _samples(fabric, fabric.records("a", turns))
+    samples = _samples(fabric.records("a", turns))
     kept, drops = select(samples, RecipeConfig(max_staleness=2), SFT, version)
     assert (len(kept), len(drops)) == ((0, 1) if dropped else (1, 0))
     if dropped:
@@ -70,10 +70,10 @@ def test_staleness_is_held_against_the_oldest_token(fabric: Any, version: int, d
     st.integers(0, 8),
     st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.9, 1.0]),
 )
-def test_staleness_by_share(fabric: Any, versions: list[int], version: int, share: float) -> None:
+def test_staleness_by_share(versions: list[int], version: int, share: float) -> None:
     """Dropped if more than this share of the tokens of known versions is too old, and with 1 if all are."""
     turn = fabric.T([1, 2], range(10, 10 + len(versions)))
-    [sample] = _samples(fabric, fabric.records("a", [turn]))
+    [sample] = _samples(fabric.records("a", [turn]))
     told = np.full(len(sample), -1)
     told[sample.loss_mask] = versions
     recipe = RecipeConfig(max_staleness=2, stale_share=share, other_policies=None)
@@ -91,19 +91,19 @@ def test_the_share_that_decides() -> None:
     assert RecipeConfig(stale_tokens="mask", stale_share=0.25).deciding_share == 0.25
 
 
-def test_without_a_limit_or_a_version_nothing_is_stale(fabric: Any) -> None:
+def test_without_a_limit_or_a_version_nothing_is_stale() -> None:
     """No limit keeps everything; a teacher's tokens, which no version sampled, never age."""
-    samples = _samples(fabric, fabric.records("a", [fabric.T(version=None)]))
+    samples = _samples(fabric.records("a", [fabric.T(version=None)]))
     assert len(select(samples, RecipeConfig(max_staleness=0), SFT, 1000)[0]) == 1
-    old = _samples(fabric, fabric.records("b"))
+    old = _samples(fabric.records("b"))
     assert len(select(old, RecipeConfig(), SFT, 1000)[0]) == 1
 
 
 @pytest.mark.parametrize("limit", [None, 9])
-def test_grpo_trains_no_token_of_unknown_weights(fabric: Any, limit: int | None) -> None:
+def test_grpo_trains_no_token_of_unknown_weights(limit: int | None) -> None:
     """One token without a version is enough, bound or not; to SFT the sample is a text like a teacher's."""
     half = [fabric.T(version=9), fabric.T([5], [6], 0, version=None)]
-    samples = _samples(fabric, fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
+    samples = _samples(fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
     recipe = RecipeConfig(max_staleness=limit, drop_zero_variance=False)
     kept, drops = select(samples, recipe, GRPO, 9)
     told = [(d.sample.name, d.rule, d.detail) for d in drops]
@@ -111,10 +111,9 @@ def test_grpo_trains_no_token_of_unknown_weights(fabric: Any, limit: int | None)
     assert len(select(samples, recipe, SFT, 9)[0]) == 2
 
 
-def test_grpo_needs_a_reward_and_logprobs(fabric: Any) -> None:
+def test_grpo_needs_a_reward_and_logprobs() -> None:
     """GRPO drops what has no reward of the source, then what has no logprobs; SFT takes both."""
     samples = _samples(
-        fabric,
         fabric.records("unrewarded", group="g"),
         fabric.records("unscored", [fabric.T(logprobs=None)], group="g", reward=1.0),
         fabric.records("x", group="g", reward=1.0),
@@ -132,11 +131,10 @@ def test_grpo_needs_a_reward_and_logprobs(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_groups_of_equal_rewards_are_dropped_if_asked(fabric: Any, wanted: bool) -> None:
+def test_groups_of_equal_rewards_are_dropped_if_asked(wanted: bool) -> None:
     """A group whose rewards are equal is dropped whole where the recipe says so, others are not."""
     rewards = {"flat": (0.5, 0.5), "steep": (0.5, 1.0)}
     samples = _samples(
-        fabric,
         *(
             fabric.records(f"{group}{i}", group=group, reward=reward)
             for group, values in rewards.items()
@@ -150,11 +148,10 @@ def test_groups_of_equal_rewards_are_dropped_if_asked(fabric: Any, wanted: bool)
     )
 
 
-def test_each_candidate_is_kept_or_dropped_once(fabric: Any) -> None:
+def test_each_candidate_is_kept_or_dropped_once() -> None:
     """Kept and dropped samples together are the candidates, each once, whatever the rules."""
     turns = {"stale": fabric.T(version=0), "fresh": fabric.T(version=9)}
     samples = _samples(
-        fabric,
         *(
             fabric.records(f"{age}{i}", [turns[age]], group=f"g{i % 2}", reward=reward)
             for age in turns
@@ -179,9 +176,9 @@ LIMITS = ModelLimits(vocabulary=10, context=4)
         ({"prompt": (), "completion": (3,)}, "nothing_trainable", {"tokens": 1}),
     ],
 )
-def test_what_the_model_cannot_be_given(fabric: Any, turn: Any, rule: str | None, detail: Any) -> None:
+def test_what_the_model_cannot_be_given(turn: Any, rule: str | None, detail: Any) -> None:
     """Ids that it has no row for, more tokens than it has places, a first token alone: each by its rule."""
-    samples = _samples(fabric, fabric.records("a", [fabric.T(**turn)], reward=1.0, group="g"))
+    samples = _samples(fabric.records("a", [fabric.T(**turn)], reward=1.0, group="g"))
     for algorithm in (SFT, GRPO):
         kept, drops = select(samples, RecipeConfig(drop_zero_variance=False), algorithm, 0, LIMITS)
         assert len(kept) == (rule is None)
@@ -189,27 +186,27 @@ def test_what_the_model_cannot_be_given(fabric: Any, turn: Any, rule: str | None
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
-def test_a_reward_that_is_no_number(fabric: Any, reward: float) -> None:
+def test_a_reward_that_is_no_number(reward: float) -> None:
     """It is not compared with others: its sample is dropped, and the rest of its group is compared."""
     members = [fabric.records(f"t{i}", reward=r, group="g") for i, r in enumerate((0.0, reward, 1.0))]
-    kept, drops = select(_samples(fabric, *members), RecipeConfig(), GRPO, 0)
+    kept, drops = select(_samples(*members), RecipeConfig(), GRPO, 0)
     assert [s.name for s in kept] == ["t0", "t2"]
     assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
         ("t1", "reward_not_finite", {"reward": str(reward)})
     ]
-    assert len(select(_samples(fabric, *members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"
+    assert len(select(_samples(*members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"
 
 
 TURNS = PolicyGradient.model_validate({"name": "policy_gradient", "group_size": 2, "turn_rewards": True})
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_turns_reward_that_is_no_number(fabric: Any, reward: float) -> None:
+def test_a_turns_reward_that_is_no_number(reward: float) -> None:
     """Where rewards of turns count, its sample is dropped; not for a turn that is not trained."""
     members = [*fabric.records("a", reward=0.0, group="g"), RewardAssigned("a", "a.0", reward)]
     unseen = fabric.records("b", [fabric.T(), fabric.T([5], [6], 0, delivered=False)], reward=1.0, group="g")
     unseen.append(RewardAssigned("b", "b.1", reward))
-    samples = _samples(fabric, members, unseen)
+    samples = _samples(members, unseen)
     recipe = RecipeConfig(drop_zero_variance=False)
     kept, drops = select(samples, recipe, TURNS, 0)
     told = [(d.sample.name, d.rule, d.detail) for d in drops]
@@ -219,10 +216,9 @@ def test_a_turns_reward_that_is_no_number(fabric: Any, reward: float) -> None:
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf])
-def test_a_logprob_that_is_infinite(fabric: Any, value: float) -> None:
+def test_a_logprob_that_is_infinite(value: float) -> None:
     """No ratio can be taken to it; an algorithm that takes none has its sample."""
     samples = _samples(
-        fabric,
         fabric.records("a", [fabric.T(completion=(3, 4), logprobs=(-1.0, value))], reward=0.0, group="g"),
         fabric.records("b", reward=1.0, group="g"),
     )
@@ -299,10 +295,9 @@ def test_small_groups_are_those_of_a_loop(members: list[Any], least: int) -> Non
     ]
 
 
-def test_members_that_a_rule_drops_make_a_group_incomplete(fabric: Any) -> None:
+def test_members_that_a_rule_drops_make_a_group_incomplete() -> None:
     """And it is that rule which is recorded of them; a group that is whole stays."""
     samples = _samples(
-        fabric,
         *(
             fabric.records(f"{group}{i}", group=group, reward=reward)
             for group, rewards in {"g": (0.0, 1.0, None), "h": (0.0, 1.0, 2.0)}.items()
@@ -320,10 +315,10 @@ def test_members_that_a_rule_drops_make_a_group_incomplete(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("statuses", [None, ("completed",), ("truncated", "failed")])
-def test_statuses(fabric: Any, statuses: Any) -> None:
+def test_statuses(statuses: Any) -> None:
     """By default every final status is trained on; one that is not named is dropped, with what was named."""
     names = ("completed", "truncated", "aborted", "failed", "odd")
-    samples = _samples(fabric, *(fabric.records(name, status=name) for name in names))
+    samples = _samples(*(fabric.records(name, status=name) for name in names))
     kept, drops = select(samples, RecipeConfig(statuses=statuses), SFT, 0)
     assert [s.name for s in kept] == [name for name in names if statuses is None or name in statuses]
     assert [(d.sample.name, d.rule, d.detail) for d in drops] == [

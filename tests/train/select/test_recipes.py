@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -22,7 +23,7 @@ from rollbook.train.select.samples import all_samples
 
 
 @pytest.fixture(scope="module")
-def groups_path(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def groups_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three groups of four trajectories: rewards 0 to 3 in two of them, all 1 in the third.
 
     Trajectories with an even number succeeded; those of group b carry the label level=hard; the first turn of
@@ -48,7 +49,7 @@ def log(groups_path: Path, tmp_path: Path) -> Store:
 
 
 @pytest.fixture(scope="module")
-def version_2_path(fabric: Any, groups_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def version_2_path(groups_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The three groups, and a policy that two supervised steps made. Copy it; never write."""
     log = rb.open(shutil.copytree(groups_path, tmp_path_factory.mktemp("version-2") / "store"))
     fabric.train(log, fabric.config(fabric.SFT, steps=2))
@@ -61,7 +62,7 @@ def at_version_2(version_2_path: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(version_2_path, tmp_path / "version-2"))
 
 
-def _train(fabric: Any, log: Store, recipe: dict[str, Any], steps: int = 1, **changes: Any) -> Any:
+def _train(log: Store, recipe: dict[str, Any], steps: int = 1, **changes: Any) -> Any:
     """One step of three groups of four, or of `groups`; (the trajectories that it used, rule -> how many were
     dropped)."""
     algorithm = {"name": "grpo", "groups": 3, "group_size": 4} | changes
@@ -92,68 +93,68 @@ def _named(groups: str, members: str = "0123") -> list[str]:
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_what_is_used_and_what_is_dropped(
-    fabric: Any, log: Store, recipe: dict[str, Any], groups: int, used: list[str], dropped: dict[str, int]
+    log: Store, recipe: dict[str, Any], groups: int, used: list[str], dropped: dict[str, int]
 ) -> None:
     """Each drop is an event with its rule, and the step replays."""
     if not used:
         with pytest.raises(Exception, match="are dropped by the rule not_chosen"):
-            _train(fabric, log, recipe, groups=groups)
+            _train(log, recipe, groups=groups)
         return
-    assert _train(fabric, log, recipe, groups=groups) == (used, dropped)
+    assert _train(log, recipe, groups=groups) == (used, dropped)
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_models(fabric: Any, log: Store) -> None:
+def test_models(log: Store) -> None:
     """Turns that asked for no model by name are of none of these."""
     with pytest.raises(Exception, match="are dropped by the rule not_chosen"):
-        _train(fabric, log, {"models": ["other"]})
+        _train(log, {"models": ["other"]})
 
 
-def test_refilled_steps_are_whole(fabric: Any, log: Store) -> None:
+def test_refilled_steps_are_whole(log: Store) -> None:
     """A group without a difference in reward makes no step smaller: two steps of one group each are taken."""
-    used, dropped = _train(fabric, log, {"refill": True}, steps=2, groups=1)
+    used, dropped = _train(log, {"refill": True}, steps=2, groups=1)
     assert (used, dropped) == (_named("ab"), {"zero_variance": 4})
     plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
     assert [len(plan.samples) for plan in plans] == [4, 4]
 
 
-def test_stale_tokens_are_masked(fabric: Any, at_version_2: Store) -> None:
+def test_stale_tokens_are_masked(at_version_2: Store) -> None:
     """At version 2 and a limit of 1, tokens of version 0 have no loss, those of version 2 have; it
     replays."""
     log = at_version_2
     recipe = {"max_staleness": 1, "stale_tokens": "mask"}
-    _train(fabric, log, recipe)
+    _train(log, recipe)
     steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
     assert (steps[-1].metrics["samples"], steps[-1].metrics["trained_tokens"]) == (8, 8)
     assert steps[-1].metrics["staleness_max"] == 0
     assert replay_step(log, 2).bit_for_bit
 
 
-def test_a_share_of_stale_tokens(fabric: Any, at_version_2: Store) -> None:
+def test_a_share_of_stale_tokens(at_version_2: Store) -> None:
     """At version 2 and a limit of 1, tokens of version 0 are too old: two of three of each sample."""
     log = at_version_2
     with pytest.raises(Exception, match="are dropped by the rule staleness"):
-        _train(fabric, log, {"max_staleness": 1, "stale_tokens": "mask", "stale_share": 0.66})
-    _train(fabric, log, {"max_staleness": 1, "stale_share": 0.67})
+        _train(log, {"max_staleness": 1, "stale_tokens": "mask", "stale_share": 0.66})
+    _train(log, {"max_staleness": 1, "stale_share": 0.67})
     steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
     assert (steps[-1].metrics["samples"], steps[-1].metrics["trained_tokens"]) == (8, 24)
     assert steps[-1].metrics["staleness_max"] == 2
     assert replay_step(log, 2).bit_for_bit
 
 
-def test_all_stale_is_dropped(fabric: Any, log: Store) -> None:
+def test_all_stale_is_dropped(log: Store) -> None:
     """At version 4, even the newest token is too old."""
     fabric.train(log, fabric.config(fabric.SFT, steps=4))
     with pytest.raises(Exception, match="are dropped by the rule staleness"):
-        _train(fabric, log, {"max_staleness": 1, "stale_tokens": "mask"})
+        _train(log, {"max_staleness": 1, "stale_tokens": "mask"})
 
 
-def test_what_is_wrong_with_a_condition_is_said(fabric: Any, log: Store) -> None:
+def test_what_is_wrong_with_a_condition_is_said(log: Store) -> None:
     """A column that is not there, a text that is no SQL, a tail, a label without a value."""
     with pytest.raises(ConfigError, match=r"recipe.where 'rewart > 1': .*rewart"):
-        _train(fabric, log, {"where": "rewart > 1"})
+        _train(log, {"where": "rewart > 1"})
     with pytest.raises(ConfigError, match=r"recipe\.where 'reward >': "):
-        _train(fabric, log, {"where": "reward >"})
+        _train(log, {"where": "reward >"})
     with pytest.raises(ConfigError, match="go with --source cut"):
         fabric.train(log, fabric.config(fabric.GRPO, recipe={"where": "reward > 1"}), "tail")
     with pytest.raises(ConfigError, match=r"recipe.labels.0: "):
@@ -161,7 +162,7 @@ def test_what_is_wrong_with_a_condition_is_said(fabric: Any, log: Store) -> None
 
 
 @pytest.mark.more
-def test_several_runs_train_on_one_recording(fabric: Any, log: Store, cli: Any) -> None:
+def test_several_runs_train_on_one_recording(log: Store, cli: Any) -> None:
     """Another run, with weights of its own, uses what this run recorded, which stays this run's to use."""
     fabric.append(log, fabric.records("x0", [fabric.T([5, 6], [20, 21])], group="a", reward=9.0), run="other")
     recipe = {"source_runs": [fabric.RUN]}
@@ -179,14 +180,14 @@ def test_several_runs_train_on_one_recording(fabric: Any, log: Store, cli: Any) 
         assert result.metrics["samples"] == 8
         assert result.metrics["staleness_max"] is None, "versions of another run say nothing"
         assert result.metrics["engine_logprob_gap"] is None
-    used, _ = _train(fabric, log, {})
+    used, _ = _train(log, {})
     assert len(used) == 3 * 8
     with rb.connect(log.path) as connection:
         assert connection.execute("select sum(tokens) from ledger where term = 'trained'").fetchone() == (24,)
     assert cli("ledger", "--store", log.path)[0] == 0, "each token counts once, whoever trains on it"
 
 
-def test_groups_of_two_runs_are_two(fabric: Any, log: Store) -> None:
+def test_groups_of_two_runs_are_two(log: Store) -> None:
     """A group of the same name in another run is another group."""
     for i in range(4):
         made = fabric.records(f"y{i}", [fabric.T([5, 6 + i], [20, 21])], group="a", reward=float(i))
@@ -201,11 +202,11 @@ def test_groups_of_two_runs_are_two(fabric: Any, log: Store) -> None:
     assert replay_step(log, 0, fabric.RUN).bit_for_bit
 
 
-def test_old_tokens_count_less(fabric: Any, log: Store) -> None:
+def test_old_tokens_count_less(log: Store) -> None:
     """A token's loss is multiplied by the decay for each version of its age; the step replays. A token of a
     version that is still to come has none, and would count for more than a new one: it is not trained on."""
     fabric.append(log, fabric.rollout_records(2, 4, first=60))
-    _train(fabric, log, {"age_decay": 0.5}, groups=2)
+    _train(log, {"age_decay": 0.5}, groups=2)
     [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
     [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
     assert plan.recipe["age_decay"] == 0.5
@@ -215,7 +216,7 @@ def test_old_tokens_count_less(fabric: Any, log: Store) -> None:
     assert (result.bit_for_bit, "importance_weights" in result.stages) == (True, True)
 
 
-def test_weights_of_ages(fabric: Any, log: Store) -> None:
+def test_weights_of_ages(log: Store) -> None:
     """By hand: ages 3 and 1, and tokens of no known version; none without a decay."""
     samples = [s for s in all_samples(log.trajectories().values()) if s.trajectory_id in ("a0", "teach0")]
     masks = trained_masks(samples)
@@ -229,7 +230,7 @@ def test_weights_of_ages(fabric: Any, log: Store) -> None:
     assert {0.125, 0.5, 1.0} == set(expected)
 
 
-def test_a_decay_needs_versions(fabric: Any) -> None:
+def test_a_decay_needs_versions() -> None:
     """Beside an algorithm that knows none it is refused."""
     with pytest.raises(
         ConfigError, match="age_decay weighs the tokens of policy gradients: sft has no versions"
@@ -242,9 +243,7 @@ def test_a_decay_needs_versions(fabric: Any) -> None:
 @pytest.mark.parametrize(
     ("statistics", "mean", "deviation"), [("kept", 2.5, 0.5**0.5), ("all", 1.5, 1.25**0.5)]
 )
-def test_group_statistics(
-    fabric: Any, log: Store, source: str, statistics: str, mean: float, deviation: float
-) -> None:
+def test_group_statistics(log: Store, source: str, statistics: str, mean: float, deviation: float) -> None:
     """The best two of rewards 0 to 3: by how much they are better than the two, or than all four."""
     biased = "biased" if statistics == "all" else "unbiased"
     config = fabric.config(
@@ -273,18 +272,18 @@ def test_group_statistics(
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_equal_rewards_in_a_group_of_which_some_differ(fabric: Any, log: Store) -> None:
+def test_equal_rewards_in_a_group_of_which_some_differ(log: Store) -> None:
     """What is left of it has an advantage, where the others count: it is no group of equal rewards."""
     recipe = {"where": "reward >= 3 OR \"group\" = 'c'"}
     with pytest.raises(Exception, match=r"rewards are all equal|are dropped by the rule"):
-        _train(fabric, log, recipe, groups=2)
-    used, dropped = _train(fabric, log, recipe | {"group_statistics": "all"}, groups=3)
+        _train(log, recipe, groups=2)
+    used, dropped = _train(log, recipe | {"group_statistics": "all"}, groups=3)
     assert (used, dropped) == (["a3", "b3"], {"not_chosen": 6, "zero_variance": 4})
     assert replay_step(log, 0).bit_for_bit
 
 
 @pytest.mark.more
-def test_group_statistics_of_several_steps(fabric: Any, log: Store) -> None:
+def test_group_statistics_of_several_steps(log: Store) -> None:
     """The first manifest of a rollout batch names the others; an interrupted training goes on with them."""
     recipe = {"top_fraction": 0.5, "group_statistics": "all"}
     algorithm = {
@@ -305,7 +304,7 @@ def test_group_statistics_of_several_steps(fabric: Any, log: Store) -> None:
     assert [replay_step(log, step).bit_for_bit for step in (0, 1)] == [True, True]
 
 
-def test_group_statistics_need_groups(fabric: Any) -> None:
+def test_group_statistics_need_groups() -> None:
     """Where no group is compared, nothing could be meant."""
     for algorithm in ({"name": "sft"}, {"name": "ppo"}):
         with pytest.raises(ConfigError, match=r'group_statistics = "all" is about the baselines of groups'):
@@ -314,7 +313,7 @@ def test_group_statistics_need_groups(fabric: Any) -> None:
 
 @pytest.mark.more_but("cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_incomplete_groups_and_statuses(fabric: Any, log: Store, source: str) -> None:
+def test_incomplete_groups_and_statuses(log: Store, source: str) -> None:
     """A member that was cut short is not trained on, and with three members left its group is not either."""
     made: list[Any] = []
     for i, status in enumerate(("completed", "truncated", "completed", "completed")):
@@ -339,16 +338,16 @@ def test_incomplete_groups_and_statuses(fabric: Any, log: Store, source: str) ->
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_incomplete_groups_are_counted_where_no_step_is_filled(fabric: Any, log: Store) -> None:
+def test_incomplete_groups_are_counted_where_no_step_is_filled(log: Store) -> None:
     """By the key that says so."""
     recipe = {"where": "reward <> 2", "min_group": 4}
     with pytest.raises(
         Exception, match=r"6 are in groups of which fewer than 4 are kept \(recipe.min_group\)"
     ):
-        _train(fabric, log, recipe)
+        _train(log, recipe)
 
 
-def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
+def test_what_min_group_cannot_mean(log: Store) -> None:
     """More members than a group has; groups where samples are taken one by one; a status that is none."""
     with pytest.raises(ConfigError, match=r"min_group 5 is more than a group has"):
         fabric.config(fabric.GRPO, recipe={"min_group": 5})
@@ -370,7 +369,7 @@ def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
         ("longest", {("trained", None): 4 * 5, ("dropped", "other_path"): 4}),
     ],
 )
-def test_paths(fabric: Any, tmp_path: Path, source: str, paths: str, terms: dict[Any, int]) -> None:
+def test_paths(tmp_path: Path, source: str, paths: str, terms: dict[Any, int]) -> None:
     """A root of two tokens, under it three and then one: each token has one term, and the step replays."""
     log = rb.open(tmp_path / "branches", create=True)
     for i in range(4):
@@ -391,7 +390,7 @@ def test_paths(fabric: Any, tmp_path: Path, source: str, paths: str, terms: dict
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
+def test_one_path_is_a_side_of_a_pair(tmp_path: Path) -> None:
     """A trajectory of several paths is no longer ambiguous where one is taken."""
     log = rb.open(tmp_path / "pairs", create=True)
     for name in ("good", "bad"):
@@ -409,9 +408,7 @@ def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
 
 @pytest.mark.more_but("tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
-    fabric: Any, log: Store, source: str
-) -> None:
+def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(log: Store, source: str) -> None:
     """A logprob of the engine: the step is taken without its sample, and replays."""
     made: list[Any] = []
     for i in range(4):
@@ -432,7 +429,7 @@ def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_no_turn_is_trained_twice_when_one_path_is_asked_for(fabric: Any, tmp_path: Path) -> None:
+def test_no_turn_is_trained_twice_when_one_path_is_asked_for(tmp_path: Path) -> None:
     """A first step trains the root in the first path of `a`; then one path of each trajectory is asked for,
     which would be the other one with the root in it: it is dropped, and `b` is trained."""
     log = rb.open(tmp_path / "branches", create=True)
@@ -458,7 +455,7 @@ def test_no_turn_is_trained_twice_when_one_path_is_asked_for(fabric: Any, tmp_pa
 
 @pytest.mark.more_but("tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_labels_and_models_choose_on_the_tail_as_at_a_cut(fabric: Any, log: Store, source: str) -> None:
+def test_labels_and_models_choose_on_the_tail_as_at_a_cut(log: Store, source: str) -> None:
     """Group b alone is labelled so, and nobody asked for a model by name."""
     grpo = {"name": "grpo", "groups": 1, "group_size": 4}
     config = fabric.config(fabric.GRPO, steps=1, algorithm=grpo, recipe={"labels": ["level=hard"]})

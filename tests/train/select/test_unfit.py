@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -22,7 +23,7 @@ def _of(log: Store, *kinds: type[Any]) -> list[Any]:
     return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
-def _odd_group(fabric: Any, name: str) -> list[Any]:
+def _odd_group(name: str) -> list[Any]:
     """Four members: one is beyond the vocabulary of 100, one beyond the context of 64, two are well."""
     turns = [fabric.T(), fabric.T(completion=(3, 100)), fabric.T(completion=[5] * 63), fabric.T()]
     return [
@@ -34,10 +35,10 @@ def _odd_group(fabric: Any, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_a_group_with_members_that_the_model_cannot_be_given(
-    fabric: Any, store: Store, source: str, cli: Any, tmp_path: Path
+    store: Store, source: str, cli: Any, tmp_path: Path
 ) -> None:
     """They are dropped with their numbers, and the others are compared, as after any other rule."""
-    fabric.append(store, [*_odd_group(fabric, "a"), *_odd_group(fabric, "b")])
+    fabric.append(store, [*_odd_group("a"), *_odd_group("b")])
     settings = fabric.config(fabric.GRPO, steps=1)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     code, _, said = cli("train", tmp_path / "train.toml", "--store", store.path, "--source", source)
@@ -54,9 +55,9 @@ def test_a_group_with_members_that_the_model_cannot_be_given(
     assert _of(store, StepFailed) == []
 
 
-def test_supervised_samples(fabric: Any, store: Store, cli: Any, tmp_path: Path) -> None:
+def test_supervised_samples(store: Store, cli: Any, tmp_path: Path) -> None:
     """The same without groups; where none is left, the training is not begun and says why."""
-    fabric.append(store, _odd_group(fabric, "a")[5:])
+    fabric.append(store, _odd_group("a")[5:])
     fabric.append(store, fabric.records("first", [fabric.T((), (3,))]))
     (tmp_path / "train.toml").write_text(
         fabric.toml(fabric.config(fabric.SFT, steps=1, recipe={"splits": ["train"]}))
@@ -72,9 +73,9 @@ def test_supervised_samples(fabric: Any, store: Store, cli: Any, tmp_path: Path)
     assert {ref["trajectory_id"] for plan in _of(store, StepPlanned) for ref in plan.samples} == {"a.3"}
 
 
-def test_the_reasons_are_counted(fabric: Any, store: Store) -> None:
+def test_the_reasons_are_counted(store: Store) -> None:
     """At a cut before a run begins, and by the tail when its patience ends."""
-    odd = [*_odd_group(fabric, "a"), *fabric.records("open", finished=False)]
+    odd = [*_odd_group("a"), *fabric.records("open", finished=False)]
     fabric.append(store, odd)
     settings = fabric.config(fabric.GRPO, steps=1, idle_timeout_s=0.2)
     with pytest.raises(IdleError) as told:
@@ -93,7 +94,7 @@ def test_the_reasons_are_counted(fabric: Any, store: Store) -> None:
 
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_a_sample_that_is_cut(fabric: Any, store: Store, source: str) -> None:
+def test_a_sample_that_is_cut(store: Store, source: str) -> None:
     """As far as the context goes it is trained on; the manifest says so, and a replay cuts it there, too."""
     turns = [
         fabric.T(completion=[5] * 63),
@@ -117,7 +118,7 @@ def test_a_sample_that_is_cut(fabric: Any, store: Store, source: str) -> None:
     assert replay_step(store, 0).differs_in is None
 
 
-def test_within_a_context(fabric: Any) -> None:
+def test_within_a_context() -> None:
     """Arrays and turns end together; what fits is the same object."""
     made = fabric.records("a", [fabric.T(), fabric.T((8,), (9, 10, 11), parent=0), fabric.T(parent=1)])
     [sample] = all_samples(fold(fabric.events(made)).values())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 from tests.fakes.stories.forests import SMALL
 
 from rollbook import store as rb
@@ -16,7 +17,7 @@ from rollbook.store.upkeep.sealer import Sealer
 from rollbook.train.sources.source import make_source
 
 
-def _taken(fabric: Any, log: Store, source: str, **changes: Any) -> list[str]:
+def _taken(log: Store, source: str, **changes: Any) -> list[str]:
     """Names of the samples of the next step."""
     values = {"algorithm": {"name": "grpo", "groups": 1, "group_size": 2}, "idle_timeout_s": 0.05}
     config = fabric.config(fabric.GRPO, **(values | changes))
@@ -28,7 +29,7 @@ def _taken(fabric: Any, log: Store, source: str, **changes: Any) -> list[str]:
     return [sample.name for sample in selection.samples]
 
 
-def _group(fabric: Any, log: Store) -> None:
+def _group(log: Store) -> None:
     """A group of two, of whom the second is in the place of one that failed after its answer."""
     for name, reward, status in (("a", 0.0, "completed"), ("lost", None, "void"), ("b", 1.0, "completed")):
         made = fabric.events(fabric.records(name, group="g", reward=reward, status=status))
@@ -40,17 +41,17 @@ def _group(fabric: Any, log: Store) -> None:
 @pytest.mark.more_but("cut-True", "tail-False")
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_another_has_its_place(fabric: Any, tmp_path: Path, source: str, *, sealed: bool) -> None:
+def test_another_has_its_place(tmp_path: Path, source: str, *, sealed: bool) -> None:
     """Neither its tokens nor its lack of a reward count in the group."""
     log = rb.open(tmp_path / "store", create=True)
-    _group(fabric, log)
+    _group(log)
     if sealed:
         Sealer(log).run_once()
-    assert _taken(fabric, log, source) == ["a", "b"]
-    assert sorted(_taken(fabric, log, source, algorithm={"name": "sft", "batch_size": 2})) == ["a", "b"]
+    assert _taken(log, source) == ["a", "b"]
+    assert sorted(_taken(log, source, algorithm={"name": "sft", "batch_size": 2})) == ["a", "b"]
 
 
-def test_while_the_training_looks_on(fabric: Any, tmp_path: Path) -> None:
+def test_while_the_training_looks_on(tmp_path: Path) -> None:
     """One that ends as void after its group's others began takes no place from them."""
     log = rb.open(tmp_path / "store", create=True)
     fabric.append(log, fabric.records("lost", group="g", finished=False))
@@ -69,10 +70,10 @@ def test_while_the_training_looks_on(fabric: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_the_ledger_keeps_it_out(fabric: Any, tmp_path: Path, *, sealed: bool) -> None:
+def test_the_ledger_keeps_it_out(tmp_path: Path, *, sealed: bool) -> None:
     """Under a rule of its own."""
     log = rb.open(tmp_path / "store", create=True)
-    _group(fabric, log)
+    _group(log)
     if sealed:
         Sealer(log).run_once()
     with rb.connect(log.path) as connection:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories import fabric
 from tests.fakes.stories.forests import SMALL, forest
 
 from rollbook import store as rb
@@ -30,7 +31,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["sealed", "live"])
-def filled(request: pytest.FixtureRequest, fabric: Any, seed: int, tmp_path_factory: Any) -> Store:
+def filled(request: pytest.FixtureRequest, seed: int, tmp_path_factory: Any) -> Store:
     """Two lanes of forests, some of them open; half of them in sealed units, or none. Never write to it."""
     sealed, rng = request.param, np.random.default_rng(seed)
     log = rb.open(tmp_path_factory.mktemp("filled") / "store", create=True)
@@ -38,7 +39,7 @@ def filled(request: pytest.FixtureRequest, fabric: Any, seed: int, tmp_path_fact
         for lane in ("a", "b"):
             with log.writer(lane, SMALL) as writer:
                 for i in range(15):
-                    writer.append(fabric.events(forest(fabric, rng, f"{lane}-{half}-{i:02}"))).result(30)
+                    writer.append(fabric.events(forest(rng, f"{lane}-{half}-{i:02}"))).result(30)
         if sealed and not half:
             Sealer(log).run_once()
     return log
@@ -54,7 +55,7 @@ def samples(filled: Store) -> list[list[Sample]]:
     ]
 
 
-def _history(fabric: Any, samples: list[list[Sample]], seed: int, *, grouped: bool) -> History:
+def _history(samples: list[list[Sample]], seed: int, *, grouped: bool) -> History:
     """A training that used a quarter of the samples, and dropped some of them."""
     rng, history = np.random.default_rng(seed), History(fabric.RUN, "actor")
     for trained in samples:
@@ -86,11 +87,11 @@ def _taken(source: QueueSource, version: int) -> list[Any]:
 @pytest.mark.parametrize("algorithm", [GRPO, SFT], ids=["groups", "samples"])
 @pytest.mark.parametrize("order", ["windowed", "fifo"])
 def test_the_same_as_from_events(
-    fabric: Any, filled: Store, samples: Any, algorithm: dict[str, Any], order: str, seed: int
+    filled: Store, samples: Any, algorithm: dict[str, Any], order: str, seed: int
 ) -> None:
     """Whatever was used before: the same samples in the same steps, and the same drops."""
     grouped = "groups" in algorithm
-    history = _history(fabric, samples, seed, grouped=grouped)
+    history = _history(samples, seed, grouped=grouped)
     values = {"algorithm": algorithm, "recipe": {"max_staleness": 8}, "admission": {"order": order}}
     config = fabric.config(fabric.GRPO if grouped else fabric.SFT, **values)
     head = filled.head()
@@ -103,7 +104,7 @@ def test_the_same_as_from_events(
     assert len(taken) > 1, "a test of nothing"
 
 
-def test_what_comes_later_to_what_was_there(fabric: Any, store: Store) -> None:
+def test_what_comes_later_to_what_was_there(store: Store) -> None:
     """A reward, an end and a further member reach what began before, and only what runs is read as events."""
     told = {
         "a0": fabric.records("a0", group="a", reward=1.0),

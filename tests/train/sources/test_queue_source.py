@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.store.errors import TrainError
@@ -33,7 +34,6 @@ class Stream:
 
     def __init__(
         self,
-        fabric: Any,
         order: str = "windowed",
         *,
         wait_s: float = 300.0,
@@ -48,7 +48,6 @@ class Stream:
             "idle_timeout_s": 0.05,
         }
         config = fabric.config(fabric.GRPO, **(values | changes))
-        self.fabric = fabric
         self.portions: list[list[Event]] = []
         self.evicted: list[Drop] = []
         self.said: list[str] = []
@@ -60,7 +59,7 @@ class Stream:
 
     def add(self, *records: Any) -> None:
         """One more portion."""
-        self.portions.append(self.fabric.events(records))
+        self.portions.append(fabric.events(records))
 
     def group(self, name: str, version: int = 0, rewards: Any = (0.0, 1.0), *, finished: bool = True) -> None:
         """A portion with a group, whole."""
@@ -68,8 +67,8 @@ class Stream:
             *(
                 record
                 for i, reward in enumerate(rewards)
-                for record in self.fabric.records(
-                    *(f"{name}{i}", [self.fabric.T(version=version)]),
+                for record in fabric.records(
+                    *(f"{name}{i}", [fabric.T(version=version)]),
                     group=name,
                     reward=reward,
                     finished=finished,
@@ -89,18 +88,18 @@ class Stream:
         return found
 
 
-def test_windowed_takes_what_would_be_too_old_next(fabric: Any) -> None:
+def test_windowed_takes_what_would_be_too_old_next() -> None:
     """Though it completed last; else whatever completed first."""
-    stream = Stream(fabric)
+    stream = Stream()
     for name, version in (("b", 5), ("c", 5), ("a", 4)):
         stream.group(name, version)
     stream.portions = [[event for portion in stream.portions for event in portion]]
     assert [stream.take(5) for _ in range(2)] == [["a0", "a1"], ["b0", "b1"]]
 
 
-def test_windowed_waits_for_what_runs_and_would_be_too_old(fabric: Any) -> None:
+def test_windowed_waits_for_what_runs_and_would_be_too_old() -> None:
     """A whole group that runs since the version before; and takes it, once it ends."""
-    stream = Stream(fabric)
+    stream = Stream()
     stream.group("slow", 4, finished=False)
     stream.group("quick", 5)
     with pytest.raises(TrainError):
@@ -110,9 +109,9 @@ def test_windowed_waits_for_what_runs_and_would_be_too_old(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_judge_rewards_one_after_the_other(fabric: Any, flat: bool) -> None:
+def test_a_judge_rewards_one_after_the_other(flat: bool) -> None:
     """A group is used once it has all its rewards, each of which may come by itself."""
-    stream = Stream(fabric, recipe={"max_staleness": 1, "drop_zero_variance": flat})
+    stream = Stream(recipe={"max_staleness": 1, "drop_zero_variance": flat})
     stream.group("g", 0, (None, None))
     stream.add(RewardAssigned("g0", None, 1.0))
     stream.add()
@@ -120,9 +119,9 @@ def test_a_judge_rewards_one_after_the_other(fabric: Any, flat: bool) -> None:
     assert (stream.take(0), stream.gone()) == (["g0", "g1"], [])
 
 
-def test_the_last_reward_comes_after_the_end(fabric: Any) -> None:
+def test_the_last_reward_comes_after_the_end() -> None:
     """The others are not used without it, and those that are due are waited for."""
-    stream = Stream(fabric)
+    stream = Stream()
     stream.group("g", 4, (0.0, None))
     stream.group("quick", 5)
     with pytest.raises(TrainError):
@@ -131,12 +130,12 @@ def test_the_last_reward_comes_after_the_end(fabric: Any) -> None:
     assert [stream.take(5), stream.take(5)] == [["g0", "g1"], ["quick0", "quick1"]]
 
 
-def test_a_reward_that_does_not_come(fabric: Any) -> None:
+def test_a_reward_that_does_not_come() -> None:
     """After a while the others are used without it; at once, where its trajectory was aborted."""
-    stream = Stream(fabric, wait_s=0.05, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream = Stream(wait_s=0.05, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
     stream.group("g", 0, (0.0, 1.0, None))
     assert stream.take(0) == ["g0", "g1"]
-    stream = Stream(fabric, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream = Stream(algorithm={"name": "grpo", "groups": 1, "group_size": 3})
     stream.group("g", 0, (0.0, 1.0, None), finished=False)
     ends = [TrajectoryFinished("g0"), TrajectoryFinished("g1"), TrajectoryFinished("g2", status="aborted")]
     stream.add(*ends)
@@ -144,9 +143,9 @@ def test_a_reward_that_does_not_come(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_erased_while_it_waits(fabric: Any, kept: bool) -> None:
+def test_erased_while_it_waits(kept: bool) -> None:
     """Nothing is trained on tokens that were erased since they were read."""
-    stream = Stream(fabric, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream = Stream(algorithm={"name": "grpo", "groups": 1, "group_size": 3})
     stream.group("g", 0, (None, None, 1.0))
     with pytest.raises(TrainError):
         stream.take(0)
@@ -162,12 +161,12 @@ def test_erased_while_it_waits(fabric: Any, kept: bool) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_groups_name_that_is_used_again(fabric: Any, first: bool) -> None:
+def test_a_groups_name_that_is_used_again(first: bool) -> None:
     """After a restart as before: a member without a sample is not counted into the group that comes next."""
     history = History(fabric.RUN, "actor")
     planned = fabric.planned(0, 0, turns=["g0.0", "g1.0"])
     history.steps[0] = CommittedStep(planned, fabric.committed(0, 1))
-    stream = Stream(fabric, history=history, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream = Stream(history=history, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
     undelivered = fabric.records("g2", [fabric.T(delivered=False)], group="g", reward=0.0)
     used = [r for i in (0, 1) for r in fabric.records(f"g{i}", group="g", reward=float(i))]
     stream.add(*(undelivered + used if first else used + undelivered))
@@ -176,9 +175,9 @@ def test_a_groups_name_that_is_used_again(fabric: Any, first: bool) -> None:
     assert stream.take(1) == ["g3", "g4", "g5"]
 
 
-def test_it_waits_no_longer_than_it_was_told(fabric: Any) -> None:
+def test_it_waits_no_longer_than_it_was_told() -> None:
     """What it waited for is too old then, and never used."""
-    stream = Stream(fabric, wait_s=0.03)
+    stream = Stream(wait_s=0.03)
     stream.group("slow", 4, finished=False)
     stream.group("quick", 5)
     begun = time.monotonic()
@@ -190,17 +189,17 @@ def test_it_waits_no_longer_than_it_was_told(fabric: Any) -> None:
     assert stream.gone() == [("slow0", "staleness"), ("slow1", "staleness")]
 
 
-def test_it_does_not_wait_for_a_group_that_is_not_all_there(fabric: Any) -> None:
+def test_it_does_not_wait_for_a_group_that_is_not_all_there() -> None:
     """One of it runs, and nobody knows whether the other will ever begin."""
-    stream = Stream(fabric)
+    stream = Stream()
     stream.group("part", 4, rewards=(0.0,), finished=False)
     stream.group("quick", 5)
     assert stream.take(5) == ["quick0", "quick1"]
 
 
-def test_what_has_begun_without_a_token_is_as_old_as_what_was_served(fabric: Any) -> None:
+def test_what_has_begun_without_a_token_is_as_old_as_what_was_served() -> None:
     """Under the version before, if it came while the last step was taken."""
-    stream = Stream(fabric, wait_s=0.03)
+    stream = Stream(wait_s=0.03)
     stream.group("first", 4)
     assert stream.take(4) == ["first0", "first1"]
     stream.add(*(r for i in range(2) for r in fabric.records(f"slow{i}", [], group="s", finished=False)))
@@ -210,9 +209,9 @@ def test_what_has_begun_without_a_token_is_as_old_as_what_was_served(fabric: Any
     assert time.monotonic() - begun >= 0.03, "the slow ones may have begun at version 4"
 
 
-def test_fifo_takes_what_began_first(fabric: Any) -> None:
+def test_fifo_takes_what_began_first() -> None:
     """Though another completed before; and waits for it."""
-    stream = Stream(fabric, "fifo")
+    stream = Stream("fifo")
     stream.group("a", 5, finished=False)
     stream.group("b", 5)
     with pytest.raises(TrainError):
@@ -221,9 +220,9 @@ def test_fifo_takes_what_began_first(fabric: Any) -> None:
     assert [stream.take(5), stream.take(5)] == [["a0", "a1"], ["b0", "b1"]]
 
 
-def test_age_takes_the_oldest_that_is_there(fabric: Any) -> None:
+def test_age_takes_the_oldest_that_is_there() -> None:
     """And waits for none, so that what was slow is lost."""
-    stream = Stream(fabric, "age")
+    stream = Stream("age")
     stream.group("slow", 4, finished=False)
     stream.group("new", 5)
     stream.group("old", 4)
@@ -235,18 +234,18 @@ def test_age_takes_the_oldest_that_is_there(fabric: Any) -> None:
     assert stream.gone() == [("slow0", "staleness"), ("slow1", "staleness")]
 
 
-def test_what_is_too_old_is_given_up_while_it_waits(fabric: Any) -> None:
+def test_what_is_too_old_is_given_up_while_it_waits() -> None:
     """Others may begin in its place; before a step is filled, and not with it."""
-    stream = Stream(fabric)
+    stream = Stream()
     stream.group("old", 3)
     with pytest.raises(TrainError):
         stream.take(5)
     assert stream.gone() == [("old0", "staleness"), ("old1", "staleness")]
 
 
-def test_flat_groups_that_make_a_whole_step_are_given_up(fabric: Any) -> None:
+def test_flat_groups_that_make_a_whole_step_are_given_up() -> None:
     """There may be no room for others before: with as many of them as may begin nothing would ever move."""
-    stream = Stream(fabric, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
+    stream = Stream(algorithm={"name": "grpo", "groups": 2, "group_size": 2})
     stream.group("flat", 5, rewards=(1.0, 1.0))
     stream.group("even", 5, rewards=(0.0, 0.0))
     with pytest.raises(TrainError):
@@ -258,9 +257,9 @@ def test_flat_groups_that_make_a_whole_step_are_given_up(fabric: Any) -> None:
     assert stream.gone() == []
 
 
-def test_a_group_without_rewards_is_waited_for(fabric: Any) -> None:
+def test_a_group_without_rewards_is_waited_for() -> None:
     """A judge may be slow; not longer than it was told to wait."""
-    stream = Stream(fabric, wait_s=1.0, idle_timeout_s=0.02)
+    stream = Stream(wait_s=1.0, idle_timeout_s=0.02)
     stream.group("a", 5, rewards=(None, None))
     with pytest.raises(TrainError):
         stream.take(5)
@@ -278,9 +277,7 @@ def test_a_group_without_rewards_is_waited_for(fabric: Any) -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 2), st.sampled_from([0.1, 0.5, 0.9]))
 @settings(max_examples=30)
-def test_a_loop_under_admission_never_stands_still(
-    fabric: Any, seed: int, batch: int, limit: int, flat: float
-) -> None:
+def test_a_loop_under_admission_never_stands_still(seed: int, batch: int, limit: int, flat: float) -> None:
     """Agents begin as many groups as the proxy would admit; whatever their rewards, step follows on step.
 
     Each group ends whenever it likes, and some teach nothing. Nothing is ever too old.
@@ -336,9 +333,9 @@ def test_a_loop_under_admission_never_stands_still(
 # Parts that are held ------------------------------------------------------------------------------
 
 
-def _three(fabric: Any, **changes: Any) -> Stream:
+def _three(**changes: Any) -> Stream:
     """A source whose steps take three groups of two."""
-    return Stream(fabric, algorithm={"name": "grpo", "groups": 3, "group_size": 2}, **changes)
+    return Stream(algorithm={"name": "grpo", "groups": 3, "group_size": 2}, **changes)
 
 
 def _held(stream: Stream, version: int, count: int) -> list[str]:
@@ -347,9 +344,9 @@ def _held(stream: Stream, version: int, count: int) -> list[str]:
     return [sample.name for sample in found]
 
 
-def test_parts_are_held_as_they_come(fabric: Any) -> None:
+def test_parts_are_held_as_they_come() -> None:
     """Each once; the step has them in the order in which they were held, then what else it takes."""
-    stream = _three(fabric)
+    stream = _three()
     for name in ("a", "b", "c", "d"):
         stream.group(name)
     assert _held(stream, 0, 1) == ["a0", "a1"]
@@ -359,9 +356,9 @@ def test_parts_are_held_as_they_come(fabric: Any) -> None:
         stream.take(0)  # d is alone
 
 
-def test_places_of_what_is_due_are_not_held(fabric: Any) -> None:
+def test_places_of_what_is_due_are_not_held() -> None:
     """A running group of the version before must be in this step: there are two places for others."""
-    stream = _three(fabric)
+    stream = _three()
     stream.group("slow", 4, finished=False)
     for name in ("a", "b", "c"):
         stream.group(name, 5)
@@ -372,9 +369,9 @@ def test_places_of_what_is_due_are_not_held(fabric: Any) -> None:
     assert stream.take(5) == ["a0", "a1", "b0", "b1", "slow0", "slow1"]
 
 
-def test_what_was_held_may_still_be_given_up(fabric: Any) -> None:
+def test_what_was_held_may_still_be_given_up() -> None:
     """An erased trajectory, or a reward that leaves no difference: another group has its place."""
-    stream = _three(fabric, recipe={"max_staleness": 1, "refill": True})
+    stream = _three(recipe={"max_staleness": 1, "refill": True})
     for name in ("a", "b"):
         stream.group(name)
     assert _held(stream, 0, 2) == ["a0", "a1", "b0", "b1"]
@@ -385,9 +382,9 @@ def test_what_was_held_may_still_be_given_up(fabric: Any) -> None:
     assert stream.gone() == [("a0", "zero_variance"), ("a1", "zero_variance")]
 
 
-def test_what_is_waited_for_is_said(fabric: Any) -> None:
+def test_what_is_waited_for_is_said() -> None:
     """Again and again, with numbers; and once more as it ends."""
-    stream = _three(fabric, stall_s=0.1, idle_timeout_s=0.35)
+    stream = _three(stall_s=0.1, idle_timeout_s=0.35)
     stream.group("whole")
     stream.group("unrewarded", rewards=(None, 1.0))
     stream.add(*fabric.records("lone", group="half", reward=1.0))
@@ -399,7 +396,7 @@ def test_what_is_waited_for_is_said(fabric: Any) -> None:
         "no new group for 0 s: 2 of 3 groups are complete; 1 of these lack a reward"
     )
     assert "; 1 groups are incomplete and lack 1 trajectories; 1 trajectories run" in stream.said[-1]
-    silent = _three(fabric, stall_s=0.1, idle_timeout_s=0.15)
+    silent = _three(stall_s=0.1, idle_timeout_s=0.15)
     with pytest.raises(TrainError):
         silent.take(0)
     assert silent.said[0].endswith(" at most (idle_timeout_s)")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -22,7 +23,7 @@ from rollbook.train.sources.queue_source import QueueSource
 from rollbook.train.sources.source import EpochSource, EpochUnits, epoch_slice, make_source
 
 
-def _queue(fabric: Any, log: Store, history: History | None = None, **changes: Any) -> QueueSource:
+def _queue(log: Store, history: History | None = None, **changes: Any) -> QueueSource:
     """A queue over the tail of the log, for groups of two."""
     values = {"algorithm": {"name": "grpo", "groups": 1, "group_size": 2}, "idle_timeout_s": 0.05}
     config = fabric.config(fabric.GRPO, **(values | changes))
@@ -49,7 +50,7 @@ def _epochs(count: int, size: int, seed: int, steps: range) -> list[str]:
     return [f"t{at}" for step in steps for at in epoch_slice(step, size, count, seed)]
 
 
-def _source(fabric: Any, store: Store, version: int = 0, done: int = 0, **changes: Any) -> EpochSource:
+def _source(store: Store, version: int = 0, done: int = 0, **changes: Any) -> EpochSource:
     """The samples of the store's head, in epochs."""
     config = fabric.config(fabric.SFT, **changes)
     cut = store.head()
@@ -79,15 +80,15 @@ def test_epochs_go_on_where_they_stopped(count: int, size: int, done: int) -> No
     assert _epochs(count, size, 5, range(done, done + 4)) == whole[done * size :]
 
 
-def test_a_source_gives_the_slices_of_its_seed(fabric: Any, store: Store) -> None:
+def test_a_source_gives_the_slices_of_its_seed(store: Store) -> None:
     """Whether it is new or goes on, and whether the step was read ahead or not."""
     fabric.append(store, [r for i in range(7) for r in fabric.records(f"t{i}")])
     changes: Any = {"seed": 5, "recipe": {}, "algorithm": {"name": "sft", "batch_size": 3}}
-    assert _take(_source(fabric, store, **changes), 5) == _epochs(7, 3, 5, range(5))
-    assert _take(_source(fabric, store, done=2, **changes), 3) == _epochs(7, 3, 5, range(2, 5))
+    assert _take(_source(store, **changes), 5) == _epochs(7, 3, 5, range(5))
+    assert _take(_source(store, done=2, **changes), 3) == _epochs(7, 3, 5, range(2, 5))
 
 
-def test_recorded_order(fabric: Any, store: Store) -> None:
+def test_recorded_order(store: Store) -> None:
     """Trajectories by their ids, which tell the time, and paths by their turns; epoch after epoch, whatever
     the seed, and going on too."""
     fabric.append(store, [r for i in (4, 0, 2) for r in fabric.records(f"t{i}")])
@@ -95,9 +96,9 @@ def test_recorded_order(fabric: Any, store: Store) -> None:
     fabric.append(store, fabric.records("t1", branches), lane="other")
     changes: Any = {"seed": 5, "recipe": {"order": "recorded"}, "algorithm": {"name": "sft", "batch_size": 3}}
     row = ["t0", "t1", "t1", "t2", "t4"]
-    assert _take(_source(fabric, store, **changes), 4) == [row[i % 5] for i in range(12)]
-    assert _take(_source(fabric, store, done=2, **changes), 1) == [row[i % 5] for i in range(6, 9)]
-    taken = _next(_source(fabric, store, **changes), 0)
+    assert _take(_source(store, **changes), 4) == [row[i % 5] for i in range(12)]
+    assert _take(_source(store, done=2, **changes), 1) == [row[i % 5] for i in range(6, 9)]
+    taken = _next(_source(store, **changes), 0)
     assert [s.leaf_turn_id for s in taken.samples] == ["t0.0", "t1.1", "t1.2"]
     with pytest.raises(ConfigError, match=r'recipe.order = "recorded".*see admission.order'):
         fabric.config(fabric.GRPO, recipe={"order": "recorded"})
@@ -110,15 +111,15 @@ def test_the_seed_decides_the_order() -> None:
     assert first[:20] != first[20:]
 
 
-def test_no_sample_at_the_cut(fabric: Any, store: Store) -> None:
+def test_no_sample_at_the_cut(store: Store) -> None:
     """There is no step to take; what the recipe drops is told."""
     fabric.append(store, [*fabric.records("t", split="eval"), *fabric.records("old")])
-    source = _source(fabric, store, 3, recipe={"max_staleness": 0})
+    source = _source(store, 3, recipe={"max_staleness": 0})
     assert source.take(3, 3, lambda drops: None) is None
     assert [(drop.sample.trajectory_id, drop.rule) for drop in source.unfilled(3)] == [("old", "staleness")]
 
 
-def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store: Store) -> None:
+def test_unfinished_and_foreign_trajectories_are_not_sampled(store: Store) -> None:
     """At a cut, supervised samples are of the run's finished trajectories only."""
     fabric.append(store, [*fabric.records("a"), *fabric.records("open", finished=False)])
     fabric.append(store, fabric.records("b"), run="other")
@@ -130,9 +131,9 @@ def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store:
 # A queue over a growing log -----------------------------------------------------------------------
 
 
-def test_a_group_is_complete_with_its_last_trajectory(fabric: Any, store: Store) -> None:
+def test_a_group_is_complete_with_its_last_trajectory(store: Store) -> None:
     """Trajectories wait for their group; a group comes out once, in the order of completion."""
-    source = _queue(fabric, store)
+    source = _queue(store)
     with store.writer("serve") as writer:
 
         def add(name: str, group: str, reward: float, **options: Any) -> None:
@@ -156,22 +157,22 @@ def test_a_group_is_complete_with_its_last_trajectory(fabric: Any, store: Store)
             _next(source, 0)
 
 
-def test_a_step_takes_as_many_groups_as_wanted(fabric: Any, store: Store) -> None:
+def test_a_step_takes_as_many_groups_as_wanted(store: Store) -> None:
     """`groups` units make a step; what is left over stays for the next one."""
     for i in range(6):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
-    source = _queue(fabric, store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
+    source = _queue(store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
     assert _names(_next(source, 0)) == ["t0", "t1", "t2", "t3"]
     with pytest.raises(TrainError, match=r"no complete batch for 0\.05 s"):
         _next(source, 1)
 
 
-def test_supervised_samples_come_one_by_one(fabric: Any, store: Store) -> None:
+def test_supervised_samples_come_one_by_one(store: Store) -> None:
     """With SFT on the tail every sample is a unit of its own, each used once."""
     turns = [fabric.T(), fabric.T()]
     for name in "ab":
         fabric.append(store, fabric.records(name, turns))
-    source = _queue(fabric, store, algorithm={"name": "sft", "batch_size": 3})
+    source = _queue(store, algorithm={"name": "sft", "batch_size": 3})
     taken = _next(source, 0)
     assert taken is not None
     assert [s.leaf_turn_id for s in taken.samples] == ["a.0", "a.1", "b.0"]
@@ -179,26 +180,26 @@ def test_supervised_samples_come_one_by_one(fabric: Any, store: Store) -> None:
         _next(source, 0)
 
 
-def test_evaluation_and_other_runs_never_come_out(fabric: Any, store: Store) -> None:
+def test_evaluation_and_other_runs_never_come_out(store: Store) -> None:
     """Neither the eval split, nor a split that is not named, nor another run's trajectories."""
     for i, split in enumerate(("eval", "eval", "teacher", "teacher")):
         fabric.append(store, fabric.records(f"x{i}", group="g", split=split, reward=float(i)))
     for i in range(2):
         fabric.append(store, fabric.records(f"y{i}", group="g", reward=float(i)), run="other")
     with pytest.raises(TrainError):
-        _next(_queue(fabric, store), 0)
+        _next(_queue(store), 0)
     with pytest.raises(TrainError):
-        _next(_queue(fabric, store, algorithm={"name": "sft", "batch_size": 1}), 0)
+        _next(_queue(store, algorithm={"name": "sft", "batch_size": 1}), 0)
 
 
-def test_stale_samples_are_dropped_with_their_rule(fabric: Any, store: Store) -> None:
+def test_stale_samples_are_dropped_with_their_rule(store: Store) -> None:
     """A stale group gives its place back at once: it is told, and the step is filled with the next one."""
     for group, version in (("old", 1), ("new", 5)):
         for i in range(2):
             made = fabric.records(f"{group}{i}", [fabric.T(version=version)], group=group, reward=float(i))
             fabric.append(store, made)
     evicted: list[Drop] = []
-    taken = _next(_queue(fabric, store, recipe={"max_staleness": 2}), 5, evicted)
+    taken = _next(_queue(store, recipe={"max_staleness": 2}), 5, evicted)
     assert taken is not None
     assert _names(taken) == ["new0", "new1"]
     assert taken.drops == []
@@ -207,25 +208,25 @@ def test_stale_samples_are_dropped_with_their_rule(fabric: Any, store: Store) ->
     ]
 
 
-def test_unusable_trajectories_are_dropped_with_their_rule(fabric: Any, store: Store) -> None:
+def test_unusable_trajectories_are_dropped_with_their_rule(store: Store) -> None:
     """GRPO needs rewards and logprobs: what has none is dropped by name, its group goes on without it."""
     fabric.append(store, fabric.records("a", group="g", reward=1.0))
     fabric.append(store, fabric.records("b", group="g"))
     fabric.append(store, fabric.records("c", [fabric.T(logprobs=None)], group="g", reward=0.0))
     fabric.append(store, fabric.records("d", group="g", reward=0.0))
     group = {"name": "grpo", "groups": 1, "group_size": 4}
-    taken = _next(_queue(fabric, store, algorithm=group, admission={"wait_s": 0.0}), 0)
+    taken = _next(_queue(store, algorithm=group, admission={"wait_s": 0.0}), 0)
     assert taken is not None
     assert _names(taken) == ["a", "d"]
     assert [(d.sample.name, d.rule) for d in taken.drops] == [("b", "no_reward"), ("c", "no_logprobs")]
 
 
-def test_a_flat_group_has_had_its_turn(fabric: Any, store: Store) -> None:
+def test_a_flat_group_has_had_its_turn(store: Store) -> None:
     """Of two groups wanted, a flat one counts but gives nothing; a step of flat groups only waits on."""
     for group, rewards in (("flat", (1.0, 1.0)), ("steep", (0.0, 1.0)), ("flat2", (2.0, 2.0))):
         for i, reward in enumerate(rewards):
             fabric.append(store, fabric.records(f"{group}{i}", group=group, reward=reward))
-    source = _queue(fabric, store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
+    source = _queue(store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
     taken = _next(source, 0)
     assert taken is not None
     assert _names(taken) == ["steep0", "steep1"]
@@ -234,29 +235,29 @@ def test_a_flat_group_has_had_its_turn(fabric: Any, store: Store) -> None:
         _next(source, 0)
 
 
-def test_history_is_not_repeated(fabric: Any, store: Store) -> None:
+def test_history_is_not_repeated(store: Store) -> None:
     """After a restart, groups that a committed step consumed or dropped do not come out again."""
     for i in range(6):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
     done = [fabric.planned(0, 0, turns=["t0.0", "t1.0"]), fabric.committed(0, 1)]
     history = fold_history(fabric.events(done), fabric.RUN, "actor")
     history.dropped |= {"t2.0", "t3.0"}
-    assert _names(_next(_queue(fabric, store, history), 0)) == ["t4", "t5"]
+    assert _names(_next(_queue(store, history), 0)) == ["t4", "t5"]
 
 
-def test_a_group_read_in_another_order_is_not_mixed(fabric: Any, store: Store) -> None:
+def test_a_group_read_in_another_order_is_not_mixed(store: Store) -> None:
     """Lanes may be read in another order after a restart: used trajectories do not count for a group."""
     for i in range(4):
         fabric.append(store, fabric.records(f"t{i}", group="g", reward=float(i)))
     done = [fabric.planned(0, 0, turns=["t0.0", "t2.0"]), fabric.committed(0, 1)]
     history = fold_history(fabric.events(done), fabric.RUN, "actor")
-    assert _names(_next(_queue(fabric, store, history), 1)) == ["t1", "t3"]
-    source = _queue(fabric, store, history, algorithm={"name": "sft", "batch_size": 1})
+    assert _names(_next(_queue(store, history), 1)) == ["t1", "t3"]
+    source = _queue(store, history, algorithm={"name": "sft", "batch_size": 1})
     assert [_names(_next(source, 1)) for _ in range(2)] == [["t1"], ["t3"]]
 
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
-def test_what_comes_after_the_finish_counts(fabric: Any, store: Store, source: str) -> None:
+def test_what_comes_after_the_finish_counts(store: Store, source: str) -> None:
     """A reward or delivery behind the finish, but inside the step's cut, is in the step's samples.
 
     A replay materializes them at that cut: anything else would be another batch.
@@ -279,9 +280,9 @@ def test_what_comes_after_the_finish_counts(fabric: Any, store: Store, source: s
     assert int(taken.samples[0].loss_mask.sum()) == 4
 
 
-def test_a_reward_that_comes_while_waiting_counts(fabric: Any, store: Store) -> None:
+def test_a_reward_that_comes_while_waiting_counts(store: Store) -> None:
     """Units taken early in a step's wait are materialized again at the cut the step is planned at."""
-    source = _queue(fabric, store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
+    source = _queue(store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
     rewards = {"a": 0.0, "b": 1.0}
     for name, reward in rewards.items():
         fabric.append(store, fabric.records(name, group="g", reward=reward))
@@ -296,7 +297,7 @@ def test_a_reward_that_comes_while_waiting_counts(fabric: Any, store: Store) -> 
     assert taken.cut == store.head()
 
 
-def test_a_cut_ends_when_no_batch_is_left(fabric: Any, store: Store) -> None:
+def test_a_cut_ends_when_no_batch_is_left(store: Store) -> None:
     """At a cut, groups end without an error when no complete batch is left."""
     for i in range(5):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
@@ -309,7 +310,7 @@ def test_a_cut_ends_when_no_batch_is_left(fabric: Any, store: Store) -> None:
 
 @given(st.data())
 @settings(max_examples=25)
-def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
+def test_each_sample_comes_out_once(data: st.DataObject) -> None:
     """However trajectories of groups interleave and split into polls, each is used at most once."""
     names = data.draw(
         st.permutations([f"{g}{i}" for g in "abc" for i in range(data.draw(st.integers(1, 5)))])
@@ -328,23 +329,23 @@ def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     assert len(counts) == sum(size - size % 2 for size in sizes.values())
 
 
-def test_supervised_samples_at_a_cut_may_be_stale(fabric: Any, store: Store) -> None:
+def test_supervised_samples_at_a_cut_may_be_stale(store: Store) -> None:
     """Staleness is held against the version that training starts from, and the drops are told once."""
     fabric.append(store, [r for i in range(4) for r in fabric.records(f"t{i}", [fabric.T(version=i)])])
     changes: Any = {"recipe": {"max_staleness": 1}, "algorithm": {"name": "sft", "batch_size": 2}}
-    first = _next(_source(fabric, store, 3, **changes), 3)
+    first = _next(_source(store, 3, **changes), 3)
     assert first is not None
     assert {s.name for s in first.samples} == {"t2", "t3"}
     assert [(d.sample.trajectory_id, d.rule, d.detail["staleness"]) for d in first.drops] == [
         ("t0", "staleness", 3),
         ("t1", "staleness", 2),
     ]
-    later = _next(_source(fabric, store, 3, 1, **changes), 4)
+    later = _next(_source(store, 3, 1, **changes), 4)
     assert later is not None
     assert later.drops == []
 
 
-def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) -> None:
+def test_drops_of_a_step_that_never_fills_are_told(store: Store) -> None:
     """When the cut ends before a step is full, what the recipe dropped on the way was told."""
     for i in range(2):
         fabric.append(store, fabric.records(f"t{i}", [fabric.T(version=0)], group="g", reward=float(i)))
@@ -358,7 +359,7 @@ def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) ->
     assert [(d.sample.name, d.rule) for d in evicted] == [("t0", "staleness"), ("t1", "staleness")]
 
 
-def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any, tmp_path: Path) -> None:
+def test_the_order_of_arrival_does_not_decide_epochs(tmp_path: Path) -> None:
     """The same trajectories recorded in another order give the same batches."""
     names = [f"t{i}" for i in range(7)]
     rows = []
@@ -366,19 +367,19 @@ def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any, tmp_path: Path
         log = rb.open(tmp_path / order[0], create=True)
         fabric.append(log, [r for name in order for r in fabric.records(name)])
         changes: Any = {"recipe": {}, "algorithm": {"name": "sft", "batch_size": 3}}
-        rows.append(_take(_source(fabric, log, **changes), 5))
+        rows.append(_take(_source(log, **changes), 5))
     assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("adopter", ["adopter", "zz"])
-def test_the_tail_gives_adopted_trajectories(fabric: Any, store: Store, adopter: str) -> None:
+def test_the_tail_gives_adopted_trajectories(store: Store, adopter: str) -> None:
     """A trajectory that another lane finished is one unit, whole, whichever lane is read first."""
     made = list(fabric.records("t0"))
     trajectory_id = made[0].trajectory_id
     events = fabric.events(made)
     half = len(events) // 2
     adopted = TrajectoryAdopted(trajectory_id, "serve", events[half - 1].event_id)
-    source = _queue(fabric, store, algorithm={"name": "sft", "batch_size": 1}, recipe={})
+    source = _queue(store, algorithm={"name": "sft", "batch_size": 1}, recipe={})
     for lane, part in (("serve", events[:half]), (adopter, [*fabric.events([adopted]), *events[half:]])):
         with store.writer(lane) as writer:
             writer.append(part).result(30)

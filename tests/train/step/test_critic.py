@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import read_weights
@@ -38,13 +39,13 @@ class Killed(Exception):
 
 
 @pytest.fixture(scope="module")
-def settings(fabric: Any) -> Any:
+def settings() -> Any:
     """Three rollout batches of eight samples, two steps on each."""
     return fabric.config(fabric.GRPO, steps=6, algorithm=PPO, critic=CRITIC)
 
 
 @pytest.fixture(scope="module")
-def whole(fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def whole(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A training by these settings that nothing broke. Read it, or copy it; never write."""
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("whole") / "store"))
     fabric.train(log, settings)
@@ -82,7 +83,7 @@ def test_steps_replay(whole: Store, step: int) -> None:
 
 
 @pytest.mark.more
-def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, whole: Store, settings: Any) -> None:
+def test_a_kill_changes_nothing(recorded: Stores, whole: Store, settings: Any) -> None:
     """The critic goes on from the checkpoint with its optimizer's state."""
     broken = recorded()
     for step in (3, 4):
@@ -92,9 +93,7 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, whole: Store, set
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
-def test_abandoned_steps_give_the_critic_back(
-    fabric: Any, whole: Store, settings: Any, tmp_path: Path
-) -> None:
+def test_abandoned_steps_give_the_critic_back(whole: Store, settings: Any, tmp_path: Path) -> None:
     """Gone back to version 4, the next step starts from the critic of then, and replays."""
     log = rb.open(shutil.copytree(whole.path, tmp_path / "store"))
     fabric.train(log, settings, abandon_after=4)
@@ -106,7 +105,7 @@ def test_abandoned_steps_give_the_critic_back(
     assert replay_step(log, 7).bit_for_bit
 
 
-def test_a_damaged_critic_is_not_gone_on_from(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_a_damaged_critic_is_not_gone_on_from(recorded: Stores, settings: Any) -> None:
     """A checkpoint with one flipped bit in its critic is passed over."""
     log = recorded()
     fabric.train(log, settings.model_copy(update={"steps": 4}))
@@ -122,7 +121,7 @@ def test_a_damaged_critic_is_not_gone_on_from(fabric: Any, recorded: Stores, set
     assert "critic damaged" in replayed.stages["checkpoint"].why
 
 
-def test_values_are_those_of_transformers(fabric: Any, recorded: Stores) -> None:
+def test_values_are_those_of_transformers(recorded: Stores) -> None:
     """A random head on the tiny model: Megatron's scores are those of the sequence classifier in
     transformers."""
     from transformers import AutoModelForSequenceClassification
@@ -147,7 +146,7 @@ def test_values_are_those_of_transformers(fabric: Any, recorded: Stores) -> None
         assert torch.allclose(row[: len(expected)], expected, atol=1e-4)
 
 
-def test_a_critic_needs_an_algorithm_that_has_one(fabric: Any) -> None:
+def test_a_critic_needs_an_algorithm_that_has_one() -> None:
     """GRPO has none; and steps must fill rollout batches."""
     with pytest.raises(ConfigError, match=r'\[critic\]: algorithm "grpo" has no critic'):
         fabric.config(fabric.GRPO, critic={})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.engines.weights.digests import digest_stream, read_weights
 from rollbook.replay.step.step import replay_step
@@ -38,7 +39,7 @@ GRPO = Grpo(name="grpo", group_size=4, groups=1)
 
 
 @pytest.fixture
-def samples(fabric: Any) -> list[Sample]:
+def samples() -> list[Sample]:
     """Four of one group, of two prompt and two trained tokens each."""
     made = [record for i in range(4) for record in fabric.records(f"t{i}", group="g", reward=float(i))]
     return all_samples(fold(fabric.events(made)).values())
@@ -122,7 +123,7 @@ def _published(log: Store) -> list[int]:
     return [record.policy_version for record in _of(log, PolicyPublished)]
 
 
-def test_a_rate_that_is_far_too_high(fabric: Any, recorded: Stores) -> None:
+def test_a_rate_that_is_far_too_high(recorded: Stores) -> None:
     """The step after fails in the log and says where it began; the run goes on with a lower rate."""
     log = recorded()
     wild = {"lr": 1e30, "weight_decay": 0.01}
@@ -135,7 +136,7 @@ def test_a_rate_that_is_far_too_high(fabric: Any, recorded: Stores) -> None:
     assert _published(log) == [0, 1]
 
 
-def test_weights_that_overflow(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_overflow(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version that they would have been is none, and another training goes on from the one before."""
     log, step = recorded(), TrainablePolicy.optimizer_step
 
@@ -155,7 +156,7 @@ def test_weights_that_overflow(fabric: Any, recorded: Stores, monkeypatch: pytes
 
 
 def test_a_step_that_an_earlier_rollbook_committed_replays(
-    fabric: Any, recorded: Stores, cli: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Stores, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with numbers that are none: what was, can be looked at."""
     log = recorded()
@@ -190,7 +191,7 @@ def _leaves(refs: Any) -> list[str]:
 
 @pytest.mark.parametrize("names", ["GRPO", "SFT"])
 def test_a_batch_that_is_skipped(
-    fabric: Any, recorded: Stores, cli: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, names: str
+    recorded: Stores, cli: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     """Its samples are dropped by a rule, and its attempt failed; the next batches are trained, each once."""
     log, whole = recorded(), recorded("whole")
@@ -215,9 +216,7 @@ def test_a_batch_that_is_skipped(
     assert not history.consumed() & history.dropped or names == "SFT"
 
 
-def test_epochs_go_on_behind_what_was_skipped(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epochs_go_on_behind_what_was_skipped(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart takes the batch that comes next, and not once more what a step consumed."""
     log, whole = recorded(), recorded("whole")
     fabric.train(whole, fabric.config(fabric.SFT, steps=6))
@@ -233,9 +232,7 @@ def test_epochs_go_on_behind_what_was_skipped(
     assert sorted(dropped) == sorted(batches[1] + batches[2]), "those of both skipped ones count"
 
 
-def test_what_is_no_matter_of_samples_ends_it(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_matter_of_samples_ends_it(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that overflowed, and one batch after the other, are an error with skip too."""
     log = recorded()
     settings = fabric.config(fabric.SFT, on_not_finite="skip")
@@ -253,7 +250,7 @@ def test_what_is_no_matter_of_samples_ends_it(
     assert len(_of(log, StepCommitted)) == 9
 
 
-def test_the_choice_is_no_part_of_the_trainings_name(fabric: Any) -> None:
+def test_the_choice_is_no_part_of_the_trainings_name() -> None:
     """So whoever was stopped by such a step goes on in the same training, without it."""
     stop, skip = (fabric.config(fabric.SFT, on_not_finite=how) for how in ("stop", "skip"))
     assert (
@@ -284,7 +281,7 @@ def _spoil_one(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "hybrid"])
 def test_a_step_is_taken_again_without_the_sample(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, mode: str
+    recorded: Stores, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """In which its numbers end: that one is dropped, the others are trained on at once; replayed."""
     log = recorded()
@@ -303,7 +300,7 @@ def test_a_step_is_taken_again_without_the_sample(
     assert replay_step(log, 0).differs_in is None
 
 
-def test_a_pair_goes_together(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_goes_together(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The better one of a pair is nothing without the other."""
     log = recorded()
     _spoil_one(monkeypatch, 3)
@@ -314,9 +311,7 @@ def test_a_pair_goes_together(fabric: Any, recorded: Stores, monkeypatch: pytest
     assert second == first[:2] + first[4:]
 
 
-def test_where_the_sample_is_not_known(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_sample_is_not_known(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is skipped."""
     log = recorded()
     _spoil(monkeypatch, 0)

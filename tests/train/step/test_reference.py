@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -33,7 +34,7 @@ def _renewed(log: Store) -> list[tuple[int, int | None]]:
     return [(p.policy_version, p.parent_version) for p in published]
 
 
-def test_every_two_steps(fabric: Any, recorded: Stores) -> None:
+def test_every_two_steps(recorded: Stores) -> None:
     """From the next step on the policy is held to what it was then: the first step from there has no
     divergence."""
     log = recorded()
@@ -56,7 +57,7 @@ def test_every_two_steps(fabric: Any, recorded: Stores) -> None:
 
 
 @pytest.mark.more
-def test_restarts_change_nothing(fabric: Any, recorded: Stores) -> None:
+def test_restarts_change_nothing(recorded: Stores) -> None:
     """Also where it stops as the reference is due, and where it is killed before that is written."""
     whole, broken, killed = recorded("whole"), recorded("broken"), recorded("killed")
     settings = fabric.config(fabric.GRPO, algorithm=HELD, steps=5)
@@ -83,7 +84,7 @@ def test_restarts_change_nothing(fabric: Any, recorded: Stores) -> None:
         assert [step.digests for step in _of(log, StepCommitted)] == digests
 
 
-def test_within_a_rollout_batch_it_stays(fabric: Any, recorded: Stores) -> None:
+def test_within_a_rollout_batch_it_stays(recorded: Stores) -> None:
     """Of four steps on each batch, the interval ends in the middle of the first."""
     log = recorded()
     settings = HELD | {"epochs": 2, "mini_batches": 2, "ref_update_interval": 3}
@@ -91,7 +92,7 @@ def test_within_a_rollout_batch_it_stays(fabric: Any, recorded: Stores) -> None:
     assert _references(log) == [0] * 4 + [4] * 4 + [8] * 4
 
 
-def test_going_back(fabric: Any, recorded: Stores) -> None:
+def test_going_back(recorded: Stores) -> None:
     """Steps that are given up do not count."""
     log = recorded()
     settings = fabric.config(fabric.GRPO, algorithm=HELD, steps=4, checkpoint_every=1)
@@ -102,7 +103,7 @@ def test_going_back(fabric: Any, recorded: Stores) -> None:
     assert [p.policy_version for p in plans[4:]] == [5, 6, 7]
 
 
-def test_preferences(fabric: Any, recorded: Stores) -> None:
+def test_preferences(recorded: Stores) -> None:
     """The loss of pairs is held to it too: log 2 where policy and reference are one."""
     log = recorded()
     algorithm = {"name": "dpo", "pairs": "rewards", "group_size": 4, "batch_size": 1}
@@ -112,7 +113,7 @@ def test_preferences(fabric: Any, recorded: Stores) -> None:
     assert [step.metrics["loss"] for step in _of(log, StepCommitted)] == pytest.approx([0.693147] * 3)
 
 
-def test_there_has_to_be_one(fabric: Any) -> None:
+def test_there_has_to_be_one() -> None:
     """Without a KL term nothing asks for a reference."""
     with pytest.raises(ConfigError, match="ref_update_interval is of the reference: set kl or reward_kl"):
         fabric.config(fabric.GRPO, algorithm=HELD | {"kl": 0.0})

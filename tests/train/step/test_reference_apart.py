@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -55,7 +56,7 @@ def started(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 @pytest.mark.more_but("grpo")
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_same_bits(fabric: Any, recorded: Stores, name: str) -> None:
+def test_the_same_bits(recorded: Stores, name: str) -> None:
     """Of every stage, the reference's logprobs among them, which a replay computes in its own process."""
     here, apart = recorded("here"), recorded("apart")
     settings = fabric.config(fabric.GRPO, **{"steps": 4, "checkpoint_every": 4} | TRAININGS[name])
@@ -69,7 +70,7 @@ def test_the_same_bits(fabric: Any, recorded: Stores, name: str) -> None:
     assert [replay_step(apart, step).differs_in for step in (0, 3)] == [None, None]
 
 
-def test_parts_of_a_batch_that_come(fabric: Any, recorded: Stores) -> None:
+def test_parts_of_a_batch_that_come(recorded: Stores) -> None:
     """With mode = "hybrid" it computes each part while the rest is awaited."""
     algorithm = {"name": "grpo", "groups": 3, "group_size": 4, "kl": 0.1, "old": "trainer"}
     changes = {"algorithm": algorithm, "steps": 2, "mode": "hybrid", "num_iters_per_train_update": 3}
@@ -85,7 +86,7 @@ def test_parts_of_a_batch_that_come(fabric: Any, recorded: Stores) -> None:
 
 
 @pytest.mark.ranks
-def test_over_ranks(fabric: Any, recorded: Stores) -> None:
+def test_over_ranks(recorded: Stores) -> None:
     """It is laid out as the policy is: two ranks share its tensors, of which the policy has two copies."""
     changes = {"algorithm": HELD, "steps": 3, "parallel": {"tensor": 2}} | PACKED
     here, apart = recorded("here"), recorded("apart")
@@ -101,7 +102,6 @@ def test_over_ranks(fabric: Any, recorded: Stores) -> None:
 @pytest.mark.more_but("9")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_ends_or_hangs(
-    fabric: Any,
     recorded: Stores,
     started: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +132,7 @@ def test_it_ends_or_hangs(
     assert [step.step for step in _of(log, StepCommitted)] == [0, 1]
 
 
-def test_its_weights_are_damaged(fabric: Any, recorded: Stores) -> None:
+def test_its_weights_are_damaged(recorded: Stores) -> None:
     """Those of version 0, from which a later version is trained on."""
     log = recorded()
     algorithm = HELD | {"ref_update_interval": None}
@@ -144,7 +144,7 @@ def test_its_weights_are_damaged(fabric: Any, recorded: Stores) -> None:
         fabric.train(log, settings.model_copy(update={"steps": 3, "reference_apart": True}))
 
 
-def test_it_ends_with_its_training(fabric: Any) -> None:
+def test_it_ends_with_its_training() -> None:
     """However that does."""
     program = (
         "import sys, time, torch\n"
@@ -174,14 +174,14 @@ def test_it_ends_with_its_training(fabric: Any) -> None:
         ({"algorithm": HELD, "parallel": {"expert": 2}}, "whose experts are not spread"),
     ],
 )
-def test_where_it_cannot_be(fabric: Any, changes: dict[str, Any], said: str) -> None:
+def test_where_it_cannot_be(changes: dict[str, Any], said: str) -> None:
     """The configuration is refused, with the reason."""
     sync = {"engines": ["http://127.0.0.1:1"]}
     with pytest.raises(ConfigError, match=said):
         fabric.config(fabric.GRPO, **changes, reference_apart=True, sync=sync)
 
 
-def test_under_a_launcher(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_launcher(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose devices are not this command's to give."""
     monkeypatch.setattr(
         "rollbook.cli.train.training.place_in", lambda _: Place(0, 1, 0, "", 0), raising=False
@@ -217,7 +217,7 @@ def test_no_gpu_is_left() -> None:
         left_over({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1)
 
 
-def test_it_has_no_gradients(fabric: Any) -> None:
+def test_it_has_no_gradients() -> None:
     """A policy that is not trained has weights alone."""
     import torch
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -57,9 +58,7 @@ def first_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "picky:first_rejected"
 
 
-def test_its_samples_are_dropped_and_the_next_batch_is_taken(
-    fabric: Any, recorded: Stores, first_rejected: str
-) -> None:
+def test_its_samples_are_dropped_and_the_next_batch_is_taken(recorded: Stores, first_rejected: str) -> None:
     """No weight moves, weight decay or not: the second attempt starts from the very weights and state."""
     log, whole = recorded(), recorded("whole")
     keys = NONE_KEPT | {"correction": first_rejected, "correction_low": 0.0}
@@ -81,7 +80,7 @@ def test_its_samples_are_dropped_and_the_next_batch_is_taken(
     assert replay_step(log, 0, trust_parts=True).bit_for_bit
 
 
-def test_a_training_without_a_token_that_is_kept(fabric: Any, recorded: Stores) -> None:
+def test_a_training_without_a_token_that_is_kept(recorded: Stores) -> None:
     """It ends with an error, and its model is the one that it began with."""
     log = recorded()
     settings = fabric.config(fabric.GRPO, steps=1, algorithm=NONE_KEPT)
@@ -93,9 +92,7 @@ def test_a_training_without_a_token_that_is_kept(fabric: Any, recorded: Stores) 
     assert len(weights) == 1
 
 
-def test_one_batch_after_the_other_is_an_error(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_batch_after_the_other_is_an_error(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """That says what to do, and not a training that throws away all there is."""
     log = recorded()
     monkeypatch.setattr(trainer, "SKIPS_IN_A_ROW", 1)

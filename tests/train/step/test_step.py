@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fakes.models.weight_maps import to_huggingface
+from tests.fakes.stories import fabric
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.store.fold.trajectory import fold
@@ -27,14 +28,14 @@ from rollbook.train.step.step import StepResult, input_digests, run_step, step_s
 
 
 @pytest.fixture(scope="session")
-def reference(fabric: Any) -> Any:
+def reference() -> Any:
     """The tiny model in transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(fabric.model_folder())
 
 
-def _policy(fabric: Any) -> TrainablePolicy:
+def _policy() -> TrainablePolicy:
     made = TrainablePolicy(
         read_shape(fabric.model_folder()), OptimizerConfig(clip_grad=0.0), Build(4, torch.device("cpu"), 0, 1)
     )
@@ -42,7 +43,7 @@ def _policy(fabric: Any) -> TrainablePolicy:
     return made
 
 
-def _samples(fabric: Any) -> list[Sample]:
+def _samples() -> list[Sample]:
     """Four samples of one group, of unequal lengths and temperatures; one has an undelivered turn."""
     made = []
     for i, reward in enumerate((0.0, 1.0, 2.0, 4.0)):
@@ -63,11 +64,9 @@ def _logprobs(model: Any, sample: Sample) -> torch.Tensor:
     return picked[torch.from_numpy(sample.loss_mask[1:])]
 
 
-def _run(
-    fabric: Any, samples: list[Sample], algorithm: Any, size: int | None = None
-) -> tuple[Any, StepResult]:
+def _run(samples: list[Sample], algorithm: Any, size: int | None = None) -> tuple[Any, StepResult]:
     """Run a step on a fresh policy; the policy and the result."""
-    policy = _policy(fabric)
+    policy = _policy()
     plan = replace(
         fabric.planned(0, 0, turns=[s.leaf_turn_id for s in samples]),
         partition=partition(len(samples), size),
@@ -87,10 +86,10 @@ def _same_gradient(policy: TrainablePolicy, model: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 3, 1])
-def test_sft_is_the_mean_over_the_trained_tokens(fabric: Any, reference: Any, size: int | None) -> None:
+def test_sft_is_the_mean_over_the_trained_tokens(reference: Any, size: int | None) -> None:
     """Loss and gradient are those of the mean cross-entropy over every trained token of the batch."""
-    samples = _samples(fabric)
-    policy, result = _run(fabric, samples, {"name": "sft", "batch_size": 4}, size)
+    samples = _samples()
+    policy, result = _run(samples, {"name": "sft", "batch_size": 4}, size)
     reference.zero_grad()
     loss = -torch.cat([_logprobs(reference, s) for s in samples]).mean()
     loss.backward()
@@ -102,15 +101,15 @@ def test_sft_is_the_mean_over_the_trained_tokens(fabric: Any, reference: Any, si
     assert result.metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-def test_grpo_is_the_policy_gradient_where_the_engine_agrees(fabric: Any, reference: Any) -> None:
+def test_grpo_is_the_policy_gradient_where_the_engine_agrees(reference: Any) -> None:
     """With the engine's logprobs equal to the trainer's, it is the advantage-weighted policy gradient."""
     samples = []
-    for sample in _samples(fabric):
+    for sample in _samples():
         logprobs = sample.logprobs.copy()
         with torch.no_grad():
             logprobs[sample.loss_mask] = _logprobs(reference, sample).numpy()
         samples.append(replace(sample, logprobs=logprobs))
-    policy, result = _run(fabric, samples, {"name": "grpo"}, 3)
+    policy, result = _run(samples, {"name": "grpo"}, 3)
     rewards = np.array([0.0, 1.0, 2.0, 4.0])
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     reference.zero_grad()
@@ -124,10 +123,10 @@ def test_grpo_is_the_policy_gradient_where_the_engine_agrees(fabric: Any, refere
 
 
 @pytest.mark.parametrize("size", [None, 3, 1])
-def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any, size: int | None) -> None:
+def test_the_gap_to_the_engine_is_measured(reference: Any, size: int | None) -> None:
     """Of trained tokens only: those of the step's own version tell the engine's part, older are stale."""
-    samples = _samples(fabric)
-    _, result = _run(fabric, samples, {"name": "grpo"}, size)
+    samples = _samples()
+    _, result = _run(samples, {"name": "grpo"}, size)
     with torch.no_grad():
         gaps = [(_logprobs(reference, s) + 1.0).abs() for s in samples]
     assert result.metrics["engine_logprob_gap"] == pytest.approx(float(torch.cat(gaps).max()), rel=1e-5)
@@ -136,11 +135,11 @@ def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any, size: in
     older = [
         replace(s, versions=np.where(s.versions < 0, -1, -7 if i % 2 else 0)) for i, s in enumerate(samples)
     ]
-    _, result = _run(fabric, older, {"name": "grpo"}, size)
+    _, result = _run(older, {"name": "grpo"}, size)
     own, stale = torch.cat(gaps[::2]), torch.cat(gaps[1::2])
     assert result.metrics["engine_logprob_gap"] == pytest.approx(float(own.max()), rel=1e-5)
     assert result.metrics["stale_logprob_gap"] == pytest.approx(float(stale.max()), rel=1e-5)
-    assert "engine_logprob_gap" not in _run(fabric, samples, {"name": "sft"})[1].metrics
+    assert "engine_logprob_gap" not in _run(samples, {"name": "sft"})[1].metrics
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,7 @@ def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any, size: in
         (0.2, {"partial_rollout": False, "pause": "in_place"}, True),
     ],
 )
-def test_the_alarm_rings_where_the_engines_gap_is_large(
-    fabric: Any, gap: float | None, sync: Any, warns: bool
-) -> None:
+def test_the_alarm_rings_where_the_engines_gap_is_large(gap: float | None, sync: Any, warns: bool) -> None:
     """Where the engine's part is not near zero; in place it is none, since prefixes are of older weights."""
     changes = {} if sync is None else {"sync": {"engines": ["http://e"], **sync}}
     settings = fabric.config(fabric.GRPO, **changes)
@@ -167,13 +164,13 @@ def test_the_alarm_rings_where_the_engines_gap_is_large(
         assert "differ by 0.2 from the trainer's" in said
 
 
-def test_a_step_has_every_stage_and_no_memory(fabric: Any) -> None:
+def test_a_step_has_every_stage_and_no_memory() -> None:
     """The digests cover each stage after the inputs; the same step on a fresh policy has the same ones."""
-    first, second = (_run(fabric, _samples(fabric), {"name": "sft"}, 2)[1] for _ in range(2))
+    first, second = (_run(_samples(), {"name": "sft"}, 2)[1] for _ in range(2))
     assert set(first.digests) == set(fabric.EVERY_STEPS_STAGES[3:])
     assert (first.digests, first.metrics) == (second.digests, second.metrics)
     assert first.evidence.described() == second.evidence.described()
-    other = _run(fabric, _samples(fabric), {"name": "sft"}, 4)[1]
+    other = _run(_samples(), {"name": "sft"}, 4)[1]
     assert other.digests["samples"] != first.digests["samples"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -85,7 +86,7 @@ def test_tokens_that_are_left_out(counted: bool) -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_of_a_training(fabric: Any, recorded: Callable[..., Store], counted: bool) -> None:
+def test_of_a_training(recorded: Callable[..., Store], counted: bool) -> None:
     """The share that was rejected is the same, counted or not; the view of metrics has it; the step
     replays."""
     log = recorded()
@@ -107,7 +108,7 @@ def test_of_a_training(fabric: Any, recorded: Callable[..., Store], counted: boo
     assert replay_step(log, 0).bit_for_bit
 
 
-def test_without_weights_there_is_nothing_to_say(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_without_weights_there_is_nothing_to_say(recorded: Callable[..., Store]) -> None:
     """And the columns are empty."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.GRPO, steps=1))

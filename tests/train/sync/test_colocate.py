@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.fakes.stories import fabric
 
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
@@ -59,7 +60,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def engine(fabric: Any, turns: list[str]) -> Iterator[tuple[ScriptedSGLang, str]]:
+def engine(turns: list[str]) -> Iterator[tuple[ScriptedSGLang, str]]:
     """A server of the tiny model, which ends where its memory is asked for at the wrong time."""
     app = ScriptedSGLang(None, Options(model_path=str(fabric.model_folder()), weights="float32", log=10_000))
     with serving(app) as url:
@@ -70,7 +71,7 @@ def _of(log: Store, *kinds: type) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kinds)]
 
 
-def _colocated(fabric: Any, url: str, **changes: Any) -> Any:
+def _colocated(url: str, **changes: Any) -> Any:
     sync = {"engines": [url], "transport": "tensor"}
     return fabric.config(fabric.GRPO, **({"steps": 2, "mode": "colocate", "sync": sync} | changes))
 
@@ -78,12 +79,12 @@ def _colocated(fabric: Any, url: str, **changes: Any) -> Any:
 CYCLE = ["release kv_cache+weights", "onload", "resume weights", "offload", "resume kv_cache"]
 
 
-def test_they_take_turns(fabric: Any, recorded: Stores, engine: Any, turns: list[str]) -> None:
+def test_they_take_turns(recorded: Stores, engine: Any, turns: list[str]) -> None:
     """An engine has its cache only while the training's state is away; a sync begins as it falls asleep, and
     ends as it serves the version that was made meanwhile; steps are those of a training that shares
     nothing."""
     (app, url), log, alone = engine, recorded("together"), recorded("alone")
-    fabric.train(log, _colocated(fabric, url), "tail")
+    fabric.train(log, _colocated(url), "tail")
     assert turns == ["release kv_cache+weights", *CYCLE[2:], *CYCLE, *CYCLE]
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
     kinds = (SyncStarted, StepCommitted, SyncFinished)
@@ -96,7 +97,7 @@ def test_they_take_turns(fabric: Any, recorded: Stores, engine: Any, turns: list
     assert replay_step(log, 1).differs_in is None
 
 
-def test_with_a_critic_and_evaluations(fabric: Any, recorded: Stores, engine: Any, turns: list[str]) -> None:
+def test_with_a_critic_and_evaluations(recorded: Stores, engine: Any, turns: list[str]) -> None:
     """Both policies are away; for an evaluation engines fall asleep once more."""
     (app, url), logs = engine, [recorded("together"), recorded("alone")]
     changes = {
@@ -107,7 +108,7 @@ def test_with_a_critic_and_evaluations(fabric: Any, recorded: Stores, engine: An
     for log in logs:
         turn = fabric.T([5, 6], [20, 21], version=0)
         fabric.append(log, fabric.records("held", [turn], split="eval", reward=1.0))
-    fabric.train(logs[0], _colocated(fabric, url, **changes), "tail")
+    fabric.train(logs[0], _colocated(url, **changes), "tail")
     fabric.train(logs[1], fabric.config(fabric.GRPO, steps=2, **changes), "tail")
     assert [s.digests for s in _of(logs[0], StepCommitted)] == [
         s.digests for s in _of(logs[1], StepCommitted)
@@ -116,32 +117,32 @@ def test_with_a_critic_and_evaluations(fabric: Any, recorded: Stores, engine: An
     assert (app.released, version_in(app.weight_version)) == (set(), 2)
 
 
-def test_a_trainer_that_was_killed_left_it_asleep(fabric: Any, recorded: Stores, engine: Any) -> None:
+def test_a_trainer_that_was_killed_left_it_asleep(recorded: Stores, engine: Any) -> None:
     """The next one gives back what the engine gave away, by what it calls its weights."""
     (app, url), log = engine, recorded()
     with fabric.killed_at(1, Killed):
-        fabric.train(log, _colocated(fabric, url), "tail")
+        fabric.train(log, _colocated(url), "tail")
     assert (app.weight_version, app.released) == (ASLEEP, {"kv_cache", "weights"})
-    fabric.train(log, _colocated(fabric, url), "tail")
+    fabric.train(log, _colocated(url), "tail")
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
     assert len(_of(log, StepCommitted)) == 2
 
 
-def test_killed_between_weights_and_cache(fabric: Any, recorded: Stores, engine: Any) -> None:
+def test_killed_between_weights_and_cache(recorded: Stores, engine: Any) -> None:
     """An engine that has its weights again, and not its cache, gives the weights away once more."""
     (app, url), log = engine, recorded()
     app.faults.add(Fault("/weights_checker", "error", after=2, times=-1))
     with pytest.raises(EngineError):
-        fabric.train(log, _colocated(fabric, url), "tail")
+        fabric.train(log, _colocated(url), "tail")
     assert (app.weight_version, app.released) == (WAKING, {"kv_cache"})
     app.faults.faults.clear()
-    fabric.train(log, _colocated(fabric, url), "tail")
+    fabric.train(log, _colocated(url), "tail")
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_another_name_than_it_was_given(
-    fabric: Any, recorded: Stores, engine: Any, monkeypatch: pytest.MonkeyPatch, restarted: bool
+    recorded: Stores, engine: Any, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     """A proxy that was just comparing weights names them: the engine is asleep all the same. One that was
     started anew has the name that it starts with, and its memory."""
@@ -157,14 +158,12 @@ def test_another_name_than_it_was_given(
 
     monkeypatch.setattr(ScriptedSGLang, "_update_weight_version", renamed)
     app._routes["/update_weight_version"] = app._update_weight_version
-    fabric.train(log, _colocated(fabric, url), "tail")
+    fabric.train(log, _colocated(url), "tail")
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
     assert len(_of(log, StepCommitted)) == 2
 
 
-def test_a_skipped_step_wakes_the_engine(
-    fabric: Any, recorded: Stores, engine: Any, monkeypatch: Any
-) -> None:
+def test_a_skipped_step_wakes_the_engine(recorded: Stores, engine: Any, monkeypatch: Any) -> None:
     """With the version that it had: it would wait for ever for the one that is not made."""
     from rollbook.store.errors import NotFiniteError
     from rollbook.train.loop import trainer
@@ -179,22 +178,22 @@ def test_a_skipped_step_wakes_the_engine(
         return run_step(*given, **more)
 
     monkeypatch.setattr(trainer, "run_step", fails_once)
-    fabric.train(log, _colocated(fabric, url, on_not_finite="skip"), "tail")
+    fabric.train(log, _colocated(url, on_not_finite="skip"), "tail")
     assert [r.policy_version for r in _of(log, SyncFinished)] == [0, 0, 1, 2]
     assert [r.error for r in _of(log, SyncFailed)] == ["version 1 was not made: version 0 is sent"]
     assert (app.released, version_in(app.weight_version)) == (set(), 2)
 
 
-def test_it_needs_engines(fabric: Any) -> None:
+def test_it_needs_engines() -> None:
     """That are given each version."""
     with pytest.raises(ConfigError, match=r"name them in \[sync\], with sync_every = 1"):
         fabric.config(fabric.GRPO, mode="colocate")
     with pytest.raises(ConfigError, match="sync_every = 1"):
-        _colocated(fabric, "http://127.0.0.1:9", sync={"engines": ["http://127.0.0.1:9"], "sync_every": 2})
+        _colocated("http://127.0.0.1:9", sync={"engines": ["http://127.0.0.1:9"], "sync_every": 2})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_given_back(fabric: Any, tmp_path: Any, dtype: str) -> None:
+def test_memory_is_given_back(tmp_path: Any, dtype: str) -> None:
     """Resident memory falls by what the policy holds, and steps afterwards are those of one that kept it."""
     fabric.make_model(tmp_path / "model")
     _widen(tmp_path / "model")
