@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -60,7 +59,7 @@ BY_THEMSELVES = (
 
 
 @pytest.fixture
-def files(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def files(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store with a training, and CONFIGs."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(root / "tests" / "data" / "trained-1", "store")
@@ -73,7 +72,9 @@ def files(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
     Path("chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
 
 
-def test_each_command_names_its_extra(files: None, run_python: Any, root: Path) -> None:
+def test_each_command_names_its_extra(
+    files: None, run_python: Callable[..., tuple[int, str, str]], root: Path
+) -> None:
     """In one line, with exit code 2; what needs none works."""
     program = BASE.replace("sys.argv[1]", repr(json.dumps(sorted(OF_MODULES)))).replace(
         "sys.argv[2]", repr(json.dumps([*NEEDED, *BY_THEMSELVES]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from rollbook.store import Store
+from rollbook.store import Event, Store
 
 HELP = "import sys; sys.argv = ['rollbook', '--help']\nfrom rollbook.cli.app import main\ntry:\n    main()\n"
 HELP += "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
@@ -31,7 +31,7 @@ for command in (
 
 @pytest.mark.more_but("import rollbook.ingest.serve.proxy*", "import rollbook.store*")
 @pytest.mark.parametrize("code", [*(f"import rollbook.{part}\n" for part in PARTS), CASSETTE, HELP])
-def test_torch_is_not_imported(run_python: Any, code: str) -> None:
+def test_torch_is_not_imported(run_python: Callable[..., tuple[int, str, str]], code: str) -> None:
     """A fresh process that does this has neither torch nor transformers in sys.modules."""
     check = "import sys\nprint('HEAVY', sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)))\n"
     status, out, err = run_python(code + check)
@@ -39,7 +39,9 @@ def test_torch_is_not_imported(run_python: Any, code: str) -> None:
     assert out.splitlines()[-1] == "HEAVY []"
 
 
-def test_commands_import_no_pandas(run_python: Any, store: Store, story: Any) -> None:
+def test_commands_import_no_pandas(
+    run_python: Callable[..., tuple[int, str, str]], store: Store, story: dict[str, list[Event]]
+) -> None:
     """Not even where it is installed and pyarrow would use it: those that read, and those that write."""
     with store.writer("serve") as writer:
         writer.append(story["serve"]).result(30)
@@ -78,7 +80,7 @@ LATER = [
 
 @pytest.mark.more_but("import pandas; print(pa.table*")
 @pytest.mark.parametrize("later", LATER)
-def test_pandas_can_be_used_later(run_python: Any, later: str) -> None:
+def test_pandas_can_be_used_later(run_python: Callable[..., tuple[int, str, str]], later: str) -> None:
     """By code of a user's own that a command runs: pyarrow takes its values, and gives them."""
     status, out, err = run_python(USES_PANDAS + later)
     assert (status, err) == (0, "")

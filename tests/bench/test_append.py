@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -32,13 +31,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, append.Mea
     return folder, append.measure(folder, TINY, lambda: told.append(None)), len(told)
 
 
-def test_the_log_and_the_bare_file_have_equal_sizes(measured: Any) -> None:
+def test_the_log_and_the_bare_file_have_equal_sizes(measured: tuple[Path, append.Measured, int]) -> None:
     """The log's frames and the raw file have the same number of bytes, warm-up included."""
     folder, result, _ = measured
     assert result.log_bytes == result.raw_bytes == (folder / "raw").stat().st_size
 
 
-def test_every_store_under_test_wrote_the_same_turns(measured: Any) -> None:
+def test_every_store_under_test_wrote_the_same_turns(measured: tuple[Path, append.Measured, int]) -> None:
     """Log, JSON lines, DuckDB and SQLite hold the same ids and logprobs, in the same order."""
     folder, _, _ = measured
     events = [e for e in rb.open(folder / "store").events() if e.lane == append.GROUPED]
@@ -67,7 +66,7 @@ def _float32(values: list[float]) -> list[float]:
     return np.array(values, np.float32).tolist()
 
 
-def test_commits_are_of_the_stated_size(measured: Any) -> None:
+def test_commits_are_of_the_stated_size(measured: tuple[Path, append.Measured, int]) -> None:
     """Grouped appends are one frame each, however many are in flight; single ones are acknowledged alone."""
     folder, _, _ = measured
     store = rb.open(folder / "store")
@@ -76,7 +75,7 @@ def test_commits_are_of_the_stated_size(measured: Any) -> None:
     assert sqlite3.connect(folder / "sqlite.db").execute("pragma journal_mode").fetchone() == ("wal",)
 
 
-def test_an_event_is_about_14_kb(measured: Any) -> None:
+def test_an_event_is_about_14_kb(measured: tuple[Path, append.Measured, int]) -> None:
     """Events are as large as the benchmark says, and little is added to their bare values."""
     _, result, _ = measured
     per_event = result.log_bytes / WRITTEN
@@ -84,7 +83,7 @@ def test_an_event_is_about_14_kb(measured: Any) -> None:
     assert 0.9 < result.bare_bytes / per_event < 1
 
 
-def test_figures_have_a_ratio_where_the_goal_is_one(measured: Any) -> None:
+def test_figures_have_a_ratio_where_the_goal_is_one(measured: tuple[Path, append.Measured, int]) -> None:
     """Names, ratios and runs: only what has a goal that is a ratio has one."""
     _, result, told = measured
     found = {f.figure: f for f in append.outcome(result).figures}
@@ -102,7 +101,7 @@ def test_figures_have_a_ratio_where_the_goal_is_one(measured: Any) -> None:
     assert all(s.low <= s.middle <= s.high for s in append.outcome(result).spreads)
 
 
-def test_every_event_of_the_open_loop_is_acknowledged(measured: Any) -> None:
+def test_every_event_of_the_open_loop_is_acknowledged(measured: tuple[Path, append.Measured, int]) -> None:
     """As many latencies as events, with the log and without; sleeps were watched meanwhile."""
     _, result, _ = measured
     assert [len(s.ack_ms) for both in result.served for s in both] == [20] * 4

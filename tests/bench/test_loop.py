@@ -215,7 +215,7 @@ def test_the_scale_multiplies_the_kills() -> None:
 
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-def test_a_short_run_with_kills_finds_no_fault(tmp_path: Path, capsys: Any) -> None:
+def test_a_short_run_with_kills_finds_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of one setting and three kills, with real processes, report no fault."""
     told: list[None] = []
     killing = KillPlan(gap_s=0.5, wait_s=1.0, agents=8)

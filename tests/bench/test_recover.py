@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def test_killed_writers_lose_no_acknowledged_event(tmp_path: Path) -> None:
     assert f"{killed.acknowledged} acknowledged events, 3 kills" in str(found["recover.lost"].against)
 
 
-def test_what_is_lost_or_changed_is_counted(store: Store, notes: Any, tmp_path: Path) -> None:
+def test_what_is_lost_or_changed_is_counted(
+    store: Store, notes: Callable[..., list[Event]], tmp_path: Path
+) -> None:
     """An id that is not in the log is lost; one whose event differs, or is there twice, is changed."""
     events = notes(4)
     with store.writer("crash") as writer:

@@ -296,7 +296,7 @@ def test_a_process_that_dies() -> None:
         assert process.wait(10) == 9
 
 
-def test_no_torch_without_weights(run_python: Any) -> None:
+def test_no_torch_without_weights(run_python: Callable[..., tuple[int, str, str]]) -> None:
     """A scripted server starts quickly: torch comes only with weights."""
     code = (
         "import sys, rollbook.bench.scripted.sglang as s; s.ScriptedSGLang(); print('torch' in sys.modules)"

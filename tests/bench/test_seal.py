@@ -26,7 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, seal.Measu
     return folder, seal.measure(folder, PLAN, lambda: None)
 
 
-def test_sizes_are_those_of_the_files(measured: Any) -> None:
+def test_sizes_are_those_of_the_files(measured: tuple[Path, seal.Measured]) -> None:
     """The last round's unit is whole, holds every event, and has the size that is told."""
     folder, result = measured
     store = rb.open(folder / "store")
@@ -46,7 +46,7 @@ def test_sizes_are_those_of_the_files(measured: Any) -> None:
     assert len(result.encodings) == 4 * 2 + 2 * 2
 
 
-def test_no_text_is_used_twice(measured: Any) -> None:
+def test_no_text_is_used_twice(measured: tuple[Path, seal.Measured]) -> None:
     """Windows follow each other in the text: no prompt and no completion repeats; messages say the ids."""
     folder, _ = measured
     events = [e.record for e in rb.open(folder / "store").events()]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.cassettes.conftest import Recording
 from tests.fakes.agents import program as agent_program
 from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
 
@@ -23,7 +24,9 @@ Play = Callable[..., str]
 
 
 @pytest.mark.parametrize("agent", ["chat", "responses", "messages"])
-def test_an_agent_is_told_what_it_was_told_by_the_engine(by_engine: Any, play: Play, agent: str) -> None:
+def test_an_agent_is_told_what_it_was_told_by_the_engine(
+    by_engine: Recording, play: Play, agent: str
+) -> None:
     """Every field of every reply: ids, usage, calls, choices, the resampled answers in order, the failure."""
     cassette = by_engine.cassette(agent)
     assert getattr(agent_program, agent)(play(cassette)) == by_engine.told[agent]
@@ -31,7 +34,7 @@ def test_an_agent_is_told_what_it_was_told_by_the_engine(by_engine: Any, play: P
 
 
 @pytest.mark.parametrize("agent", ["chat", "responses", "messages", "completions"])
-def test_an_agent_is_told_what_an_upstream_told_it(by_upstream: Any, play: Play, agent: str) -> None:
+def test_an_agent_is_told_what_an_upstream_told_it(by_upstream: Recording, play: Play, agent: str) -> None:
     """The upstream's own ids, usage, items, blocks and signatures, and its error."""
     cassette = by_upstream.cassette(agent)
     assert getattr(agent_program, agent)(play(cassette)) == by_upstream.told[agent]
@@ -39,7 +42,7 @@ def test_an_agent_is_told_what_an_upstream_told_it(by_upstream: Any, play: Play,
 
 
 @pytest.mark.parametrize("agent", ["chat", "responses", "messages"])
-def test_an_agent_that_names_nothing_is_answered(by_engine: Any, play: Play, agent: str) -> None:
+def test_an_agent_that_names_nothing_is_answered(by_engine: Recording, play: Play, agent: str) -> None:
     """Of several trajectories the first that has its request; so it is with a name that none has."""
     cassette = by_engine.cassette()
     url = play(cassette)
@@ -48,7 +51,7 @@ def test_an_agent_that_names_nothing_is_answered(by_engine: Any, play: Play, age
         cassette.rewind()
 
 
-def test_one_changed_message_is_named(by_engine: Any, play: Play) -> None:
+def test_one_changed_message_is_named(by_engine: Recording, play: Play) -> None:
     """With the difference to the nearest recorded request, as an error that no client tries again."""
     cassette = by_engine.cassette("chat")
     with pytest.raises(openai.NotFoundError) as caught:
@@ -68,7 +71,7 @@ def test_one_changed_message_is_named(by_engine: Any, play: Play) -> None:
     assert len(cassette.misses) == 1
 
 
-def test_an_error_has_the_form_of_its_api(by_engine: Any, play: Play) -> None:
+def test_an_error_has_the_form_of_its_api(by_engine: Recording, play: Play) -> None:
     """Anthropic's clients get Anthropic's."""
     url = play(by_engine.cassette("messages"))
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "call"}]}
@@ -84,7 +87,7 @@ def _ask(url: str, text: str = "hi", path: str = "/v1", **more: Any) -> httpx.Re
     return httpx.post(f"{url}{path}/chat/completions", json=body)
 
 
-def test_headers_say_where_an_answer_is_from(by_engine: Any, play: Play) -> None:
+def test_headers_say_where_an_answer_is_from(by_engine: Recording, play: Play) -> None:
     """Which turns it is, and whether it was given before."""
     cassette = by_engine.cassette("chat")
     url = play(cassette)
@@ -97,7 +100,7 @@ def test_headers_say_where_an_answer_is_from(by_engine: Any, play: Play) -> None
     assert replies[0].headers["x-rollbook-trajectory-id"] == found.tape
 
 
-def test_through_another_api_the_answer_has_its_form(by_engine: Any, play: Play) -> None:
+def test_through_another_api_the_answer_has_its_form(by_engine: Recording, play: Play) -> None:
     """What was asked of Anthropic's API is answered through OpenAI's, with the same ids of calls."""
     url = play(by_engine.cassette("messages"))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -108,7 +111,7 @@ def test_through_another_api_the_answer_has_its_form(by_engine: Any, play: Play)
     assert (call.id, json.loads(call.function.arguments)) == (block["id"], block["input"])
 
 
-def test_an_engine_answers_what_was_not_recorded(by_engine: Any, play: Play) -> None:
+def test_an_engine_answers_what_was_not_recorded(by_engine: Recording, play: Play) -> None:
     """And only that: its headers and bytes are the reply, and a header says so."""
     upstream = HttpUpstream([whole(chat_reply("from the engine"), x_other="1")])
     upstream.start()
@@ -128,7 +131,7 @@ def test_an_engine_answers_what_was_not_recorded(by_engine: Any, play: Play) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_timing_takes_as_long_as_it_took(by_engine: Any, play: Play, stream: bool) -> None:
+def test_timing_takes_as_long_as_it_took(by_engine: Recording, play: Play, stream: bool) -> None:
     """Only where it is asked for."""
     cassette = by_engine.cassette("chat")
     slow = [replace(r, took_s=0.4) for r in cassette.requests]
@@ -142,7 +145,7 @@ def test_timing_takes_as_long_as_it_took(by_engine: Any, play: Play, stream: boo
     assert took[False] < 0.3 < took[True] < 1.5
 
 
-def test_a_program_that_records_itself_runs_unchanged(by_engine: Any, play: Play) -> None:
+def test_a_program_that_records_itself_runs_unchanged(by_engine: Recording, play: Play) -> None:
     """Trajectories are opened, rewarded and finished as at the proxy; nothing is recorded."""
     head = by_engine.store.head()
     url = play(by_engine.cassette("chat"))
@@ -158,7 +161,7 @@ def test_a_program_that_records_itself_runs_unchanged(by_engine: Any, play: Play
     assert by_engine.store.head() == head
 
 
-def test_a_response_is_found_by_its_id(by_upstream: Any, play: Play) -> None:
+def test_a_response_is_found_by_its_id(by_upstream: Recording, play: Play) -> None:
     """By the one that the upstream gave it."""
     url = play(by_upstream.cassette("responses"))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -168,7 +171,7 @@ def test_a_response_is_found_by_its_id(by_upstream: Any, play: Play) -> None:
             client.responses.retrieve("resp_none")
 
 
-def test_the_state_says_what_was_asked_for(by_engine: Any, play: Play) -> None:
+def test_the_state_says_what_was_asked_for(by_engine: Recording, play: Play) -> None:
     """And begins anew on request."""
     url = play(by_engine.cassette("chat"))
     _ask(url)
@@ -179,7 +182,7 @@ def test_the_state_says_what_was_asked_for(by_engine: Any, play: Play) -> None:
     assert httpx.post(f"{url}/cassette/rewind").json()["used"] == 0
 
 
-def test_a_web_page_of_another_is_refused(by_engine: Any, play: Play) -> None:
+def test_a_web_page_of_another_is_refused(by_engine: Recording, play: Play) -> None:
     """A recording is read by nobody whom a browser was led to."""
     url = play(by_engine.cassette("chat"))
     assert httpx.get(f"{url}/cassette", headers={"host": "evil.example"}).status_code == 421

@@ -28,6 +28,7 @@ from sqlalchemy.exc import OperationalError
 
 from rollbook import store as rb
 from rollbook.cli.errors import PATIENCE_S, foreseen, run
+from rollbook.store import Event
 from rollbook.store.errors import CorruptionError, EngineLostError, ProxyLostError, RankLostError
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
@@ -37,7 +38,7 @@ NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
 @pytest.fixture(autouse=True)
-def _own_temporaries(tmp_path: Path, monkeypatch: Any) -> None:
+def _own_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept tracebacks of these tests are beside them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rollbook.cli.errors._file", [])
@@ -77,7 +78,9 @@ def _ends(error: BaseException | None) -> int | str | None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_what_was_foreseen(error: Exception, said: str, capsys: Any, tmp_path: Path) -> None:
+def test_what_was_foreseen(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """One line with what failed and what to do, exit code 2; nothing is kept."""
     assert said in str(foreseen(error))
     assert _ends(error) == 2
@@ -89,13 +92,13 @@ def test_what_was_foreseen(error: Exception, said: str, capsys: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [RankLostError, EngineLostError, ProxyLostError])
-def test_what_was_lost(kind: type[Exception], capsys: Any) -> None:
+def test_what_was_lost(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 75, by which whoever started the command knows that another start may mend it."""
     assert _ends(kind("it does not answer")) == 75
     assert capsys.readouterr().err == "error: it does not answer\n"
 
 
-def test_what_was_not_foreseen(capsys: Any, tmp_path: Path) -> None:
+def test_what_was_not_foreseen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One line, which says where the traceback is; exit code 70."""
     assert _ends(KeyError("a \x1b[2J key")) == 70
     err = capsys.readouterr().err
@@ -108,7 +111,7 @@ def test_what_was_not_foreseen(capsys: Any, tmp_path: Path) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_where_it_cannot_be_kept(capsys: Any, monkeypatch: Any) -> None:
+def test_where_it_cannot_be_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk: the line says how to see it."""
 
     def full(*_: Any, **__: Any) -> Any:
@@ -120,7 +123,9 @@ def test_where_it_cannot_be_kept(capsys: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), CorruptionError("x")])
-def test_who_asks_sees_it(error: Exception, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_who_asks_sees_it(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """ROLLBOOK_TRACEBACK=1 prints it, for every error."""
     monkeypatch.setenv("ROLLBOOK_TRACEBACK", "1")
     _ends(error)
@@ -132,13 +137,13 @@ def test_who_asks_sees_it(error: Exception, capsys: Any, monkeypatch: Any, tmp_p
     ("error", "code"),
     [(None, 0), (SystemExit(1), 1), (SystemExit(0), 0), (KeyboardInterrupt(), 130), (SystemExit(143), 143)],
 )
-def test_what_is_no_error(error: BaseException | None, code: int, capsys: Any) -> None:
+def test_what_is_no_error(error: BaseException | None, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit codes pass as they are, and nothing is said."""
     assert _ends(error) == code
     assert capsys.readouterr().err == ""
 
 
-def test_a_thread_that_ends_with_an_error(capsys: Any) -> None:
+def test_a_thread_that_ends_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     """It is said in a line as well."""
 
     def command() -> None:
@@ -153,7 +158,9 @@ def test_a_thread_that_ends_with_an_error(capsys: Any) -> None:
     assert "Traceback" not in err
 
 
-def test_a_log_record_with_an_exception(run_python: Any, tmp_path: Path) -> None:
+def test_a_log_record_with_an_exception(
+    run_python: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """What libraries log is a line each, an exception's traceback goes to the file."""
     code = (
         "import logging, sys\nfrom rollbook.cli.errors import run\n"
@@ -172,7 +179,7 @@ def test_a_log_record_with_an_exception(run_python: Any, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def sealed(story: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sealed(story: dict[str, list[Event]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The story, a lane of it sealed."""
     log = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     for lane, events in story.items():
@@ -251,7 +258,9 @@ def _state(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="rights of root are dropped as Linux does it")
-def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Path) -> None:
+def test_a_backup_that_may_only_be_read(
+    started: Callable[..., subprocess.Popen[str]], sealed: Path, tmp_path: Path
+) -> None:
     """All that reads gives its answer, damage is told though it cannot be noted, nothing is written."""
     folder = Path(shutil.copytree(sealed, tmp_path / "store"))
     damaged = Path(shutil.copytree(sealed, tmp_path / "damaged"))
@@ -273,7 +282,9 @@ def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Pa
 
 
 @pytest.mark.more
-def test_on_a_full_disk_reading_goes_on(started: Any, sealed: Path, tmp_path: Path) -> None:
+def test_on_a_full_disk_reading_goes_on(
+    started: Callable[..., subprocess.Popen[str]], sealed: Path, tmp_path: Path
+) -> None:
     """Where no byte can be written, all that reads gives its answer; what writes says why it cannot."""
     folder = Path(shutil.copytree(sealed, tmp_path / "store"))
     ended = _codes(started, READS, folder, _small_files)
@@ -284,7 +295,7 @@ def test_on_a_full_disk_reading_goes_on(started: Any, sealed: Path, tmp_path: Pa
 
 
 @pytest.mark.more
-def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
+def test_signals_end_it_cleanly(started: Callable[..., subprocess.Popen[str]], sealed: Path) -> None:
     """In the middle of a query, and while it is loaded: 130 and 143 within seconds, and nothing is said."""
     endless = "select count(*) from range(1000000000000) a where a.range % 7 = 3"
     waiting = []
@@ -404,7 +415,7 @@ def test_an_interrupt_while_it_is_loaded(root: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_nobody_reads_the_output(started: Any, sealed: Path) -> None:
+def test_nobody_reads_the_output(started: Callable[..., subprocess.Popen[str]], sealed: Path) -> None:
     """A closed pipe ends it quietly with 141; an output that is full is said, with 2."""
     for words in (["tail", "--no-follow", "--json"],):
         read, write = os.pipe()
@@ -422,7 +433,7 @@ def test_nobody_reads_the_output(started: Any, sealed: Path) -> None:
         assert err.count("\n") == 1
 
 
-def test_help_says_the_exit_codes(run_python: Any) -> None:
+def test_help_says_the_exit_codes(run_python: Callable[..., tuple[int, str, str]]) -> None:
     """--help ends with them."""
     code = "import sys\nsys.argv = ['rollbook', '--help']\nfrom rollbook.__main__ import main\nmain()\n"
     status, out, _ = run_python(code)

@@ -95,7 +95,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:3])[:40])
 def test_no_command_prints_control_characters(
-    evil: Store, words: list[str], monkeypatch: Any, capsys: Any
+    evil: Store, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither what it finds nor what it complains of; and none ends with a traceback."""
     monkeypatch.setattr(sys, "argv", ["rollbook", *words, "--store", str(evil.path)])
@@ -108,7 +108,9 @@ def test_no_command_prints_control_characters(
     assert stop.value.code in (0, 1, 2), err
 
 
-def test_json_keeps_the_values(evil: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_json_keeps_the_values(
+    evil: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What a program reads is what was recorded."""
     query = "select distinct run from events"
     monkeypatch.setattr(
@@ -120,7 +122,7 @@ def test_json_keeps_the_values(evil: Store, monkeypatch: Any, capsys: Any) -> No
 
 
 def test_csv_is_exact_in_a_file_and_harmless_on_a_terminal(
-    evil: Store, monkeypatch: Any, capsys: Any
+    evil: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe gets the value, a terminal its escapes."""
     words = ["rollbook", "sql", "select distinct run from events", "--format", "csv"]
@@ -156,7 +158,7 @@ def test_any_text_is_harmless_in_every_output_format(text: str) -> None:
     assert json.loads(json_for_terminal(orjson.dumps([text]))) == [text]
 
 
-def test_rich_markup_in_values_is_printed_as_text(capsys: Any) -> None:
+def test_rich_markup_in_values_is_printed_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     """No text is taken for Rich's markup, a link or an emoji, wherever it stands."""
     text = "[red]x[/red] [link=http://evil]y[/link] :smile: [/]"
     table = Table(text)
@@ -166,7 +168,9 @@ def test_rich_markup_in_values_is_printed_as_text(capsys: Any) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_only_our_own_styles_reach_a_terminal(capsys: Any, monkeypatch: Any) -> None:
+def test_only_our_own_styles_reach_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Our own styles reach a terminal; an escape sequence within a value does not."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -174,7 +178,9 @@ def test_only_our_own_styles_reach_a_terminal(capsys: Any, monkeypatch: Any) -> 
     assert capsys.readouterr().out == "\x1b[31ma\\x1b[1mb\x1b[0m\n"
 
 
-def test_a_bar_is_shown_on_a_terminal_and_not_beside_json(capsys: Any, monkeypatch: Any) -> None:
+def test_a_bar_is_shown_on_a_terminal_and_not_beside_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor where standard error is a file."""
     for terminal, shown, bar in ((True, True, True), (True, False, False), (False, True, False)):
         monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv(
@@ -186,7 +192,7 @@ def test_a_bar_is_shown_on_a_terminal_and_not_beside_json(capsys: Any, monkeypat
         assert ("replaying steps" in capsys.readouterr().err) == bar
 
 
-def test_values_without_json_are_their_text(capsys: Any) -> None:
+def test_values_without_json_are_their_text(capsys: pytest.CaptureFixture[str]) -> None:
     """Such as a path."""
     print_json({"at": Path("/a")})
     assert json.loads(capsys.readouterr().out) == {"at": "/a"}

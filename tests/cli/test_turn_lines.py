@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +152,9 @@ def test_open_turns_and_trajectories_take_bounded_memory(
 
 
 @pytest.fixture
-def tail(told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def tail(
+    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run `rollbook tail ARGS --no-follow` on a store with the story: (exit code, stdout, stderr)."""
 
     def run(*args: str) -> tuple[int, str, str]:
@@ -164,14 +167,16 @@ def tail(told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
-def test_the_default_is_a_line_per_turn(tail: Any) -> None:
+def test_the_default_is_a_line_per_turn(tail: Callable[..., tuple[int, str, str]]) -> None:
     """And nothing of other kinds; a cut and a run leave out what they leave out."""
     assert tail() == (0, LINES, "")
     assert tail("--from", "serve=16")[1].splitlines()[1:] == LINES.splitlines()[-2:][1:]
     assert tail("--run", "none")[1] == ""
 
 
-def test_events_can_be_printed_one_per_line(tail: Any, story: dict[str, list[Event]]) -> None:
+def test_events_can_be_printed_one_per_line(
+    tail: Callable[..., tuple[int, str, str]], story: dict[str, list[Event]]
+) -> None:
     """With `--events` each event has one; with `--kinds` each of those; escapes of names are shown."""
     lines = tail("--events")[1].splitlines()
     assert [line.split()[2] for line in lines] == [
@@ -185,14 +190,16 @@ def test_events_can_be_printed_one_per_line(tail: Any, story: dict[str, list[Eve
     )
 
 
-def test_json_is_as_it_was(tail: Any, told: Store) -> None:
+def test_json_is_as_it_was(tail: Callable[..., tuple[int, str, str]], told: Store) -> None:
     """One event per line, all kinds, with or without `--events`."""
     expected = "".join(json_bytes(e).decode() + "\n" for e in told.events())
     assert tail("--json")[1] == tail("--json", "--events")[1] == expected
     assert {orjson.loads(line)["kind"] for line in expected.splitlines()} - KINDS
 
 
-def test_names_do_not_drive_the_terminal_in_either_form(tail: Any, told: Store) -> None:
+def test_names_do_not_drive_the_terminal_in_either_form(
+    tail: Callable[..., tuple[int, str, str]], told: Store
+) -> None:
     """A client chooses its trajectories' names, and a judge its own."""
     with told.writer("judge") as writer:
         records = [

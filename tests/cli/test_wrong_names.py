@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_a_known_run_is_accepted(path: Path) -> None:
     assert str(error) == "no trajectory 't' in run 'another'; there is one in first"
 
 
-def test_following_may_wait_for_a_run_that_does_not_exist_yet(path: Path, run_python: Any) -> None:
+def test_following_may_wait_for_a_run_that_does_not_exist_yet(
+    path: Path, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """It is said that the run is not there yet, and its events are printed once they are."""
     code = f"""
 import signal, sys, threading, time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +100,7 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
             assert key in named | above or of_parts[key] in page, key
 
 
-def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss and the estimator, as they are written, by the names that the page has for them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parts, "_loaded", {})
@@ -119,7 +118,9 @@ def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: Any) -> None:
     assert algorithm.advantages(of).values.tolist() == [2, 4, 2, 4, 8]
 
 
-def test_the_command_runs(page: str, root: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_command_runs(
+    page: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It prints the configuration with the keys that it sets."""
     [line] = re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)
     monkeypatch.chdir(root)

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.fakes.processes.warm import run_warm
@@ -19,9 +19,12 @@ from rollbook.store import Store
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.sealer import Sealer
 
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
+
 
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStorage]:
     """An empty bucket, and credentials in the environment."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
     from tests.fakes.storage.s3_server import ObjectStorage, set_credentials
@@ -33,7 +36,11 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_commands_run(
-    one_of_everything: Store, storage: Any, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    one_of_everything: Store,
+    storage: ObjectStorage,
+    tmp_path: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the page's store.toml the files move, and the attached store has what was sealed."""
     shutil.copytree(one_of_everything.path, tmp_path / "demo-store")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.config import load_rollouts, parse_rollouts
@@ -53,7 +55,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, which says what its last message asks for."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -97,7 +99,7 @@ def test_each_rolls_out(
     values: dict[str, Any],
     reward: float | None,
     by_turn: list[float | None],
-    server: Any,
+    server: Served,
     files: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,

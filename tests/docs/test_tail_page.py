@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -165,7 +164,7 @@ def test_curl_commands_read_events_and_move_a_cursor(page: str, url: str, here: 
     assert [e.lane for e in here.events() if e.kind == "cursor.moved"] == ["proxy", "upkeep"]
 
 
-def test_the_remote_tail_example_runs(page: str, url: str, capsys: Any) -> None:
+def test_the_remote_tail_example_runs(page: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The block that needs a server runs against one."""
     [block] = [b for b in _blocks(page, "python") if "HttpTail" in b]
     exec(compile(block.replace(ADDRESS, url), "docs/tail.md", "exec"), {})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
 from rollbook.store.secret import store_secret
@@ -16,7 +20,7 @@ KEYS = ("first-key", "second:key")
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with two keys."""
     return played(keys=Keys(given_keys(KEYS, {})))
 
@@ -61,7 +65,7 @@ GUARDED = [
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-def test_nothing_is_open_without_a_key(proxy: Any, method: str, path: str) -> None:
+def test_nothing_is_open_without_a_key(proxy: InProcess, method: str, path: str) -> None:
     """401 in the API's own form, final; no key, a wrong one, half of one, one with more."""
     wrong = [{}, _bearer("no"), _bearer("first-ke"), _bearer("first-key2"), _bearer(""), {"x-api-key": "no"}]
     wrong += [
@@ -77,7 +81,7 @@ def test_nothing_is_open_without_a_key(proxy: Any, method: str, path: str) -> No
     assert proxy.trajectories() == {} or "x" not in proxy.trajectories()
 
 
-def test_health_is_open_to_all(proxy: Any) -> None:
+def test_health_is_open_to_all(proxy: InProcess) -> None:
     """For load balancers, whatever key they send; what is run and where it says to who may know."""
     for headers in ({}, _bearer("no"), _bearer(_key(proxy, "x"))):
         reply = proxy.ask("/healthz", method="GET", headers=headers)
@@ -88,13 +92,13 @@ def test_health_is_open_to_all(proxy: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens_by_either_header(proxy: Any, kind: str, key: str) -> None:
+def test_each_key_opens_by_either_header(proxy: InProcess, kind: str, key: str) -> None:
     """As OpenAI's clients send it and as Anthropic's do; `bearer` in any case."""
     for headers in (_bearer(key), {"x-api-key": key}, {"authorization": f"bearer  {key} "}):
         assert proxy.ask(f"/t/ok-{kind}{PATHS[kind]}", asked(kind), headers=headers).status == 200
 
 
-def test_a_trajectorys_key(proxy: Any) -> None:
+def test_a_trajectorys_key(proxy: InProcess) -> None:
     """Who opens a trajectory gets its key: it names it, and opens nothing else."""
     opened = proxy.ask("/v1/trajectories", {"id": "a:b/c"}, headers=_bearer(KEYS[0])).json
     key = opened["api_key"]
@@ -120,7 +124,7 @@ def test_a_trajectorys_key(proxy: Any) -> None:
     assert proxy.ask("/v1/trajectories/a%3Ab%2Fc/finish", {}, headers=mine).status == 200
 
 
-def test_a_trajectorys_key_reads_no_other_response(proxy: Any) -> None:
+def test_a_trajectorys_key_reads_no_other_response(proxy: InProcess) -> None:
     """What one agent was answered is not shown to another, by its id or as what it goes on from."""
     keys = {n: _bearer(_key(proxy, n)) for n in ("alice", "bob")}
     replies = {n: proxy.ask(PATHS["responses"], asked("responses"), headers=keys[n]).json for n in keys}
@@ -143,7 +147,7 @@ def _user() -> list[Any]:
     return [{"role": "user", "content": "go on"}]
 
 
-def test_a_key_of_another_run_or_secret_opens_nothing(proxy: Any) -> None:
+def test_a_key_of_another_run_or_secret_opens_nothing(proxy: InProcess) -> None:
     """The name alone does not make a key."""
     for key in (
         _key(proxy, "z", "other-run"),
@@ -157,7 +161,7 @@ def test_a_key_of_another_run_or_secret_opens_nothing(proxy: Any) -> None:
     assert proxy.ask(CHAT, asked("chat"), headers=_bearer(_key(proxy, "z"))).status == 200
 
 
-def test_without_keys_any_key_is_good(played: Any) -> None:
+def test_without_keys_any_key_is_good(played: Callable[..., InProcess]) -> None:
     """Clients insist on sending one; a plain one means nothing, one of a trajectory names it."""
     proxy = played()
     for headers in ({}, _bearer("none"), {"x-api-key": "sk-1"}):
@@ -167,7 +171,9 @@ def test_without_keys_any_key_is_good(played: Any) -> None:
     assert proxy.ask("/metrics", headers=_bearer("trajectory:mine"), method="GET").status == 200
 
 
-def test_the_served_command_checks_keys_and_warns(serve: Any, text_model: Any, script: Any) -> None:
+def test_the_served_command_checks_keys_and_warns(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """--api-key closes the door; listening beyond the host without one is told; keys are never shown."""
     words = ("--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer")
     key = "sk-very-secret-key"

@@ -10,12 +10,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
 import uvicorn
+from tests.fakes.proxies.served import Served
 
 from rollbook.edge import connections
 from rollbook.edge.connections import Connections, bounded_http, connections_for
@@ -120,7 +122,9 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
         (b"no HTTP at all\r\n\r\n", 400, "bad_http"),
     ],
 )
-def test_a_head_beyond_its_bounds(bounded: Any, data: bytes, status: int, code: str) -> None:
+def test_a_head_beyond_its_bounds(
+    bounded: Callable[..., Bounded], data: bytes, status: int, code: str
+) -> None:
     """It is refused in the API's form before the application hears of it, and counted; others go on."""
     server = bounded()
     got, body = server.ask(data)
@@ -129,7 +133,7 @@ def test_a_head_beyond_its_bounds(bounded: Any, data: bytes, status: int, code: 
     assert server.get() == 200
 
 
-def test_a_head_within_its_bounds(bounded: Any) -> None:
+def test_a_head_within_its_bounds(bounded: Callable[..., Bounded]) -> None:
     """A hundred headers, and a large one, byte by byte and pipelined, are what they always were."""
     server = bounded()
     head = GET + b"".join(b"h%d: %s\r\n" % (i, b"x" * 300) for i in range(100)) + b"\r\n"
@@ -144,7 +148,7 @@ def test_a_head_within_its_bounds(bounded: Any) -> None:
     assert not server.refused
 
 
-def test_a_head_that_does_not_come(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_come(bounded: Callable[..., Bounded], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a head is a 408, on a kept connection too; a connection without a byte is closed."""
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
     server = bounded()
@@ -156,7 +160,7 @@ def test_a_head_that_does_not_come(bounded: Any, monkeypatch: pytest.MonkeyPatch
     assert server.refused == {"head_too_slow": 2, "idle_connection_closed": 1}
 
 
-def test_idle_connections_make_place(bounded: Any) -> None:
+def test_idle_connections_make_place(bounded: Callable[..., Bounded]) -> None:
     """Twenty places and 300 connections that ask for nothing: whoever asks is answered, at once."""
     server = bounded(20)
     working = httpx.Client(base_url=f"http://127.0.0.1:{server.port}")
@@ -175,7 +179,7 @@ def test_idle_connections_make_place(bounded: Any) -> None:
     working.close()
 
 
-def test_where_all_are_busy_a_new_one_is_refused(bounded: Any) -> None:
+def test_where_all_are_busy_a_new_one_is_refused(bounded: Callable[..., Bounded]) -> None:
     """429 for an address that has its share; what runs goes on, and afterwards there is place again."""
     server = bounded(4)
     waiting = [
@@ -188,7 +192,7 @@ def test_where_all_are_busy_a_new_one_is_refused(bounded: Any) -> None:
     assert server.get() == 200
 
 
-def test_a_reply_that_nobody_takes(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_nobody_takes(bounded: Callable[..., Bounded], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes nothing is let go; who takes a little now and then is not."""
     monkeypatch.setattr(connections, "TAKE_S", 0.5)
     server = bounded()
@@ -211,7 +215,9 @@ def test_a_reply_that_nobody_takes(bounded: Any, monkeypatch: pytest.MonkeyPatch
     slow.close()
 
 
-def test_a_body_is_answered_before_it_ends(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_answered_before_it_ends(
+    bounded: Callable[..., Bounded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client can read why, and use the connection; who sends for ever is cut off."""
     monkeypatch.setattr(connections, "LINGER_S", 0.3)
     server = bounded()
@@ -245,7 +251,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     [b"1\r\nx\r\n" * 100_000, b"1\r\nx\r\n0\r\na: " + b"x" * 300_000, b"5;" + b"e" * 300_000],
     ids=["tiny chunks", "a trailer", "an extension"],
 )
-def test_what_is_between_a_bodys_bytes_is_bounded(bounded: Any, rest: bytes) -> None:
+def test_what_is_between_a_bodys_bytes_is_bounded(bounded: Callable[..., Bounded], rest: bytes) -> None:
     """Chunks of a byte, endless trailers and extensions end the connection."""
     server = bounded()
     with server.connect(CHUNKED) as client, contextlib.suppress(ConnectionError):
@@ -258,7 +264,7 @@ def test_what_is_between_a_bodys_bytes_is_bounded(bounded: Any, rest: bytes) -> 
         assert client.recv(1000).endswith(b"300000")
 
 
-def test_pipelining_is_bounded(bounded: Any) -> None:
+def test_pipelining_is_bounded(bounded: Callable[..., Bounded]) -> None:
     """Ten thousand requests at once on one connection are not kept."""
     server = bounded()
     with server.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n") as client:
@@ -281,7 +287,9 @@ def test_how_many_connections_there_may_be() -> None:
     assert connections_for(2, 2, None) == 1
 
 
-def test_descriptors_are_not_exhausted(serve: Any, text_model: Any, script: Any) -> None:
+def test_descriptors_are_not_exhausted(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """300 descriptors, 1,100 connections that ask for nothing: agents are answered and recorded meanwhile."""
     arguments = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
     server = serve(*arguments, "--no-seal", descriptors=300)

@@ -6,8 +6,8 @@ import gzip
 import resource
 import time
 import zlib
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import orjson
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.bombs import bomb
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge.bodies import decoded
 from rollbook.store.errors import LimitError, RequestError
@@ -92,13 +93,13 @@ def test_a_reply_is_read_as_far_as_it_came() -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy for bodies of a megabyte."""
     return played(max_body_mb=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_endpoint_reads_encoded_requests(proxy: Any, kind: str) -> None:
+def test_every_endpoint_reads_encoded_requests(proxy: InProcess, kind: str) -> None:
     """As if they had come plain; what else they are encoded with is refused by name."""
     body = orjson.dumps(asked(kind, "packed"))
     path = f"/t/packed-{kind}{PATHS[kind]}"
@@ -111,7 +112,7 @@ def test_every_endpoint_reads_encoded_requests(proxy: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/trajectories", "/v1/messages/count_tokens"])
-def test_a_bomb_is_a_413(proxy: Any, path: str) -> None:
+def test_a_bomb_is_a_413(proxy: InProcess, path: str) -> None:
     """A few kilobytes that stand for 300 MB are refused in no time and in no memory, wherever they come."""
     sent = bomb(300 * MIB)
     assert len(sent) < 5000

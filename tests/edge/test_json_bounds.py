@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge import bounds
 from rollbook.edge.bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
@@ -87,7 +89,7 @@ def test_what_may_be_large_and_what_may_not() -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy for bodies of two megabytes."""
     return played(max_body_mb=2)
 
@@ -109,12 +111,12 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: next(iter(place)))
-def test_what_is_nested_too_deep_is_a_400(proxy: Any, kind: str, place: dict[str, Any]) -> None:
+def test_what_is_nested_too_deep_is_a_400(proxy: InProcess, kind: str, place: dict[str, Any]) -> None:
     """Wherever it stands, through every endpoint; nothing behind is asked to recurse so far."""
     assert _refused(proxy, PATHS[kind], asked(kind, "x") | place) == (400, "json_too_deep")
 
 
-def test_as_deep_as_may_be(proxy: Any) -> None:
+def test_as_deep_as_may_be(proxy: InProcess) -> None:
     """It is answered and recorded: what is written around it in an event fits, too."""
     body = asked("chat", "deep", metadata={"x": _nested(MOST_DEPTH - 2)})
     assert proxy.ask(f"/t/deep{PATHS['chat']}", body).status == 200
@@ -127,7 +129,7 @@ ROUTES = ["/v1/trajectories", *(f"/v1/trajectories/x/{rest}" for rest in ("finis
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens"])
-def test_other_routes_have_the_same_bounds(proxy: Any, path: str) -> None:
+def test_other_routes_have_the_same_bounds(proxy: InProcess, path: str) -> None:
     """Depth and weight."""
     assert _refused(proxy, path, {"labels": _nested(200)}) == (400, "json_too_deep")
     assert _refused(proxy, path, {"labels": [{}] * 70_000}) == (413, "json_too_large")
@@ -159,14 +161,14 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
         ({"seed": 2**70}, "bad_request", "seed"),
     ],
 )
-def test_one_call_asks_for_so_much(proxy: Any, asks: dict[str, Any], code: str, text: str) -> None:
+def test_one_call_asks_for_so_much(proxy: InProcess, asks: dict[str, Any], code: str, text: str) -> None:
     """More is a 400 that names the field and what it may hold."""
     reply = proxy.ask(f"/t/much{PATHS['chat']}", json.dumps(asked("chat", "x", **asks)).encode())
     assert (reply.status, reply.json["error"]["code"]) == (400, code)
     assert re.search(text, reply.json["error"]["message"])
 
 
-def test_what_is_beside_the_conversation(played: Any) -> None:
+def test_what_is_beside_the_conversation(played: Callable[..., InProcess]) -> None:
     """Two megabytes of it are searched for secrets, more are refused; a conversation may be larger."""
     proxy = played(max_body_mb=8)
     text = "word " * 600_000
@@ -181,13 +183,13 @@ def test_what_is_beside_the_conversation(played: Any) -> None:
     assert refused == (400, "context_length_exceeded")
 
 
-def test_too_many_messages(proxy: Any) -> None:
+def test_too_many_messages(proxy: InProcess) -> None:
     """Ten thousand pass, as far as the context goes; one more does not."""
     messages = [{"role": "user", "content": "x"}] * (model_call.MOST_MESSAGES + 1)
     assert _refused(proxy, "/t/many/v1/chat/completions", {"messages": messages}) == (400, "field_too_large")
 
 
-def test_siblings_of_what_is_small(proxy: Any) -> None:
+def test_siblings_of_what_is_small(proxy: InProcess) -> None:
     """128 completions of a small request are served."""
     reply = proxy.ask(f"/t/siblings{PATHS['chat']}", asked("chat", "x", n=128))
     assert reply.status == 200
@@ -202,12 +204,12 @@ def test_siblings_of_what_is_small(proxy: Any) -> None:
         {"id": "a", "labels": {str(i): 1 for i in range(300)}},
     ],
 )
-def test_names_are_bounded(proxy: Any, body: Any) -> None:
+def test_names_are_bounded(proxy: InProcess, body: Any) -> None:
     """A group, a task, a trajectory's labels."""
     assert _refused(proxy, "/v1/trajectories", body) == (400, "bad_request")
 
 
-def test_text_far_beyond_the_context_is_refused_from_its_beginning(proxy: Any) -> None:
+def test_text_far_beyond_the_context_is_refused_from_its_beginning(proxy: InProcess) -> None:
     """Before ids of all of it are made, through every way in; the loop goes on meanwhile."""
     text = "hello world " * 160_000
     begun = time.monotonic()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.served import Served
 from tests.fakes.proxies.settings import settings_of
 from typer.testing import CliRunner
 
@@ -315,7 +317,9 @@ def test_an_expired_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (error.value.status, error.value.code) == (401, "expired_api_key")
 
 
-def test_rotation_on_a_running_server(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
+def test_rotation_on_a_running_server(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, tmp_path: Path
+) -> None:
     """A new key opens within seconds, the old one no more; a trajectory's own goes on through it all."""
     file = tmp_path / "keys.toml"
     first = add_key(file, "first", "operator", None)

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ import httpx
 import orjson
 import pytest
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 from tests.fakes.proxies.settings import MIB, settings_of
 
 from rollbook.edge import bodies as body_room
@@ -25,7 +29,7 @@ CHAT = PATHS["chat"]
 
 
 @pytest.fixture(scope="module")
-def small(played: Any) -> Any:
+def small(played: Callable[..., InProcess]) -> InProcess:
     """A proxy for small bodies, two at a time."""
     return played(max_body_mb=MOST / MIB, max_running=2)
 
@@ -35,7 +39,7 @@ OTHERS = ["/v1/trajectories", "/v1/evaluations", *(f"/v1/trajectories/x/{rest}" 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_body_that_is_too_large_is_a_413(small: Any, kind: str) -> None:
+def test_a_body_that_is_too_large_is_a_413(small: InProcess, kind: str) -> None:
     """In the API's own form, final, whether its size was declared or not; one byte less is taken."""
     body = orjson.dumps(asked(kind, "x", user=""))
     body = orjson.dumps(asked(kind, "x", user="y" * (MOST - len(body))))
@@ -55,13 +59,13 @@ def test_a_body_that_is_too_large_is_a_413(small: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*OTHERS, "/v1/messages/count_tokens"])
-def test_every_route_has_the_limit(small: Any, path: str) -> None:
+def test_every_route_has_the_limit(small: InProcess, path: str) -> None:
     """Also those that take little: nobody fills the memory through them."""
     reply = small.ask(path, b'{"id": "' + b"x" * MOST + b'"}')
     assert (reply.status, reply.json["error"]["code"]) == (413, "body_too_large")
 
 
-def test_more_than_max_running_are_sent_away(small: Any) -> None:
+def test_more_than_max_running_are_sent_away(small: InProcess) -> None:
     """429 at once, worth trying again; who ends makes room, however it ended."""
     engine = small.engine
     engine.prompts.clear()
@@ -401,7 +405,7 @@ def test_a_body_larger_than_all_room_is_taken_alone() -> None:
     assert asyncio.run(scenario()) == [SIZE] * 3
 
 
-def test_a_burst_of_large_bodies(played: Any) -> None:
+def test_a_burst_of_large_bodies(played: Callable[..., InProcess]) -> None:
     """64 of 500 kB at once, room for four: all are answered, and each is in the log as it was sent."""
     proxy = played(max_bodies_mb=2)
 
@@ -421,7 +425,9 @@ def test_a_burst_of_large_bodies(played: Any) -> None:
 # Over TCP -------------------------------------------------------------------------------------------
 
 
-def test_lengths_that_are_none_end_the_request(serve: Any, text_model: Any, script: Any) -> None:
+def test_lengths_that_are_none_end_the_request(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """A Content-Length that is no number, or a head that is no HTTP: 400, and the server lives on."""
     server = serve(
         *("--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.store.errors import EngineError
 
@@ -16,7 +18,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 
 
 @pytest.fixture
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with counters of its own."""
     return played(max_running=8)
 
@@ -32,7 +34,7 @@ def _sum(page: Any, name: str, **labels: str) -> float:
     return sum(v for (n, found), v in page.items() if n == name and labels.items() <= dict(found).items())
 
 
-def test_turns_tokens_and_times(proxy: Any) -> None:
+def test_turns_tokens_and_times(proxy: InProcess) -> None:
     """By endpoint, link and finish; the tokens that were sent and sampled."""
     for kind in KINDS:
         assert proxy.ask(f"/t/m-{kind}{PATHS[kind]}", asked(kind)).status == 200
@@ -52,7 +54,7 @@ def test_turns_tokens_and_times(proxy: Any) -> None:
     assert _page(proxy)["rollbook_open_trajectories", ()] == 4
 
 
-def test_a_turn_counts_once_however_often_it_is_asked_for(proxy: Any) -> None:
+def test_a_turn_counts_once_however_often_it_is_asked_for(proxy: InProcess) -> None:
     """Replays and joined retries are counted as such, and the turn not again."""
     engine = proxy.engine
     for headers in ({}, AGAIN, AGAIN):
@@ -80,7 +82,7 @@ def test_a_turn_counts_once_however_often_it_is_asked_for(proxy: Any) -> None:
     assert _sum(page, "rollbook_retries_total", how="joined") == 1
 
 
-def test_what_nobody_took_is_counted_too(proxy: Any) -> None:
+def test_what_nobody_took_is_counted_too(proxy: InProcess) -> None:
     """An aborted turn is a turn, undelivered."""
     engine = proxy.engine
     engine.pace = asyncio.Semaphore(1)
@@ -99,7 +101,7 @@ def test_what_nobody_took_is_counted_too(proxy: Any) -> None:
     assert _sum(page, "rollbook_turns_total") == 1
 
 
-def test_failures_by_code(proxy: Any) -> None:
+def test_failures_by_code(proxy: InProcess) -> None:
     """Refused, failed in the engine, and faults: each request once."""
     proxy.engine.answer = lambda *_: EngineError("gone")
     proxy.ask(f"/t/f{CHAT}", asked("chat"))
@@ -116,7 +118,7 @@ def test_failures_by_code(proxy: Any) -> None:
     assert _sum(page, "rollbook_turns_total") == 0
 
 
-def test_two_proxies_count_apart(played: Any) -> None:
+def test_two_proxies_count_apart(played: Callable[..., InProcess]) -> None:
     """Counters belong to a proxy, not to the process."""
     one, two = played(), played()
     one.ask(f"/t/a{CHAT}", asked("chat"))

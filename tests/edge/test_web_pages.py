@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
 from rollbook.ingest.endpoints.registry import error_body
@@ -225,7 +226,7 @@ def test_loopback_addresses_are_known_in_any_form() -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with one origin of its own."""
     return played(own=own("127.0.0.1", "m", [], ["http://localhost:3000"]))
 
@@ -240,7 +241,7 @@ ROUTES = [("POST", p) for p in PATHS.values()] + [
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_is_behind_it(proxy: Any, method: str, path: str) -> None:
+def test_every_route_is_behind_it(proxy: InProcess, method: str, path: str) -> None:
     """Refusals have the API's own form, are final, and nothing is recorded of them."""
     for headers, status, code in (
         ({"host": "evil.test:8000"}, 421, "foreign_host"),
@@ -254,7 +255,7 @@ def test_every_route_is_behind_it(proxy: Any, method: str, path: str) -> None:
     assert proxy.trajectories() == {}
 
 
-def test_an_allowed_page_may_send_and_read(proxy: Any) -> None:
+def test_an_allowed_page_may_send_and_read(proxy: InProcess) -> None:
     """It may ask first, send, and read; its browser is told so, and no other's."""
     page = {"origin": "http://localhost:3000"}
     preflight = page | {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
@@ -271,7 +272,7 @@ def test_an_allowed_page_may_send_and_read(proxy: Any) -> None:
     assert (foreign.status, "access-control-allow-origin" in foreign.headers) == (403, False)
 
 
-def test_refusals_are_counted(proxy: Any) -> None:
+def test_refusals_are_counted(proxy: InProcess) -> None:
     """By their codes, at /metrics."""
     page = proxy.ask("/metrics", method="GET").data.decode()
     assert 'rollbook_failures_total{code="foreign_host"}' in page
@@ -335,7 +336,7 @@ def test_who_asks_is_who_connected(
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "via"])
-def test_without_keys_what_was_passed_on_is_not_from_here(proxy: Any, header: str) -> None:
+def test_without_keys_what_was_passed_on_is_not_from_here(proxy: InProcess, header: str) -> None:
     """A proxy on this host makes everybody look local: `/engine` is then for an operator's key."""
     assert proxy.ask("/engine/health", method="GET").status == 404  # this engine has no such route
     reply = proxy.ask("/engine/health", method="GET", headers={header: "127.0.0.1"})

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.proxies.in_process import InProcess
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def other_model(tiny_model: Path, perturbed: Callable[[Path, int], Path]) -> Pat
 
 
 @pytest.fixture
-def served(tiny_model: Path, in_process: Any) -> Any:
+def served(tiny_model: Path, in_process: Callable[..., InProcess]) -> InProcess:
     """An in-process proxy over an embedded engine of its own."""
     from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
@@ -58,7 +59,7 @@ def served(tiny_model: Path, in_process: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Path, in_process: Any) -> Any:
+def shared(tiny_model: Path, in_process: Callable[..., InProcess]) -> InProcess:
     """An in-process proxy over an embedded engine that the module's tests share."""
     from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
@@ -67,7 +68,7 @@ def shared(tiny_model: Path, in_process: Any) -> Any:
 
 
 @pytest.fixture
-def renewed(shared: Any, tiny_model: Path) -> Any:
+def renewed(shared: InProcess, tiny_model: Path) -> InProcess:
     """The module's engine, let go on and with its first weights as version 0 again, whatever was before."""
     weights, updates = shared.engine.weights, shared.engine.updates
     shared.run(updates.update_from_disk(tiny_model, 0, flush=False))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.proxies.in_process import InProcess
 from tests.fakes.proxies.settings import proxy_parts
 
 from rollbook.engines.engine import Generation, Prompt, Sampling
@@ -236,7 +237,7 @@ def test_options_that_name_no_engine_are_refused(tmp_path: Path, chat: Chat) -> 
         make_engine(settings.model_copy(update={"engine": "quantum"}), secrets, chat())
 
 
-def test_a_failure_is_a_502_and_a_failed_turn(in_process: Any, chat: Chat) -> None:
+def test_a_failure_is_a_502_and_a_failed_turn(in_process: Callable[..., InProcess], chat: Chat) -> None:
     """The client gets 502 and may try again; the log keeps the failed turn, which is no parent."""
     answers = iter([RuntimeError("teacher is ill"), "Hi", "Bye"])
 

@@ -68,7 +68,7 @@ def _terms(turn: Any) -> list[tuple[Any, ...]]:
 # Trajectories and samples -------------------------------------------------------------------------
 
 
-def test_forward_to_every_version(of: Any) -> None:
+def test_forward_to_every_version(of: Callable[..., Any]) -> None:
     """Each sample's step and place, with the tokens that are its own; the version, and all after it."""
     one = of("one")
     assert _uses(one.uses) == [
@@ -87,7 +87,7 @@ def test_forward_to_every_version(of: Any) -> None:
     assert [e.reward for e in one.descendants[0].evaluations] == [0.75]
 
 
-def test_a_late_reward_was_known_to_no_step(of: Any) -> None:
+def test_a_late_reward_was_known_to_no_step(of: Callable[..., Any]) -> None:
     """A reward that the cut of the plan does not hold came after the training on it."""
     rewards = of("one").rewards
     assert [(r.reward, r.source, r.seen_by) for r in rewards] == [
@@ -96,7 +96,7 @@ def test_a_late_reward_was_known_to_no_step(of: Any) -> None:
     ]
 
 
-def test_back_to_engines_and_verified_syncs(of: Any, lineages: Store) -> None:
+def test_back_to_engines_and_verified_syncs(of: Callable[..., Any], lineages: Store) -> None:
     """An engine that served what it had read; one that a sync gave the weights; and one where that failed."""
     one = of("one")
     [base] = one.sampled_by[0].engines
@@ -113,7 +113,7 @@ def test_back_to_engines_and_verified_syncs(of: Any, lineages: Store) -> None:
     assert [(s.status, s.error) for s in failed.syncs] == [("failed", "timed out")]
 
 
-def test_a_dropped_one(of: Any) -> None:
+def test_a_dropped_one(of: Callable[..., Any]) -> None:
     """The rule, its numbers, and what became of the attempt; nothing was made of it."""
     two = of("two")
     [drop] = two.drops
@@ -123,7 +123,7 @@ def test_a_dropped_one(of: Any) -> None:
     assert _terms(two.turns[0]) == [(0, 2, "dropped", "staleness")]
 
 
-def test_attempts_and_versions_within_a_turn(of: Any) -> None:
+def test_attempts_and_versions_within_a_turn(of: Callable[..., Any]) -> None:
     """Both attempts are there, each with the sample as it had it: the second had four tokens of it."""
     three = of("three")
     assert _uses(three.uses) == [
@@ -137,7 +137,7 @@ def test_attempts_and_versions_within_a_turn(of: Any) -> None:
     assert (_numbers(three.sampled_by), _numbers(three.made)) == ([0, 1], [2])
 
 
-def test_an_adopted_one(of: Any, lineages: Store) -> None:
+def test_an_adopted_one(of: Callable[..., Any], lineages: Store) -> None:
     """Its turns are where the lanes hold them, in order; tokens of no known version say so."""
     four = of("four")
     assert four.lanes == ("serve", "other")
@@ -150,7 +150,7 @@ def test_an_adopted_one(of: Any, lineages: Store) -> None:
     ]
 
 
-def test_an_abandoned_step(of: Any) -> None:
+def test_an_abandoned_step(of: Callable[..., Any]) -> None:
     """What it consumed was consumed again; only the second time counts."""
     five = of("five")
     assert [use[:3] for use in _uses(five.uses)] == [(2, 1, "abandoned"), (3, 1, "committed")]
@@ -158,13 +158,13 @@ def test_an_abandoned_step(of: Any) -> None:
     assert [e.engine for e in five.sampled_by[0].engines] == [A, B]
 
 
-def test_one_that_others_were_compared_with(of: Any) -> None:
+def test_one_that_others_were_compared_with(of: Callable[..., Any]) -> None:
     """Its reward had a part in a step that did not train on it."""
     [compared] = of("six").compared
     assert (compared.step, compared.attempt, compared.status, compared.reward) == (1, 2, "committed", 0.5)
 
 
-def test_a_sample(of: Any) -> None:
+def test_a_sample(of: Callable[..., Any]) -> None:
     """The turns of its path alone, and its own uses."""
     sample = of("one", "one.2")
     assert [turn.turn_id for turn in sample.turns] == ["one.0", "one.2"]
@@ -176,7 +176,7 @@ def test_a_sample(of: Any) -> None:
 # Tokens -------------------------------------------------------------------------------------------
 
 
-def test_a_token(token: Any, lineages: Store) -> None:
+def test_a_token(token: Callable[..., Any], lineages: Store) -> None:
     """The event that holds it has its id and logprob; it was trained in the sample that owns its turn."""
     found = token("one", None, 1)
     event = next(e for e in lineages.events() if e.event_id == found.turn.answered.event_id)
@@ -192,7 +192,7 @@ def test_a_token(token: Any, lineages: Store) -> None:
     assert token("one", "one.2", 2).token_id == token("one", None, 6).token_id == 7
 
 
-def test_tokens_that_no_step_trained_on(token: Any) -> None:
+def test_tokens_that_no_step_trained_on(token: Callable[..., Any]) -> None:
     """Cut off by the model's context, trained only in an attempt that failed; undelivered; dropped."""
     last = token("three", "three.0", 2)
     assert (last.version.version, last.reached) == (1, False)
@@ -206,7 +206,7 @@ def test_tokens_that_no_step_trained_on(token: Any) -> None:
     assert token("four", "four.1", 0).version is None
 
 
-def test_no_such_token(token: Any) -> None:
+def test_no_such_token(token: Callable[..., Any]) -> None:
     """The message says which there are."""
     with pytest.raises(ReplayError, match=r"turn one\.2 has no sampled token 3: its tokens are 0 to 2"):
         token("one", "one.2", 3)

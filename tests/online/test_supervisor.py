@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -263,7 +264,9 @@ def test_those_that_linger_are_stopped() -> None:
     assert gone(pids(rest)[0])
 
 
-def test_its_parts_end_with_it(server: Callable[..., Spec], start_python: Any) -> None:
+def test_its_parts_end_with_it(
+    server: Callable[..., Spec], start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """Also with a supervisor that is killed."""
     spec = server("first")
     code = f"""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,7 +52,7 @@ samples = 2
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes a CONFIG, in the folder from which it is read."""
     monkeypatch.chdir(tmp_path)
 
@@ -63,7 +63,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def test_each_command_reads_its_part(file: Any) -> None:
+def test_each_command_reads_its_part(file: Callable[..., Path]) -> None:
     """What they share is said once; a group is as large as the algorithm's."""
     path = file(WHOLE)
     serve, trained, rollouts = load_settings(path, {}), load_config(path, []), load_rollouts(path)
@@ -76,7 +76,7 @@ def test_each_command_reads_its_part(file: Any) -> None:
     assert rollouts.evaluation is None
 
 
-def test_engines_of_the_run(file: Any) -> None:
+def test_engines_of_the_run(file: Callable[..., Path]) -> None:
     """The proxy asks them, and the training gives them weights."""
     path = file(WHOLE + ENGINES)
     serve, trained = load_settings(path, {}), load_config(path, [])
@@ -86,7 +86,7 @@ def test_engines_of_the_run(file: Any) -> None:
     assert [str(engine) for engine in trained.sync.engines] == urls
 
 
-def test_an_evaluation_is_of_both(file: Any) -> None:
+def test_an_evaluation_is_of_both(file: Callable[..., Path]) -> None:
     """The training waits for it, and the rollouts run it: on their own tasks, under the version's name."""
     path = file(WHOLE + EVALUATION)
     trained, rollouts = load_config(path, []), load_rollouts(path)
@@ -98,7 +98,7 @@ def test_an_evaluation_is_of_both(file: Any) -> None:
     assert (found.samples, found.concurrency, found.evaluation) == (2, rollouts.concurrency, None)
 
 
-def test_a_part_may_overrule_what_follows(file: Any) -> None:
+def test_a_part_may_overrule_what_follows(file: Callable[..., Path]) -> None:
     """What a table says itself comes first; a scripted engine is given no weights."""
     own = WHOLE.replace("port = 8123", 'engine = "scripted"\nscript = "x.jsonl"\nrun = "other"')
     path = file(own.replace('tasks = "tasks.jsonl"', 'tasks = "tasks.jsonl"\nsamples = 1'))
@@ -107,7 +107,7 @@ def test_a_part_may_overrule_what_follows(file: Any) -> None:
     assert load_rollouts(path).samples == 1
 
 
-def test_what_is_started(file: Any) -> None:
+def test_what_is_started(file: Callable[..., Path]) -> None:
     """Engines first, each with its GPUs; then the proxy, the trainer and the rollouts."""
     config = load_whole(file(WHOLE + ENGINES))
     engines, [proxy], [trainer], [rollouts] = specs_of(config)
@@ -124,7 +124,7 @@ def test_what_is_started(file: Any) -> None:
     assert [one.ends for one in (*engines, proxy, trainer, rollouts)] == [False] * 3 + [True] * 2
 
 
-def test_parts_on_several_machines(file: Any) -> None:
+def test_parts_on_several_machines(file: Callable[..., Path]) -> None:
     """What listens at another machine's address is not started here; --only starts some."""
     elsewhere = ENGINES.replace('"127.0.0.1:30010"', '"192.0.2.7:30000"').replace('"0,1", "2,3"', '"0"')
     config = load_whole(file(WHOLE + elsewhere))
@@ -139,7 +139,7 @@ def test_parts_on_several_machines(file: Any) -> None:
         specs_of(load_whole(file(away)), ["proxy"])
 
 
-def test_what_is_overruled_reaches_every_part(file: Any) -> None:
+def test_what_is_overruled_reaches_every_part(file: Callable[..., Path]) -> None:
     """Through a file of their own; a recipe's file is still found beside the CONFIG."""
     text = WHOLE.replace("[train.algorithm]", 'recipe = "best.toml"\n[train.algorithm]')
     path = file(text)
@@ -177,14 +177,14 @@ def test_what_is_overruled_reaches_every_part(file: Any) -> None:
         (f"engines = 3\n{WHOLE}", "engines is to be a table"),
     ],
 )
-def test_what_cannot_be_run(file: Any, text: str, said: str) -> None:
+def test_what_cannot_be_run(file: Callable[..., Path], text: str, said: str) -> None:
     """Each error names the file and the key, and nothing was started."""
     with pytest.raises(ConfigError, match=said) as caught:
         load_whole(file(text))
     assert str(caught.value).startswith("online.toml")
 
 
-def test_a_command_without_its_table(file: Any) -> None:
+def test_a_command_without_its_table(file: Callable[..., Path]) -> None:
     """It says which it needs."""
     path = file(WHOLE.partition("[rollout]")[0])
     with pytest.raises(ConfigError, match=r"it has no table \[rollout\]"):
@@ -192,7 +192,7 @@ def test_a_command_without_its_table(file: Any) -> None:
     assert load_whole(path).rollout is None
 
 
-def test_this_hosts_own_name_is_here(file: Any) -> None:
+def test_this_hosts_own_name_is_here(file: Callable[..., Path]) -> None:
     """Whatever address of this host it is."""
     name = socket.gethostname()
     config = load_whole(file(WHOLE.replace("port = 8123", f'port = 8123\nhost = "{name}"')))

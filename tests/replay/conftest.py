@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -107,9 +106,16 @@ def _edit_checkpoint(log: Store, version: int, what: str) -> None:
     (folder / "rollbook.json").write_bytes(orjson.dumps(manifest))
 
 
-@pytest.fixture(scope="session")
-def tamper() -> Any:
+class Tamper:
     """Ways to change a store so that every checksum still holds."""
-    return SimpleNamespace(
-        rewrite=_rewrite, event=_edit_event, environment=_edit_environment, checkpoint=_edit_checkpoint
-    )
+
+    rewrite = staticmethod(_rewrite)
+    event = staticmethod(_edit_event)
+    environment = staticmethod(_edit_environment)
+    checkpoint = staticmethod(_edit_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tamper() -> Tamper:
+    """Ways to change a store so that every checksum still holds."""
+    return Tamper()

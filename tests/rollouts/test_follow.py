@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, parse_rollouts
@@ -87,14 +88,14 @@ def test_what_the_log_says_of_a_training(records: list[Record], over: bool, aske
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, in a run of its own."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--run", "follow")
 
 
 @pytest.fixture
-def config(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> RolloutConfig:
+def config(server: Served, tmp_path: Path, request: pytest.FixtureRequest) -> RolloutConfig:
     """Classes of two tasks, evaluated on another."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "held_out.jsonl").write_text('{"id": "held", "do": "hello"}\n')
@@ -135,7 +136,7 @@ def rows(server: Any, query: str) -> list[tuple[Any, ...]]:
         return connection.execute(query).fetchall()
 
 
-def test_until_the_training_ends(server: Any, config: RolloutConfig) -> None:
+def test_until_the_training_ends(server: Served, config: RolloutConfig) -> None:
     """Over the tasks again and again; evaluated at the version it asks for, and told so each time it asks."""
     log = rb.open(server.path)
 
@@ -195,7 +196,7 @@ def test_until_the_training_ends(server: Any, config: RolloutConfig) -> None:
     assert sum(found.by_status.values()) > 4 * (many - 1), "an epoch begins once all of the last have begun"
 
 
-def test_somebody_stops_it(server: Any, config: RolloutConfig) -> None:
+def test_somebody_stops_it(server: Served, config: RolloutConfig) -> None:
     """While no training goes on, too."""
 
     said: list[str] = []

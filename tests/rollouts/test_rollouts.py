@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.processes.rollout_runs import launches, run, tasks, told
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
@@ -171,7 +173,7 @@ def fails(task, attempt):
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -208,7 +210,7 @@ def own(beside: Path, name: str, **options: Any) -> dict[str, Any]:
 # Programs -----------------------------------------------------------------------------------------
 
 
-def test_programs_of_every_kind(server: Any, config: Any) -> None:
+def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Each ends with its status, its trajectory with what follows from it, and nothing of it runs."""
     made = config(
         clocks={"total_s": 3.0, "start_s": 2.0, "grace_s": 0.2},
@@ -243,7 +245,7 @@ def test_programs_of_every_kind(server: Any, config: Any) -> None:
     assert found.by_status == Counter(done=3, agent_error=2, timeout=1)
 
 
-def test_what_the_engine_failed_is_tried_again(server: Any, config: Any) -> None:
+def test_what_the_engine_failed_is_tried_again(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """As another trajectory of the same group; the one that failed is void, and no reward of 0."""
     made = config(samples=2, retries={"pause_s": 0.01, "attempts": 2})
     found, said = run(made, tasks("flaky", "boom"))
@@ -266,7 +268,7 @@ def test_what_the_engine_failed_is_tried_again(server: Any, config: Any) -> None
 
 
 def test_what_the_proxys_absence_ended_is_tried_again(
-    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+    server: Served, config: Callable[..., RolloutConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the attempts, and counted; no other infrastructure is suspected."""
     of_watch, asked = Watch.seen, itertools.count()
@@ -283,7 +285,7 @@ def test_what_the_proxys_absence_ended_is_tried_again(
 
 
 def test_a_log_that_comes_late_changes_no_verdict(
-    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+    server: Served, config: Callable[..., RolloutConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether an agent asked, and whose fault its end is, is known once all is read that the log has then."""
     of_proxy = Proxy.batches
@@ -304,7 +306,7 @@ def test_a_log_that_comes_late_changes_no_verdict(
     ]
 
 
-def test_an_agent_that_finishes_itself(server: Any, config: Any) -> None:
+def test_an_agent_that_finishes_itself(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Its reward is its own; asked again nothing is run a second time."""
     made = config()
     found, _ = run(made, tasks("finish"))
@@ -314,7 +316,7 @@ def test_an_agent_that_finishes_itself(server: Any, config: Any) -> None:
     assert told(launches(server, made.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
 
 
-def test_a_program_scores(server: Any, config: Any, beside: Path) -> None:
+def test_a_program_scores(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
     """By its last line; components are weighed, and each is a source of its own."""
     command = ["sh", "-c", "echo noise; echo '{\"reward\": 2}'; test -s answer.txt"]
     components = [
@@ -331,7 +333,9 @@ def test_a_program_scores(server: Any, config: Any, beside: Path) -> None:
     assert rewards == [("agent", 81.0), ("by_program", 2.0), ("length", 8.0)]
 
 
-def test_a_judge_that_fails_is_no_reward_of_0(server: Any, config: Any, beside: Path) -> None:
+def test_a_judge_that_fails_is_no_reward_of_0(
+    server: Served, config: Callable[..., RolloutConfig], beside: Path
+) -> None:
     """Not even where another component has a number."""
     names = ("length", "fails")
     made = config(score=[{"name": n, "function": f"{beside}/own_agents.py:{n}"} for n in names])
@@ -344,7 +348,7 @@ def test_a_judge_that_fails_is_no_reward_of_0(server: Any, config: Any, beside: 
 # Classes ------------------------------------------------------------------------------------------
 
 
-def test_a_class_is_as_a_program(server: Any, config: Any, beside: Path) -> None:
+def test_a_class_is_as_a_program(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
     """Its trajectories, rewards and failures are those of programs."""
     made = config(agent=own(beside, "Says", times=2), clocks={"total_s": 2.0, "grace_s": 0.1})
     found, _ = run(made, tasks("hello", "raise", "parts", "hang", "boom"))
@@ -360,7 +364,9 @@ def test_a_class_is_as_a_program(server: Any, config: Any, beside: Path) -> None
     assert found.given_up == 1
 
 
-def test_agents_that_an_agent_starts_are_of_its_trajectory(server: Any, config: Any, beside: Path) -> None:
+def test_agents_that_an_agent_starts_are_of_its_trajectory(
+    server: Served, config: Callable[..., RolloutConfig], beside: Path
+) -> None:
     """Each has paths of its own, the same reward, and a name; the group has one member."""
     made = config(agent=own(beside, "Team"), samples=2)
     run(made, tasks("hello"))
@@ -386,7 +392,9 @@ def test_agents_that_an_agent_starts_are_of_its_trajectory(server: Any, config: 
     assert sorted(value for sample in samples for value in sample.rewards.values()) == [2.0]
 
 
-def test_tools_are_called_side_by_side(server: Any, config: Any, beside: Path) -> None:
+def test_tools_are_called_side_by_side(
+    server: Served, config: Callable[..., RolloutConfig], beside: Path
+) -> None:
     """What one returns, how long it may take, and that there is none, is told to the policy."""
     made = config(agent=own(beside, "Tools"))
     run(made, tasks("call two", "call"))
@@ -399,7 +407,7 @@ def test_tools_are_called_side_by_side(server: Any, config: Any, beside: Path) -
     assert "there is no tool 'calc'" in said[1]
 
 
-def test_an_environment_is_played(server: Any, config: Any, beside: Path) -> None:
+def test_an_environment_is_played(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
     """What it observes is said to the policy; its rewards are the turns'."""
     made = config(agent=own(beside, "Plays"))
     run(made, tasks("anything"))
@@ -413,7 +421,7 @@ def test_an_environment_is_played(server: Any, config: Any, beside: Path) -> Non
 # What ends them, and what goes on -----------------------------------------------------------------
 
 
-def test_a_stop_cancels_what_runs(server: Any, config: Any) -> None:
+def test_a_stop_cancels_what_runs(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Those are void, and are run when the rollouts go on."""
     made = config(concurrency=2)
 
@@ -428,7 +436,7 @@ def test_a_stop_cancels_what_runs(server: Any, config: Any) -> None:
 
 
 def test_a_stop_waits_for_no_trajectory_that_is_held(
-    server: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+    server: Served, config: Callable[..., RolloutConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An online training may admit none for minutes."""
 
@@ -448,7 +456,7 @@ def test_a_stop_waits_for_no_trajectory_that_is_held(
     assert (found.done, found.by_status) == (0, {"cancelled": 2})
 
 
-def test_a_launcher_that_is_not_there_stops_all(server: Any, config: Any) -> None:
+def test_a_launcher_that_is_not_there_stops_all(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """A program that cannot be started is no agent's fault; many of them stop the rollouts."""
     made = config(
         samples=8,
@@ -464,7 +472,7 @@ def test_a_launcher_that_is_not_there_stops_all(server: Any, config: Any) -> Non
 
 
 @pytest.fixture
-def killed(server: Any, beside: Path, tmp_path: Path) -> RolloutConfig:
+def killed(server: Served, beside: Path, tmp_path: Path) -> RolloutConfig:
     """A CONFIG whose rollouts were killed with -9 in the middle, by their process."""
     file = tmp_path / "killed.toml"
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "do": "finish"}\n{"id": "b", "do": "wait"}\n')
@@ -483,7 +491,9 @@ def killed(server: Any, beside: Path, tmp_path: Path) -> RolloutConfig:
     return load_rollouts(file)
 
 
-def test_what_a_clock_ends_is_asked_first(server: Any, config: Any, tmp_path: Path) -> None:
+def test_what_a_clock_ends_is_asked_first(
+    server: Served, config: Callable[..., RolloutConfig], tmp_path: Path
+) -> None:
     """It has its grace."""
     made = config(clocks={"total_s": 1.0, "grace_s": 20.0})
     begun = time.monotonic()
@@ -493,7 +503,9 @@ def test_what_a_clock_ends_is_asked_first(server: Any, config: Any, tmp_path: Pa
     assert time.monotonic() - begun < 15
 
 
-def test_what_is_idle_ends_long_before_its_other_clocks(server: Any, config: Any) -> None:
+def test_what_is_idle_ends_long_before_its_other_clocks(
+    server: Served, config: Callable[..., RolloutConfig]
+) -> None:
     """The clock begins with its first request, whatever was waited for until then."""
     made = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 1.0, "grace_s": 0.2})
     begun = time.monotonic()
@@ -502,7 +514,7 @@ def test_what_is_idle_ends_long_before_its_other_clocks(server: Any, config: Any
     assert time.monotonic() - begun < 20
 
 
-def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
+def test_it_goes_on_after_a_kill(server: Served, killed: RolloutConfig) -> None:
     """What ended is not run again; what ran is gone, told of, and run again; nothing is left running."""
     found, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])
     rows = launches(server, "killed")
@@ -515,7 +527,9 @@ def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
     assert found.done == 2
 
 
-def test_it_goes_on_after_a_death_before_a_launch(server: Any, config: Any) -> None:
+def test_it_goes_on_after_a_death_before_a_launch(
+    server: Served, config: Callable[..., RolloutConfig]
+) -> None:
     """A trajectory that was opened and never launched is void, and its name is not used again."""
     made = config()
     (task,) = tasks("answer")

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 import orjson
 import pytest
 from tests.fakes.processes.rollout_runs import launches, run
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.cli.online.rollout import run_scoring
@@ -49,7 +50,7 @@ def by_file(task, attempt):
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, which repeats what it is told behind the number of messages."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -123,7 +124,9 @@ def rewards(server: Any, trajectory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("judge", [[(503, "away"), (200, '{"reward": 0.5, "why": "fair"}')]], indirect=True)
-def test_a_service_judges(server: Any, config: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_judges(
+    server: Served, config: Callable[..., RolloutConfig], judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is sent the task and what was said; while it is away it is asked again."""
     monkeypatch.setenv("JUDGES_TOKEN", "sesame")
     made = config({"name": "fair", "url": judge.url, "token_variable": "JUDGES_TOKEN", "weight": 2.0})
@@ -150,7 +153,9 @@ def test_a_service_judges(server: Any, config: Any, judge: Judge, monkeypatch: p
     ],
     indirect=["judge"],
 )
-def test_a_service_that_does_not_judge(server: Any, config: Any, judge: Judge, why: str) -> None:
+def test_a_service_that_does_not_judge(
+    server: Served, config: Callable[..., RolloutConfig], judge: Judge, why: str
+) -> None:
     """It leaves no reward, and its reason."""
     made = config({"name": "fair", "url": judge.url}, clocks={"scoring_s": 0.5})
     run(made, [Task("a", {"say": "hello"})])
@@ -182,7 +187,7 @@ def _ids(server: Any, name: str) -> list[str]:
         return [row[0] for row in connection.execute(query, [name]).fetchall()]
 
 
-def test_a_model_judges(server: Any, config: Any) -> None:
+def test_a_model_judges(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """What it is asked and says is a trajectory of its own, of no group, which names the one it is about."""
     options = {"prompt": PROMPT, "system": "Be strict.", "model": "gpt-judge", "options": {"max_tokens": 500}}
     made = config({"name": "strict", "judge": options}, samples=2)
@@ -202,7 +207,7 @@ def test_a_model_judges(server: Any, config: Any) -> None:
     ]
 
 
-def test_what_judges_say_is_kept_out(server: Any, config: Any) -> None:
+def test_what_judges_say_is_kept_out(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Of training, by both ledgers."""
     made = config({"name": "strict", "judge": {"prompt": "Say\n{worth}"}})
     run(made, [Task("a", {"say": "hello", "worth": 1})])
@@ -225,7 +230,7 @@ def test_what_judges_say_is_kept_out(server: Any, config: Any) -> None:
     ],
 )
 def test_a_model_that_does_not_judge(
-    server: Any, config: Any, judge: dict[str, Any], status: str, why: str
+    server: Served, config: Callable[..., RolloutConfig], judge: dict[str, Any], status: str, why: str
 ) -> None:
     """It leaves no reward, its reason, and its trajectory ended."""
     made = config({"name": "strict", "judge": judge}, clocks={"scoring_s": 1.0})
@@ -237,7 +242,9 @@ def test_a_model_that_does_not_judge(
     assert said[:2] == (status, "judge" if status != "void" else "void")
 
 
-def test_a_number_is_found_where_it_last_matches(server: Any, config: Any) -> None:
+def test_a_number_is_found_where_it_last_matches(
+    server: Served, config: Callable[..., RolloutConfig]
+) -> None:
     """By the group of a regular expression."""
     made = config(
         {"name": "s", "judge": {"prompt": "Score: 1, no: Score: 4 of 10", "parse": r"Score: (\d+)"}}
@@ -278,7 +285,7 @@ def again(config: RolloutConfig, tasks: list[Task]) -> tuple[Rescored, list[str]
     return asyncio.run(score()), said
 
 
-def test_scores_given_again(server: Any, config: Any, tmp_path: Path) -> None:
+def test_scores_given_again(server: Served, config: Callable[..., RolloutConfig], tmp_path: Path) -> None:
     """What is new or another number supersedes what was in force; what is the same is not said twice."""
     tasks = [Task("a", {"say": "hello"}), Task("b", {"say": "at length"})]
     made = config({"name": "length", "function": f"{tmp_path}/own.py:length"})
@@ -312,7 +319,7 @@ def test_scores_given_again(server: Any, config: Any, tmp_path: Path) -> None:
 
 
 def test_the_command_scores_again(
-    server: Any, config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Served, config: Callable[..., RolloutConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says what it did, and by its exit code whether a scorer failed."""
     made = config()
@@ -332,7 +339,9 @@ def test_the_command_scores_again(
     assert json.loads(capsys.readouterr().out) == {"scored": 0, "failed": 2, "rewards": 0, "left_out": {}}
 
 
-def test_what_cannot_be_scored_again(server: Any, config: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_scored_again(
+    server: Served, config: Callable[..., RolloutConfig], tmp_path: Path
+) -> None:
     """Its folder is gone, or its task; what never had a reward is not asked about."""
     tasks = [Task("a", {"say": "hello"}), Task("b", {"say": "hello"}), Task("c", {"say": "boom"})]
     made = config({"name": "length", "function": f"{tmp_path}/own.py:length"}, retries={"attempts": 1})
@@ -348,7 +357,7 @@ def test_what_cannot_be_scored_again(server: Any, config: Any, tmp_path: Path) -
 # Rewards given twice --------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_is_sent_again_counts_once(server: Any) -> None:
+def test_a_reward_that_is_sent_again_counts_once(server: Served) -> None:
     """Also of several at once, and of one that supersedes; another number, or an earlier one, is new."""
     made = "/v1/trajectories/twice"
     with httpx.Client(base_url=server.url) as http:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.sglang.conftest import PROMPT, ROUTING, Client, amid
-from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
+from tests.sglang.conftest import PROMPT, ROUTING, Client, Reference, Weights, amid
+from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, SglangServer, environment
 
 from rollbook.engines.engine import Sampling
 from rollbook.engines.sglang import client as sglang
@@ -33,7 +34,9 @@ def _check(made: Any, prompt: Any, start: int, path: Path, reference: Any) -> No
     assert np.array_equal(np.sort(experts, -1), np.sort(wanted, -1))
 
 
-def test_experts_are_those_of_transformers(moe: Any, client: Any, reference: Any) -> None:
+def test_experts_are_those_of_transformers(
+    moe: SglangServer, client: Callable[..., Client], reference: Reference
+) -> None:
     """Of every position and layer, whether its keys and values came out of the cache or not."""
     one = client(moe, routed_experts=ROUTING)
     heard: list[int] = []
@@ -44,7 +47,9 @@ def test_experts_are_those_of_transformers(moe: Any, client: Any, reference: Any
     assert len(set(unpack(made.routed_experts).reshape(-1).tolist())) > 2
 
 
-def test_a_child_has_only_what_its_parent_has_not(moe: Any, client: Any, reference: Any) -> None:
+def test_a_child_has_only_what_its_parent_has_not(
+    moe: SglangServer, client: Callable[..., Client], reference: Reference
+) -> None:
     """From the parent's last token on, which passes through the model only now."""
     one = client(moe, routed_experts=ROUTING)
     first = one.generate(PLAIN)
@@ -76,7 +81,11 @@ def _paused(moe: Any, client: Any, changing: Any, mode: str) -> Any:
 
 
 def test_experts_of_new_weights_are_not_those_of_old_tokens(
-    moe: Any, client: Any, weights: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+    moe: SglangServer,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After `retract` the server tells only what the new weights chose, so a turn has none.
 
@@ -105,7 +114,9 @@ def test_experts_of_new_weights_are_not_those_of_old_tokens(
     assert len(unpack(made.routed_experts)) == len(PROMPT) + len(made.completion_ids) - 1
 
 
-def test_nobody_is_told_who_did_not_ask(moe: Any, dense: Any, client: Any, models: Any) -> None:
+def test_nobody_is_told_who_did_not_ask(
+    moe: SglangServer, dense: SglangServer, client: Callable[..., Client], models: dict[str, Path]
+) -> None:
     """None by default; a server that was not started so is refused at the start."""
     assert client(moe).generate(PLAIN).routed_experts == {}
     assert routing_of(models["moe"]) == ROUTING
@@ -142,7 +153,10 @@ def _send(server: Any, path: Path, version: int, form: str) -> Any:
 
 
 def test_names_that_a_server_does_not_know_are_passed_over(
-    moe: Any, weights: Any, client: Any, reference: Any
+    moe: SglangServer,
+    weights: Callable[[SglangServer], Weights],
+    client: Callable[..., Client],
+    reference: Reference,
 ) -> None:
     """Experts sent fused, as transformers names them: success, a new version, and the old weights.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
+from tests.sglang.conftest import PROMPT, TOLERANCE, Client, Reference, greatest_difference
+from tests.sglang.server import SglangServer
 
 from rollbook.engines.engine import Sampling
 
@@ -24,7 +26,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logprobs_are_those_of_transformers(server: Any, client: Any, reference: Any, name: str) -> None:
+def test_logprobs_are_those_of_transformers(
+    server: SglangServer, client: Callable[..., Client], reference: Reference, name: str
+) -> None:
     """Of softmax(logits / temperature), before top-p, top-k and min-p; if greedy, of softmax(logits)."""
     sampling, temperature = CASES[name]
     made = client(server).generate(sampling)
@@ -36,7 +40,7 @@ def test_logprobs_are_those_of_transformers(server: Any, client: Any, reference:
     assert "altered" not in made.logprob_semantics
 
 
-def test_greedy_requests_choose_the_likeliest(dense: Any, client: Any) -> None:
+def test_greedy_requests_choose_the_likeliest(dense: SglangServer, client: Callable[..., Client]) -> None:
     """By temperature 0 or top-k 1: the same ids."""
     one, other = (client(dense).generate(CASES[name][0]) for name in ("greedy", "top-k 1"))
     assert one.completion_ids.tolist() == other.completion_ids.tolist()
@@ -45,7 +49,7 @@ def test_greedy_requests_choose_the_likeliest(dense: Any, client: Any) -> None:
 @pytest.mark.parametrize("name", ["greedy", "top-k 1", "temperature 0.7"])
 @pytest.mark.parametrize("beside", [0.0, 0.5])
 def test_other_requests_of_a_batch_change_nothing(
-    dense: Any, client: Any, reference: Any, name: str, beside: float
+    dense: SglangServer, client: Callable[..., Client], reference: Reference, name: str, beside: float
 ) -> None:
     """Greedy or not, beside a greedy or a sampled request, that run in the same steps."""
     sampling, temperature = CASES[name]
@@ -62,7 +66,7 @@ def test_other_requests_of_a_batch_change_nothing(
     assert greatest_difference(one, wanted) <= TOLERANCE
 
 
-def test_what_a_server_does_with_top_k_1_itself(dense: Any, reference: Any) -> None:
+def test_what_a_server_does_with_top_k_1_itself(dense: SglangServer, reference: Reference) -> None:
     """Alone it does not scale by the temperature, in company it does: so the client asks for 0."""
 
     def ask(n: int, **params: Any) -> Any:

@@ -15,7 +15,8 @@ import openai
 import orjson
 import pytest
 from tests.fakes.proxies.served import Served
-from tests.sglang.conftest import ROUTING
+from tests.sglang.conftest import ROUTING, Weights
+from tests.sglang.server import SglangServer
 
 from rollbook import store
 from rollbook.demo.processes import rollbook_command
@@ -144,7 +145,12 @@ def _again(served: Served, server: Any, *words: str) -> Any:
     return orjson.loads(ran.stdout)
 
 
-def test_a_rollout_again(servers: Any, weights: Any, models: dict[str, Path], proxied: Serve) -> None:
+def test_a_rollout_again(
+    servers: dict[str, SglangServer],
+    weights: Callable[[SglangServer], Weights],
+    models: dict[str, Path],
+    proxied: Serve,
+) -> None:
     """Greedy turns have the same tokens by the same server and weights; of other weights it is not said that
     they should."""
     server = servers["dense"]
@@ -170,7 +176,9 @@ def test_a_rollout_again(servers: Any, weights: Any, models: dict[str, Path], pr
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_the_log_holds_what_the_server_said(servers: Any, weights: Any, proxied: Serve, name: str) -> None:
+def test_the_log_holds_what_the_server_said(
+    servers: dict[str, SglangServer], weights: Callable[[SglangServer], Weights], proxied: Serve, name: str
+) -> None:
     """Ids, logprobs, versions and experts, of whole and streamed replies, bit for bit."""
     server, incremental = servers[name], name == "moe"
     weights(server)
@@ -201,7 +209,9 @@ def test_the_log_holds_what_the_server_said(servers: Any, weights: Any, proxied:
             assert done.routed_experts == {}
 
 
-def test_a_client_that_leaves_ends_the_servers_request(dense: Any, weights: Any, proxied: Serve) -> None:
+def test_a_client_that_leaves_ends_the_servers_request(
+    dense: SglangServer, weights: Callable[[SglangServer], Weights], proxied: Serve
+) -> None:
     """The request ends at the server at once, and the log has what there was, with its version."""
     weights(dense)
     served, tap, client = proxied(dense)

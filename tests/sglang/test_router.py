@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sglang.conftest import PROMPT, TOLERANCE, amid, greatest_difference
+from tests.sglang.conftest import PROMPT, TOLERANCE, Client, Reference, Weights, amid, greatest_difference
 from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment
 
 from rollbook.engines.engine import Generation, Sampling
@@ -61,7 +61,11 @@ def router(request: pytest.FixtureRequest, routers: dict[int, Router]) -> Router
 
 
 def test_generating_through_a_router(
-    router: Router, client: Any, weights: Any, reference: Any, caplog: pytest.LogCaptureFixture
+    router: Router,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whole and streamed, logprobs and spans as the workers say them; every worker is asked, and known."""
     versions = {weights(worker).rename() for worker in router.workers}
@@ -84,7 +88,7 @@ def test_generating_through_a_router(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_abort_through_a_router(router: Router, client: Any, stream: bool) -> None:
+def test_an_abort_through_a_router(router: Router, client: Callable[..., Client], stream: bool) -> None:
     """A router has no such route: the workers are told, and what there is comes back through it."""
     one = client(router.url)
 
@@ -104,7 +108,12 @@ def test_an_abort_through_a_router(router: Router, client: Any, stream: bool) ->
     assert made.version_spans[0].end == len(made.completion_ids)
 
 
-def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, reference: Any) -> None:
+def test_a_pause_of_the_workers(
+    router: Router,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+) -> None:
     """Each is paused and given new weights by itself; the request goes on, maybe elsewhere with old ones."""
     changing = [weights(worker) for worker in router.workers]
     served: dict[int, Path] = {}
@@ -143,7 +152,9 @@ def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, refer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_router_that_dies(servers: Any, client: Any, tmp_path: Path, stream: bool) -> None:
+def test_a_router_that_dies(
+    servers: dict[str, SglangServer], client: Callable[..., Client], tmp_path: Path, stream: bool
+) -> None:
     """In the middle of a request: an error at once, and no half turn."""
     router = Router(tmp_path, servers["dense"])
     try:

@@ -6,7 +6,6 @@ import mmap
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -15,14 +14,14 @@ from tests.sglang.server import SHARED_MEMORY, SglangServer, group_of, shared_fi
 from rollbook.engines.sglang.protocol import check_version
 
 
-def test_the_version_that_is_served(server: Any) -> None:
+def test_the_version_that_is_served(server: SglangServer) -> None:
     """It is told, and new enough."""
     told = server.get("/server_info")
     assert told["version"] == "0.5.23"
     assert check_version(told, server.url) is None
 
 
-def test_nothing_is_left_of_a_server(models: Any, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_server(models: dict[str, Path], tmp_path: Path) -> None:
     """Stopped while it still starts: no process of its group, no file in shared memory, no listener."""
     one = SglangServer(models["dense"], tmp_path)
     one.start()

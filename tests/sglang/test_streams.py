@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
+from tests.sglang.conftest import PROMPT, TOLERANCE, Client, Reference, Weights, greatest_difference
+from tests.sglang.server import SglangServer
 
 from rollbook.engines.engine import Generation, Prompt, Sampling
 from rollbook.store.events import VersionSpan, token_ids
@@ -15,7 +17,9 @@ from rollbook.store.events import VersionSpan, token_ids
 GREEDY = Sampling(80, 0.0, 1)
 
 
-def test_a_stream_says_the_same_as_the_whole(server: Any, client: Any, weights: Any) -> None:
+def test_a_stream_says_the_same_as_the_whole(
+    server: SglangServer, client: Callable[..., Client], weights: Callable[[SglangServer], Weights]
+) -> None:
     """What is heard on the way, whole or only what is new, adds up to the answer that comes at once."""
     version = weights(server).rename()
     one = client(server)
@@ -33,7 +37,9 @@ def test_a_stream_says_the_same_as_the_whole(server: Any, client: Any, weights: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_abort_in_the_middle(server: Any, client: Any, reference: Any, stream: bool) -> None:
+def test_an_abort_in_the_middle(
+    server: SglangServer, client: Callable[..., Client], reference: Reference, stream: bool
+) -> None:
     """What there is comes back, with its logprobs and span; nobody goes on with it."""
     one = client(server)
 
@@ -63,7 +69,7 @@ def test_an_abort_in_the_middle(server: Any, client: Any, reference: Any, stream
     assert greatest_difference(made, reference.logprobs(server.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
-def test_an_abort_ends_all_whose_ids_begin_so(dense: Any, client: Any) -> None:
+def test_an_abort_ends_all_whose_ids_begin_so(dense: SglangServer, client: Callable[..., Client]) -> None:
     """So no id of a request may be the beginning of another's; what is ended so goes on by itself."""
     one = client(dense)
 

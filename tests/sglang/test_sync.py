@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.sglang import model
-from tests.sglang.conftest import PROMPT, TOLERANCE, amid
+from tests.sglang.conftest import PROMPT, TOLERANCE, Client, Reference, Weights, amid
 from tests.sglang.server import SglangServer
 
 from rollbook.engines.engine import Sampling
@@ -116,7 +116,7 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, weights: Any) -> Iterator[Callable[..., Trainer]]:
+def trainer(tmp_path: Path, weights: Callable[[SglangServer], Weights]) -> Iterator[Callable[..., Trainer]]:
     """Makes trainers of servers, which afterwards have what they were started with."""
     made: list[Trainer] = []
 
@@ -153,7 +153,11 @@ def _check(server: SglangServer, path: Path, version: int, reference: Any) -> No
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", ["dense", "untied", "moe"])
 def test_every_transport(
-    request: pytest.FixtureRequest, trainer: Any, reference: Any, kind: str, transport: str
+    request: pytest.FixtureRequest,
+    trainer: Callable[..., Trainer],
+    reference: Reference,
+    kind: str,
+    transport: str,
 ) -> None:
     """Two versions one after the other: verified by the engine's checksums, and served as they are. These
     checksums follow from what is recorded and the weights of the files alone."""
@@ -178,7 +182,11 @@ def test_every_transport(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_servers_at_once(
-    dense: SglangServer, servers: Any, trainer: Any, reference: Any, transport: str
+    dense: SglangServer,
+    servers: dict[str, SglangServer],
+    trainer: Callable[..., Trainer],
+    reference: Reference,
+    transport: str,
 ) -> None:
     """Both get the same weights from one sync."""
     both = [dense, servers["second"]]
@@ -191,7 +199,9 @@ def test_two_servers_at_once(
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
-def test_fused_experts_are_caught(moe: SglangServer, trainer: Any, reference: Any, transport: str) -> None:
+def test_fused_experts_are_caught(
+    moe: SglangServer, trainer: Callable[..., Trainer], reference: Reference, transport: str
+) -> None:
     """SGLang skips transformers' own names of experts in silence: it stays paused until a right sync."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -213,7 +223,12 @@ def test_fused_experts_are_caught(moe: SglangServer, trainer: Any, reference: An
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
 def test_a_server_is_killed_in_the_middle(
-    dense: SglangServer, trainer: Any, reference: Any, models: Any, tmp_path: Path, transport: str
+    dense: SglangServer,
+    trainer: Callable[..., Trainer],
+    reference: Reference,
+    models: dict[str, Path],
+    tmp_path: Path,
+    transport: str,
 ) -> None:
     """The trainer goes on with the other."""
     victim = SglangServer(models["dense-next"], tmp_path / "victim")
@@ -240,7 +255,9 @@ def test_a_server_is_killed_in_the_middle(
         victim.stop()
 
 
-def test_in_place_needs_one_step_after_the_other(dense: SglangServer, trainer: Any) -> None:
+def test_in_place_needs_one_step_after_the_other(
+    dense: SglangServer, trainer: Callable[..., Trainer]
+) -> None:
     """Where steps overlap, SGLang counts a token of the old weights to the new ones: refused."""
     ours = trainer(dense)
     ours.connect("tensor", "in_place")
@@ -268,7 +285,12 @@ def _in_place(old: Path, new: Path, ids: list[int], cut: int) -> list[float]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 def test_in_the_middle_of_a_request(
-    request: pytest.FixtureRequest, trainer: Any, client: Any, reference: Any, pause: str, transport: str
+    request: pytest.FixtureRequest,
+    trainer: Callable[..., Trainer],
+    client: Callable[..., Client],
+    reference: Reference,
+    pause: str,
+    transport: str,
 ) -> None:
     """The spans say exactly which version made which token, as the tokens' logprobs prove."""
     server = request.getfixturevalue("untied" if pause == "in_place" else "dense")
@@ -302,7 +324,9 @@ def test_in_the_middle_of_a_request(
     assert max(abs(a - b) for a, b in zip(told, wanted, strict=True)) <= TOLERANCE
 
 
-def test_a_grammar_that_is_compiled(dense: SglangServer, trainer: Any, reference: Any) -> None:
+def test_a_grammar_that_is_compiled(
+    dense: SglangServer, trainer: Callable[..., Trainer], reference: Reference
+) -> None:
     """For its request SGLang flushes nothing, not even paused: it goes on until the grammar is there."""
     ours, made = trainer(dense), []
     ours.connect("tensor")

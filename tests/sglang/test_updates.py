@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, amid, greatest_difference
+from tests.sglang.conftest import (
+    PROMPT,
+    ROUTING,
+    TIE,
+    TOLERANCE,
+    Client,
+    Reference,
+    Weights,
+    amid,
+    greatest_difference,
+)
+from tests.sglang.server import SglangServer
 
 from rollbook.engines.engine import Generation, Sampling
 from rollbook.store.events.routed_experts import unpack
@@ -28,7 +40,11 @@ def _cut(made: Generation, before: int | None, after: int) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_loaded_in_the_middle(
-    server: Any, client: Any, weights: Any, reference: Any, mode: str
+    server: SglangServer,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+    mode: str,
 ) -> None:
     """Each token's logprob is that of the weights that its span names; none is lost or heard twice.
 
@@ -67,7 +83,11 @@ def test_weights_loaded_in_the_middle(
 
 @pytest.mark.parametrize("mode", [*MODES, None])
 def test_a_version_that_is_only_renamed(
-    dense: Any, client: Any, weights: Any, reference: Any, mode: Any
+    dense: SglangServer,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+    mode: Any,
 ) -> None:
     """In the middle of a request, paused or not: two spans, and logprobs of the one model throughout."""
     changing, one = weights(dense), client(dense)
@@ -93,7 +113,9 @@ def test_a_version_that_is_only_renamed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_goes_on_runs_to_its_end(dense: Any, client: Any, stream: bool) -> None:
+def test_what_goes_on_runs_to_its_end(
+    dense: SglangServer, client: Callable[..., Client], stream: bool
+) -> None:
     """Two seconds after a stream's end the server aborts what has its id: what goes on has another."""
     one = client(dense)
     heard: list[int] = []
@@ -112,7 +134,12 @@ def test_what_goes_on_runs_to_its_end(dense: Any, client: Any, stream: bool) -> 
     assert made.timings["engine_us"] > 3e6, "it was too quick for this test"
 
 
-def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, reference: Any) -> None:
+def test_a_version_whose_naming_aborts(
+    dense: SglangServer,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+) -> None:
     """SGLang's default: all requests end, and go on from here."""
     changing, one = weights(dense), client(dense)
     told: list[int] = []
@@ -129,7 +156,12 @@ def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, re
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
-def test_several_pauses_of_one_request(moe: Any, client: Any, weights: Any, reference: Any) -> None:
+def test_several_pauses_of_one_request(
+    moe: SglangServer,
+    client: Callable[..., Client],
+    weights: Callable[[SglangServer], Weights],
+    reference: Reference,
+) -> None:
     """Every part under its own weights, with its own experts, and one turn of all."""
     changing = weights(moe)
     paths = [moe.model, changing.next_model(), moe.model]

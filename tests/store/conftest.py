@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
+
 
 @pytest.fixture(scope="module")
-def storage_server() -> Iterator[Any]:
+def storage_server() -> Iterator[ObjectStorage]:
     """A server of object storage."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
     from tests.fakes.storage.s3_server import ObjectStorage, set_credentials
@@ -22,7 +25,7 @@ def storage_server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def storage(storage_server: Any) -> Iterator[Any]:
+def storage(storage_server: ObjectStorage) -> Iterator[ObjectStorage]:
     """An empty bucket: an `ObjectStorage`."""
     storage_server.clear()
     storage_server.requests.clear()

@@ -87,7 +87,7 @@ def _segment(payload: bytes, count: int) -> bytes:
 
 @given(payload=_changed(ROWS), count=st.integers(0, 3))
 @settings(max_examples=80)
-def test_any_rows(tmp_path_factory: Any, payload: bytes, count: int) -> None:
+def test_any_rows(tmp_path_factory: pytest.TempPathFactory, payload: bytes, count: int) -> None:
     """Bytes under a true checksum that are no rows, or rows of nonsense."""
     store = rb.open(tmp_path_factory.mktemp("rows") / "s", create=True)
     folder = store.path / "lanes" / "a"
@@ -130,7 +130,7 @@ NUMBERS = st.integers(0, 2**64 - 1) | st.integers(0, 4000)
 
 @given(data=st.binary(max_size=40) | st.builds(lambda *n: Watermark(*n).pack(), NUMBERS, NUMBERS, NUMBERS))
 @settings(max_examples=60)
-def test_any_watermark(written: Path, tmp_path_factory: Any, data: bytes) -> None:
+def test_any_watermark(written: Path, tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     """Bytes that are no watermark, and whole ones that promise anything."""
     store = rb.open(shutil.copytree(written, tmp_path_factory.mktemp("mark") / "s"))
     (store.path / "lanes" / "a" / "WATERMARK").write_bytes(data)
@@ -148,7 +148,7 @@ JSON = st.recursive(
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_any_manifest(written: Path, tmp_path_factory: Any, data: Any) -> None:
+def test_any_manifest(written: Path, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """A UNIT.json of any bytes, or with any value in the place of one of its own."""
     store = rb.open(shutil.copytree(written, tmp_path_factory.mktemp("unit") / "s"))
     path = store.path / "sealed" / "a" / "00000001-00000001.1" / "UNIT.json"
@@ -162,7 +162,7 @@ def test_any_manifest(written: Path, tmp_path_factory: Any, data: Any) -> None:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_any_parquet(written: Path, tmp_path_factory: Any, data: Any) -> None:
+def test_any_parquet(written: Path, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """A sealed file of any bytes, or with some of its own changed, cut off or put in."""
     store = rb.open(shutil.copytree(written, tmp_path_factory.mktemp("parquet") / "s"))
     path = store.path / "sealed" / "a" / "00000001-00000001.1" / "marks.parquet"
@@ -178,7 +178,7 @@ def test_any_parquet(written: Path, tmp_path_factory: Any, data: Any) -> None:
 
 @given(data=_changed(b'{"format":1,"id":"0190","created_us":0}') | JSON.map(lambda v: json.dumps(v).encode()))
 @settings(max_examples=60)
-def test_any_marker(tmp_path_factory: Any, data: bytes) -> None:
+def test_any_marker(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     """Any STORE.json opens, or is refused as no store's or a newer one's."""
     folder = tmp_path_factory.mktemp("marker")
     (folder / "lanes").mkdir()
@@ -192,7 +192,7 @@ TOML = b"[append]\nlinger_ms = 2.0\n[seal]\nrow_group = 64\n[remote]\nuri = 's3:
 
 @given(data=_changed(TOML))
 @settings(max_examples=60)
-def test_any_settings(tmp_path_factory: Any, data: bytes) -> None:
+def test_any_settings(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     """Any store.toml gives settings or a ConfigError that names the file."""
     folder = tmp_path_factory.mktemp("settings")
     (folder / "store.toml").write_bytes(data)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import CatalogError, ConfigError, CorruptionError, FormatError, NotAStoreError
@@ -36,14 +36,14 @@ from rollbook.store.wal.frame import EMPTY_CHAIN, MAGIC, ROW_FRAME, encode_frame
 
 
 @pytest.fixture
-def batch(story: Any) -> pa.RecordBatch:
+def batch(story: dict[str, list[Event]]) -> pa.RecordBatch:
     """The story's first lane as one batch."""
     found: pa.RecordBatch = encode(story["serve"], 0)
     return found
 
 
 @pytest.fixture
-def sealed(story: Any, tmp_path: Path) -> Store:
+def sealed(story: dict[str, list[Event]], tmp_path: Path) -> Store:
     """The story's first lane, sealed and derived."""
     log = rb.open(tmp_path / "store", create=True)
     with log.writer("serve", AppendSettings(segment_bytes=1)) as writer:
@@ -251,7 +251,7 @@ def _zigzag(number: int) -> bytes:
     return bytes([*made, value])
 
 
-def test_a_sealed_file_of_that_kind(sealed: Store, monkeypatch: Any) -> None:
+def test_a_sealed_file_of_that_kind(sealed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reader of sealed files refuses it, and says that it is damaged."""
     monkeypatch.setattr("rollbook.store.sealed.parquet.MOST_BYTES", 10)
     [unit] = current_units(sealed.path, "serve")

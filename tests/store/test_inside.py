@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import make_url
 
 from rollbook import store as rb
+from rollbook.store import Event
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.catalog.database import refuse_outside
@@ -36,7 +37,7 @@ KEPT = b"what stands outside"
 
 
 @pytest.fixture(scope="module")
-def whole(story: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(story: dict[str, list[Event]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with everything in it that a store can have: to be copied."""
     log = rb.open(tmp_path_factory.mktemp("whole") / "store", create=True)
     for lane, events in story.items():
@@ -149,7 +150,9 @@ def test_a_whole_store_is_let_be(given: Path) -> None:
     look_inside(given)
 
 
-def test_a_link_that_the_operator_allows(given: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_link_that_the_operator_allows(
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sealed files on another disk, by a link: once its target is named."""
     large = tmp_path / "large" / "sealed"
     large.parent.mkdir()
@@ -392,7 +395,7 @@ def test_more_events_than_the_files_have(given: Path) -> None:
         "postgresql+psycopg://ours.example/x?options=-c%20x",
     ],
 )
-def test_a_stores_own_word_for_its_catalog(given: Path, url: str, monkeypatch: Any) -> None:
+def test_a_stores_own_word_for_its_catalog(given: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names a file in the store or a server that the operator named; nothing else is even looked at."""
     monkeypatch.setenv("ROLLBOOK_ALLOW", "ours.example")
     monkeypatch.setattr("rollbook.store.catalog.database.create_engine", pytest.fail)
@@ -401,7 +404,7 @@ def test_a_stores_own_word_for_its_catalog(given: Path, url: str, monkeypatch: A
         Catalog.of(rb.open(given).path)
 
 
-def test_where_a_catalog_may_be(given: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_where_a_catalog_may_be(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store; at a server or in a folder that is allowed; wherever ROLLBOOK_CATALOG_URL says."""
     (given / "store.toml").write_text('[catalog]\nurl = "sqlite:///other.db"\n')
     with closing(Catalog.of(rb.open(given).path)):
@@ -433,7 +436,7 @@ def test_a_catalog_that_is_refused_stops_no_writer(given: Path) -> None:
 # Object storage --------------------------------------------------------------------------------------
 
 
-def test_credentials_go_nowhere_unasked(monkeypatch: Any) -> None:
+def test_credentials_go_nowhere_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket, and a service that is not AWS, are asked only if the operator named both."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
     theirs = RemoteSettings(uri="s3://theirs/x", endpoint="https://evil.example:9000")
@@ -488,7 +491,7 @@ def test_plain_files_stay_what_they_are(tmp_path: Path) -> None:
         open_plain(tmp_path, os.O_RDONLY)
 
 
-def test_an_unreadable_lane_is_no_missing_lane(given: Path, monkeypatch: Any) -> None:
+def test_an_unreadable_lane_is_no_missing_lane(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane whose folder may not be listed is an error: left out, the store would be called whole."""
     real = os.listdir
 

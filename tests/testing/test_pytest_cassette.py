@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,9 @@ def test_tests_are_answered_from_a_recording(recorded: Store, tmp_path: Path, ro
     assert "+2+3?" in done.stdout
 
 
-def test_the_plugin_is_installed_with_the_package(root: Path, run_python: Any) -> None:
+def test_the_plugin_is_installed_with_the_package(
+    root: Path, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """Under its name; and importing it, as every run of pytest does, brings in nothing heavy."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {"pytest11": {"rollbook_cassette": MODULE}}

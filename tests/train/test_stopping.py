@@ -82,7 +82,9 @@ def test_the_command_ends_in_order(recorded: Stores, tmp_path: Path, name: str) 
     assert _of(log, StepFailed) == []
 
 
-def test_a_signal_in_the_middle_of_a_step(recorded: Stores, trained: Stores, capfd: Any) -> None:
+def test_a_signal_in_the_middle_of_a_step(
+    recorded: Stores, trained: Stores, capfd: pytest.CaptureFixture[str]
+) -> None:
     """That step is committed, none after it is planned, and the rest gives the weights of a whole run."""
     log = recorded()
     _train_until_interrupted(log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,7 +20,9 @@ Told = Callable[..., str]
 
 
 @pytest.fixture
-def lineage(cli: Any, lineages: Store, monkeypatch: pytest.MonkeyPatch) -> Told:
+def lineage(
+    cli: Callable[..., tuple[int, str, str]], lineages: Store, monkeypatch: pytest.MonkeyPatch
+) -> Told:
     """What `rollbook lineage ...` prints of the story, which it must; a space between the cells of a row."""
     monkeypatch.setenv("COLUMNS", "300")
 
@@ -36,7 +39,7 @@ def _of_single_spaces(out: str) -> str:
 
 
 @pytest.fixture
-def refused(cli: Any, lineages: Store) -> Told:
+def refused(cli: Callable[..., tuple[int, str, str]], lineages: Store) -> Told:
     """What `rollbook lineage ...` says of bad input."""
 
     def run(*words: object) -> str:
@@ -104,7 +107,9 @@ def test_a_step_and_a_version(lineage: Told) -> None:
     assert "no earlier version" in lineage("policy", 0)
 
 
-def test_long_lists_are_shortened(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_shortened(
+    cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To their first eight, unless all are asked for."""
     monkeypatch.setenv("COLUMNS", "300")
     store = fabric.trained_path()
@@ -138,7 +143,7 @@ def test_json(lineage: Told, words: tuple[Any, ...], keys: dict[str, Any]) -> No
     assert {key: value[key] for key in keys} == keys
 
 
-def test_at_an_earlier_cut(cli: Any, lineages: Store) -> None:
+def test_at_an_earlier_cut(cli: Callable[..., tuple[int, str, str]], lineages: Store) -> None:
     """What came later is not there: neither the later versions nor the late reward."""
     planned = next(
         e for e in rb.open(lineages.path).events() if e.kind == "step.planned" and e.record.step == 1
@@ -171,7 +176,7 @@ def test_what_is_not_there(refused: Told, words: tuple[Any, ...], said: str) -> 
     assert said in refused(*words)
 
 
-def test_a_step_of_several_runs(cli: Any, tmp_path: Any) -> None:
+def test_a_step_of_several_runs(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """The runs are named; --run chooses."""
     log = rb.open(tmp_path / "store", create=True)
     for run in ("a", "b"):

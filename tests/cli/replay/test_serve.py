@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ def _lines(out: Any) -> Iterator[Any]:
         yield orjson.loads(line)
 
 
-def test_it_prints_what_is_asked_and_what_was_not_recorded(recorded: Store, start_python: Any) -> None:
+def test_it_prints_what_is_asked_and_what_was_not_recorded(
+    recorded: Store, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """A line of JSON for each, and the account at the end; SIGINT ends it."""
     words = [
         "replay",

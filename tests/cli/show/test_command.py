@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -22,7 +21,9 @@ from rollbook.store.settings import SealSettings
 
 
 @pytest.fixture
-def show(told_tale: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def show(
+    told_tale: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run `rollbook show ARGS --store DIR`: (exit code, stdout, stderr)."""
 
     def run(*args: object) -> tuple[int, str, str]:
@@ -37,7 +38,7 @@ def show(told_tale: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-def test_by_name_or_id(show: Any) -> None:
+def test_by_name_or_id(show: Callable[..., tuple[int, str, str]]) -> None:
     """The client's name and our id lead to the same."""
     status, out, err = show("fix-readme")
     assert (status, err) == (0, "")
@@ -46,7 +47,7 @@ def test_by_name_or_id(show: Any) -> None:
     assert show("T-1") == (status, out, err)
 
 
-def test_json_is_one_object(show: Any) -> None:
+def test_json_is_one_object(show: Callable[..., tuple[int, str, str]]) -> None:
     """One object; one turn of it; with tokens if they are asked for."""
     value = orjson.loads(show("fix-readme", "--json")[1])
     assert (value["trajectory_id"], len(value["turns"])) == ("T-1", 7)
@@ -55,7 +56,7 @@ def test_json_is_one_object(show: Any) -> None:
     assert (turn["turn_id"], turn["answer"]["completion_ids"]) == ("turn-aaaa0002", [9, 10, 11, 12])
 
 
-def test_an_earlier_cut_shows_what_was_there(show: Any) -> None:
+def test_an_earlier_cut_shows_what_was_there(show: Callable[..., tuple[int, str, str]]) -> None:
     """At an earlier cut it is as it was: open, the second turn running, one reward fewer."""
     value = orjson.loads(show("fix-readme", "--json", "--as-of", "serve=5")[1])
     assert (value["status"], value["rewards"]) == ("open", [])
@@ -67,7 +68,7 @@ def test_an_earlier_cut_shows_what_was_there(show: Any) -> None:
     assert "the store has 24" in show("fix-readme", "--as-of", "serve=25")[2]
 
 
-def test_one_turn_is_shown_by_number_or_id(show: Any) -> None:
+def test_one_turn_is_shown_by_number_or_id(show: Callable[..., tuple[int, str, str]]) -> None:
     """A turn by its number, its id, or the end of that."""
     for wanted in ("3", "turn-aaaa0003", "0003"):
         out = show("fix-readme", "--turn", wanted)[1]
@@ -80,7 +81,7 @@ def test_one_turn_is_shown_by_number_or_id(show: Any) -> None:
 
 
 def test_tokens_are_text_with_a_model_and_numbers_without(
-    show: Any, tmp_path: Path, byte_level: Tokenizer
+    show: Callable[..., tuple[int, str, str]], tmp_path: Path, byte_level: Tokenizer
 ) -> None:
     """As text with a model, as numbers without one, not at all by default."""
     byte_level.save(str(tmp_path / "tokenizer.json"))
@@ -99,7 +100,7 @@ def _open(log: Store, lane: str, *openings: tuple[str, str, str]) -> None:
         writer.append([Event(TrajectoryOpened(i, name), run) for i, name, run in openings]).result(30)
 
 
-def test_an_unknown_name_suggests_near_names(show: Any) -> None:
+def test_an_unknown_name_suggests_near_names(show: Callable[..., tuple[int, str, str]]) -> None:
     """The error for an unknown name suggests similar names and says how to list all."""
     status, out, err = show("fix-raedme")
     assert (status, out) == (2, "")
@@ -160,7 +161,9 @@ def test_an_ambiguous_name_needs_a_run(store: Store) -> None:
         found("xyz")
 
 
-def test_sealing_changes_nothing_that_is_shown(told_tale: Store, show: Any) -> None:
+def test_sealing_changes_nothing_that_is_shown(
+    told_tale: Store, show: Callable[..., tuple[int, str, str]]
+) -> None:
     """Sealing changes nothing that is shown, nor does an event of another lane that came later."""
     before = show("fix-readme", "--json")[1]
     _seal(told_tale, "serve")
@@ -176,7 +179,7 @@ def test_sealing_changes_nothing_that_is_shown(told_tale: Store, show: Any) -> N
 
 
 def test_a_trajectory_among_many_is_shown_without_torch(
-    store: Store, long_tale: Callable[..., list[Event]], run_python: Any
+    store: Store, long_tale: Callable[..., list[Event]], run_python: Callable[..., tuple[int, str, str]]
 ) -> None:
     """128 turns of 100 tokens among 3,000 others: nothing that is heavy is imported for them."""
     with store.writer("serve") as writer:
@@ -195,7 +198,9 @@ def test_a_trajectory_among_many_is_shown_without_torch(
     assert "128  00000127  extends 127  stop" in out
 
 
-def test_show_changes_no_file_of_the_store(told_tale: Store, show: Any) -> None:
+def test_show_changes_no_file_of_the_store(
+    told_tale: Store, show: Callable[..., tuple[int, str, str]]
+) -> None:
     """`rollbook show` changes no file of the store."""
     before = sorted((p, p.stat().st_mtime_ns) for p in told_tale.path.rglob("*"))
     show("fix-readme")

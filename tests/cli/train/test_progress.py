@@ -106,7 +106,9 @@ def test_a_terminal_has_a_bar_and_failures(
     assert "checkpoint" not in shown
 
 
-def test_the_command_in_a_batch_job(recorded: Callable[..., Store], cli: Any, tmp_path: Path) -> None:
+def test_the_command_in_a_batch_job(
+    recorded: Callable[..., Store], cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """`rollbook train` with its output in a file has a line a step."""
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=3)))
     code, _, err = cli("train", tmp_path / "train.toml", "--store", recorded().path)

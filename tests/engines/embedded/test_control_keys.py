@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of
 from rollbook.store.errors import EngineError
@@ -20,7 +23,7 @@ KEYS = {"ops": Role.operator, "agent": Role.writer, "judge": Role.judge, "board"
 
 
 @pytest.fixture(scope="module")
-def keyed(tiny_model: Path, in_process: Any) -> Any:
+def keyed(tiny_model: Path, in_process: Callable[..., InProcess]) -> InProcess:
     """A proxy with keys over an embedded engine."""
     from rollbook.engines.embedded.engine import EmbeddedEngine
     from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
@@ -45,7 +48,7 @@ def _controlled(proxy: Any) -> list[EngineControlled]:
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "192.0.2.1"])
-def test_an_operators_key_and_no_other(keyed: Any, peer: str) -> None:
+def test_an_operators_key_and_no_other(keyed: InProcess, peer: str) -> None:
     """From this host as from another: where one is, is no key."""
     for key, status in ((None, 401), ("nobody", 401), ("agent", 403), ("judge", 403), ("board", 403)):
         assert _post(keyed, "pause_generation", key, peer).status_code == status
@@ -56,7 +59,7 @@ def test_an_operators_key_and_no_other(keyed: Any, peer: str) -> None:
     assert keyed.engine.gate.open.is_set()
 
 
-def test_the_log_says_who_did_what(keyed: Any, other_model: Path) -> None:
+def test_the_log_says_who_did_what(keyed: InProcess, other_model: Path) -> None:
     """Before the answer goes out; also what was refused, and nothing of what only reads."""
     before = len(_controlled(keyed))
     assert _post(keyed, "weights_checker", "ops", action="checksum").status_code == 200
@@ -82,7 +85,7 @@ def test_the_log_says_who_did_what(keyed: Any, other_model: Path) -> None:
     assert served[-1].policy_version == 4
 
 
-def test_without_keys_it_is_this_hosts(served: Any) -> None:
+def test_without_keys_it_is_this_hosts(served: InProcess) -> None:
     """Nobody is named, and others are refused as before."""
     assert _post(served, "pause_generation", None, "192.0.2.1").status_code == 403
     assert _post(served, "pause_generation", None).status_code == 200
@@ -91,7 +94,7 @@ def test_without_keys_it_is_this_hosts(served: Any) -> None:
     assert told == [("pause_generation", None, {}, None), ("continue_generation", None, {}, None)]
 
 
-def test_it_is_controlled_for_its_own_run(served: Any) -> None:
+def test_it_is_controlled_for_its_own_run(served: InProcess) -> None:
     """A trainer of another one is told both names, before anything was changed; that is recorded too."""
     before = len(_controlled(served))
     own = Whose(served.store.store_id, "default")
@@ -107,7 +110,7 @@ def test_it_is_controlled_for_its_own_run(served: Any) -> None:
     assert _post(served, "continue_generation", None).status_code == 200
 
 
-def test_a_trainer_sends_its_key(serve: Any, tiny_model: Path) -> None:
+def test_a_trainer_sends_its_key(serve: Callable[..., Served], tiny_model: Path) -> None:
     """The control that syncs use, over a real server that checks keys."""
     server = serve("--model", str(tiny_model), "--api-key", "operators-key")
     control = EngineControl(f"{server.url}/engine", 30.0, "operators-key")

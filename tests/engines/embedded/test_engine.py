@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.proxies.in_process import InProcess
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -45,7 +46,7 @@ def _forward(model: Path, prompt: Any, completion: Any, temperature: float) -> n
 
 
 @pytest.fixture(scope="module")
-def steady(tiny_model: Path, in_process: Any) -> Any:
+def steady(tiny_model: Path, in_process: Callable[..., InProcess]) -> InProcess:
     """An in-process proxy over the embedded engine, for tests that leave its weights alone."""
     return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
 
@@ -75,7 +76,7 @@ def _update(served: Any, model: Path, version: int | str | None = None) -> Any:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5, 0.0])
 def test_recorded_logprobs_are_those_of_a_plain_forward_pass(
-    steady: Any, tiny_model: Path, temperature: float
+    steady: InProcess, tiny_model: Path, temperature: float
 ) -> None:
     """Over several turns the log's logprobs equal a forward pass over the log's own ids."""
     messages: list[Any] = [USER]
@@ -99,7 +100,7 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass(
         assert (span.policy, span.version, span.start, span.end) == ("actor", 0, 0, len(done.completion_ids))
 
 
-def test_greedy_takes_the_most_probable_token(steady: Any, tiny_model: Path) -> None:
+def test_greedy_takes_the_most_probable_token(steady: InProcess, tiny_model: Path) -> None:
     """Temperature 0 is arg max at every place, whatever the seed."""
     one, two = _generate(steady, Sampling(16, 0.0, 1), Sampling(16, 0.0, 2))
     assert one.completion_ids.tolist() == two.completion_ids.tolist()
@@ -111,7 +112,7 @@ def test_greedy_takes_the_most_probable_token(steady: Any, tiny_model: Path) -> 
     assert one.completion_ids.tolist() == best.tolist()
 
 
-def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: Any) -> None:
+def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: InProcess) -> None:
     """A request's tokens depend on its seed and not on what else is in the batch; seeds differ."""
     (alone,) = _generate(steady, Sampling(20, 1.0, 11))
     batch = _generate(steady, *(Sampling(20, 1.0, seed) for seed in range(32)))
@@ -122,7 +123,7 @@ def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: Any) -> None:
     assert [g.completion_ids.tolist() for g in again[::-1]] == [g.completion_ids.tolist() for g in batch]
 
 
-def test_the_end_of_turn_token_finishes_with_stop(steady: Any) -> None:
+def test_the_end_of_turn_token_finishes_with_stop(steady: InProcess) -> None:
     """A completion that ends in the end-of-turn token stopped; any other ran out of tokens."""
     stop = steady.turn_runner.bridges.tokenizer.stop_ids
     made = _generate(steady, *(Sampling(60, 3.0, seed) for seed in range(48)))
@@ -135,7 +136,7 @@ def test_the_end_of_turn_token_finishes_with_stop(steady: Any) -> None:
         assert not set(g.completion_ids[:-1].tolist()) & set(stop)
 
 
-def test_a_request_over_the_context_is_a_400(steady: Any) -> None:
+def test_a_request_over_the_context_is_a_400(steady: InProcess) -> None:
     """The prompt and what was asked for must fit the model's 512 positions; nothing is sampled."""
     answer = steady.chat("t", {"role": "user", "content": "天" * 300})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
@@ -190,7 +191,7 @@ def test_the_sampler_at_its_edges() -> None:
 
 
 def test_new_weights_answer_also_where_the_prefix_was_cached(
-    served: Any, tiny_model: Path, other_model: Path
+    served: InProcess, tiny_model: Path, other_model: Path
 ) -> None:
     """After an update every logprob is the new weights', the version is stamped and the log says so."""
     long = {"role": "user", "content": "What is 37 plus 58? " * 50}
@@ -265,7 +266,7 @@ BAD: list[Callable[[Path, Path], None]] = [
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    served: Any, other_model: Path, tmp_path: Path
+    served: InProcess, other_model: Path, tmp_path: Path
 ) -> None:
     """Each is a 400, and the old weights go on answering under the old version."""
     (before,) = _generate(served, Sampling(12, 1.0, 5))
@@ -285,7 +286,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert len(activated) == 1
 
 
-def test_a_bfloat16_checkpoint_is_widened(served: Any, other_model: Path, tmp_path: Path) -> None:
+def test_a_bfloat16_checkpoint_is_widened(served: InProcess, other_model: Path, tmp_path: Path) -> None:
     """The engine computes in float32: a bf16 checkpoint's numbers are served exactly, as float32."""
     folder = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.bfloat16).save_pretrained(folder)
@@ -297,7 +298,7 @@ def test_a_bfloat16_checkpoint_is_widened(served: Any, other_model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("version", ["abc", "-1", "1.5", "²", ""])
-def test_a_version_that_is_no_number_is_refused(steady: Any, other_model: Path, version: str) -> None:
+def test_a_version_that_is_no_number_is_refused(steady: InProcess, other_model: Path, version: str) -> None:
     """Versions count steps: anything else is a 400 before weights are touched."""
     answer = _update(steady, other_model, version)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_version")
@@ -305,7 +306,7 @@ def test_a_version_that_is_no_number_is_refused(steady: Any, other_model: Path, 
 
 
 def test_requests_in_flight_end_with_the_weights_they_began_with(
-    served: Any, tiny_model: Path, other_model: Path
+    served: InProcess, tiny_model: Path, other_model: Path
 ) -> None:
     """An update waits for running requests; those that arrive meanwhile get the new weights."""
     prompt = _prompt(served)
@@ -336,7 +337,7 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(
             assert np.abs(g.logprobs - expected).max() < 1e-5
 
 
-def test_pausing_holds_requests_until_it_continues(steady: Any) -> None:
+def test_pausing_holds_requests_until_it_continues(steady: InProcess) -> None:
     """While paused no request is answered and none is lost."""
     prompt = _prompt(steady)
 
@@ -353,7 +354,7 @@ def test_pausing_holds_requests_until_it_continues(steady: Any) -> None:
     assert len(made.completion_ids) <= 4
 
 
-def test_an_update_while_paused_stays_paused(served: Any, other_model: Path) -> None:
+def test_an_update_while_paused_stays_paused(served: InProcess, other_model: Path) -> None:
     """Who paused the engine continues it: an update in between does not let requests in."""
     prompt = _prompt(served)
 
@@ -371,7 +372,7 @@ def test_an_update_while_paused_stays_paused(served: Any, other_model: Path) -> 
     assert [s.version for s in served.run(scenario()).version_spans] == [2]
 
 
-def test_sglangs_generate_speaks_sglangs_form(steady: Any) -> None:
+def test_sglangs_generate_speaks_sglangs_form(steady: InProcess) -> None:
     """/engine/generate takes ids and gives ids, logprobs and versions as SGLang does."""
     prompt = _prompt(steady)
     (direct,) = _generate(steady, Sampling(6, 1.0, 21), prompt=prompt)
@@ -397,7 +398,7 @@ def test_sglangs_generate_speaks_sglangs_form(steady: Any) -> None:
         {"input_ids": [1] * 500, "sampling_params": {"max_new_tokens": 100}},
     ],
 )
-def test_ids_the_model_cannot_read_are_refused(steady: Any, body: Any) -> None:
+def test_ids_the_model_cannot_read_are_refused(steady: InProcess, body: Any) -> None:
     """A prompt that would end the generation loop is refused, and the engine goes on."""
     answer = steady.post("/engine/generate", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
@@ -405,7 +406,7 @@ def test_ids_the_model_cannot_read_are_refused(steady: Any, body: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-40, 5e-324])
-def test_a_temperature_next_to_zero_is_greedy(steady: Any, temperature: float) -> None:
+def test_a_temperature_next_to_zero_is_greedy(steady: InProcess, temperature: float) -> None:
     """Dividing by it would overflow to logprobs that are no numbers; it is recorded as the 0 it means."""
     name = f"tiny{temperature}"
     tiny = steady.chat(name, USER, temperature=temperature, max_tokens=8)
@@ -419,7 +420,7 @@ def test_a_temperature_next_to_zero_is_greedy(steady: Any, temperature: float) -
     assert np.isfinite(turn.completed.logprobs).all()
 
 
-def test_control_is_for_this_host_only(steady: Any) -> None:
+def test_control_is_for_this_host_only(steady: InProcess) -> None:
     """Another host that reaches the port may record, but not change weights."""
     import httpx
 
@@ -453,7 +454,7 @@ def _said(folder: Path, run: str, digest: str) -> Path:
 
 
 def test_only_a_version_of_the_run_gives_its_own_version(
-    served: Any, other_model: Path, tmp_path: Path
+    served: InProcess, other_model: Path, tmp_path: Path
 ) -> None:
     """Without a version in the request the log names it: by run, policy, version and digest."""
     digest = digest_tensors(read_weights(other_model))

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engines.conftest import Pace
+from tests.fakes.proxies.in_process import InProcess
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -58,7 +60,7 @@ async def _update(served: Any, model: Path, version: int, **body: Any) -> None:
 
 @pytest.mark.more_but("in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_changes_nothing(renewed: Any, pace: Any, mode: str) -> None:
+def test_a_pause_changes_nothing(renewed: InProcess, pace: Pace, mode: str) -> None:
     """Paused twice in the middle: the same ids, and logprobs within 1e-5, as undisturbed; one span."""
 
     async def scenario() -> tuple[list[Generation], list[Generation]]:
@@ -82,7 +84,7 @@ def test_a_pause_changes_nothing(renewed: Any, pace: Any, mode: str) -> None:
         assert after.timings["held_us"] > 90_000 if mode == "retract" else True
 
 
-def test_what_is_heard_on_the_way_is_what_comes(renewed: Any, pace: Any) -> None:
+def test_what_is_heard_on_the_way_is_what_comes(renewed: InProcess, pace: Pace) -> None:
     """Across a retraction a listener hears every id once, in order."""
     heard: list[int] = []
 
@@ -102,7 +104,7 @@ def test_what_is_heard_on_the_way_is_what_comes(renewed: Any, pace: Any) -> None
     assert heard == made.completion_ids.tolist()
 
 
-def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: Any, pace: Any) -> None:
+def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: InProcess, pace: Pace) -> None:
     """The default mode, as SGLang's; who comes during the pause waits too."""
 
     async def scenario() -> tuple[list[Generation], Generation]:
@@ -135,7 +137,7 @@ def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: Any, pace: 
 
 @pytest.mark.more_but("abort", "in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_who_comes_during_a_pause_waits(renewed: Any, pace: Any, mode: str) -> None:
+def test_who_comes_during_a_pause_waits(renewed: InProcess, pace: Pace, mode: str) -> None:
     """`ready` holds, /v1/loads tells who runs and who waits, and nobody is lost."""
 
     async def loads() -> tuple[int, int]:
@@ -162,7 +164,7 @@ def test_who_comes_during_a_pause_waits(renewed: Any, pace: Any, mode: str) -> N
     renewed.run(scenario())
 
 
-def test_one_pause_may_follow_another(renewed: Any, pace: Any) -> None:
+def test_one_pause_may_follow_another(renewed: InProcess, pace: Pace) -> None:
     """In place, then retracted, then in place again: it goes on as if nothing had been."""
 
     async def scenario() -> tuple[list[Generation], list[Generation]]:
@@ -180,7 +182,7 @@ def test_one_pause_may_follow_another(renewed: Any, pace: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_paused_request_can_be_aborted(renewed: Any, pace: Any, mode: str) -> None:
+def test_a_paused_request_can_be_aborted(renewed: InProcess, pace: Pace, mode: str) -> None:
     """It ends at once with what it has; one without a token is an error."""
 
     async def scenario() -> Generation:
@@ -201,7 +203,7 @@ def test_a_paused_request_can_be_aborted(renewed: Any, pace: Any, mode: str) -> 
     assert (made.finish_reason, len(made.completion_ids) >= 5) == ("abort", True)
 
 
-def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: Any, pace: Any) -> None:
+def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: InProcess, pace: Pace) -> None:
     """Refused while requests stand still in the batch; fine where they were taken out of it."""
 
     async def scenario() -> None:
@@ -221,7 +223,7 @@ def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: Any, pac
     renewed.run(scenario())
 
 
-def test_an_unknown_mode_of_pausing_is_a_400(renewed: Any) -> None:
+def test_an_unknown_mode_of_pausing_is_a_400(renewed: InProcess) -> None:
     """A 400 that names the modes, and nothing is paused."""
     answer = renewed.post("/engine/pause_generation", json={"mode": "gently"})
     assert answer.status_code == 400
@@ -229,7 +231,7 @@ def test_an_unknown_mode_of_pausing_is_a_400(renewed: Any) -> None:
     assert renewed.engine.gate.open.is_set()
 
 
-def test_draws_go_on_where_the_cache_ran_out(tiny_model: Path, in_process: Any) -> None:
+def test_draws_go_on_where_the_cache_ran_out(tiny_model: Path, in_process: Callable[..., InProcess]) -> None:
     """A cache too small for all makes transformers put requests back into its queue: the tokens stay."""
     small = in_process(EmbeddedEngine(tiny_model, cache_blocks=4), load_chat_tokenizer(tiny_model))
     large = in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
@@ -278,13 +280,13 @@ def _check(made: Generation, prompt: Any, models: dict[int, Path], forward: Any,
 @pytest.mark.more_but("retract")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_each_span_has_its_versions_logprobs(
-    renewed: Any,
-    pace: Any,
+    renewed: InProcess,
+    pace: Pace,
     mode: str,
     tiny_model: Path,
     other_model: Path,
     perturbed: Callable[[Path, int], Path],
-    forward: Any,
+    forward: Callable[..., np.ndarray],
 ) -> None:
     """Two updates in mid-generation: three spans, split where it stood, and the logprobs are the weights'."""
     models = {0: tiny_model, 1: other_model, 2: perturbed(tiny_model, 6)}
@@ -321,7 +323,12 @@ def test_each_span_has_its_versions_logprobs(
 @pytest.mark.parametrize("repeats", [50, 30])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_no_later_prompt_reads_what_old_weights_cached(
-    renewed: Any, pace: Any, mode: str, repeats: int, other_model: Path, forward: Any
+    renewed: InProcess,
+    pace: Pace,
+    mode: str,
+    repeats: int,
+    other_model: Path,
+    forward: Callable[..., np.ndarray],
 ) -> None:
     """A prefix cached before an update, or by a request that lived through it, is not read after it."""
     prompt = _prompt(renewed, "What is 37 plus 58? " * repeats)
@@ -348,7 +355,7 @@ def test_no_later_prompt_reads_what_old_weights_cached(
 
 
 def test_an_update_while_aborted(
-    renewed: Any, pace: Any, other_model: Path, tiny_model: Path, forward: Any
+    renewed: InProcess, pace: Pace, other_model: Path, tiny_model: Path, forward: Callable[..., np.ndarray]
 ) -> None:
     """What was aborted keeps its version; what waited has the new one only."""
 
@@ -388,7 +395,7 @@ def test_the_log_has_the_spans(renewed: Any, pace: Any, other_model: Path) -> No
 
 @pytest.mark.more_but("retract")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_closing_while_paused(tiny_model: Path, pace: Any, mode: str) -> None:
+def test_closing_while_paused(tiny_model: Path, pace: Pace, mode: str) -> None:
     """Nobody waits for a pause that will not end: what was taken out ends with what it has."""
 
     class Served:
@@ -415,7 +422,7 @@ def test_closing_while_paused(tiny_model: Path, pace: Any, mode: str) -> None:
 # Memory -------------------------------------------------------------------------------------------
 
 
-def test_the_cache_is_given_away_and_taken_again(renewed: Any, pace: Any) -> None:
+def test_the_cache_is_given_away_and_taken_again(renewed: InProcess, pace: Pace) -> None:
     """In the middle of requests, which go on as if nothing had been; until then it does not continue."""
 
     def size() -> int:
@@ -444,7 +451,7 @@ def test_the_cache_is_given_away_and_taken_again(renewed: Any, pace: Any) -> Non
         assert np.abs(after.logprobs - before.logprobs).max() < 1e-5
 
 
-def test_weights_change_while_the_cache_is_away(renewed: Any, pace: Any, other_model: Any) -> None:
+def test_weights_change_while_the_cache_is_away(renewed: InProcess, pace: Pace, other_model: Path) -> None:
     """As a training does that shares the devices: two spans, and what follows is of the new weights."""
 
     async def scenario() -> Generation:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engines.conftest import Pace
+from tests.fakes.proxies.in_process import InProcess
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -120,7 +122,10 @@ def _generate(served: Any, tokens: int = 12) -> Generation:
 
 @pytest.mark.more_but("qwen3-tied", "gpt-oss")
 def test_any_architecture_is_loaded_served_and_updated(
-    pair: tuple[Path, Path], tiny_model: Path, in_process: Any, forward: Any
+    pair: tuple[Path, Path],
+    tiny_model: Path,
+    in_process: Callable[..., InProcess],
+    forward: Callable[..., np.ndarray],
 ) -> None:
     """From disk and from tensors; names, checksums and digests are those of the files."""
     first, second = pair
@@ -164,7 +169,7 @@ def test_the_experts_of_a_mixture_have_the_names_of_the_files(tmp_path: Path) ->
 # Checksums ----------------------------------------------------------------------------------------
 
 
-def test_the_form_of_the_checksums(renewed: Any, tiny_model: Path) -> None:
+def test_the_form_of_the_checksums(renewed: InProcess, tiny_model: Path) -> None:
     """SGLang's: per tensor, per rank over sorted names, per engine; our own digest beside them."""
     told = renewed.run(renewed.client.get("/engine/weights_checker")).json()
     assert (told["success"], told["message"]) == (True, "Success.")
@@ -186,7 +191,7 @@ def test_the_form_of_the_checksums(renewed: Any, tiny_model: Path) -> None:
     assert "action" in _post(renewed, "/weights_checker", status=400, action="reset_tensors")["message"]
 
 
-def test_server_info_names_the_engine_its_ranks_and_weights(renewed: Any, tiny_model: Path) -> None:
+def test_server_info_names_the_engine_its_ranks_and_weights(renewed: InProcess, tiny_model: Path) -> None:
     """The kind, so that a client can tell it from SGLang, its ranks and its weights."""
     told = renewed.run(renewed.client.get("/engine/server_info")).json()
     assert (told["engine"], told["tp_size"], told["dp_size"], told["device"]) == (
@@ -203,7 +208,7 @@ def test_server_info_names_the_engine_its_ranks_and_weights(renewed: Any, tiny_m
 # Sessions -----------------------------------------------------------------------------------------
 
 
-def test_the_rules_of_a_session(renewed: Any, other_model: Path) -> None:
+def test_the_rules_of_a_session(renewed: InProcess, other_model: Path) -> None:
     """One at a time; tensors only inside; disk needs none; one that brought nothing changes nothing."""
     tensors = read_weights(other_model).items()
     body = {"serialized_named_tensors": sent(tensors), "weight_version": "1"}
@@ -222,7 +227,7 @@ def test_the_rules_of_a_session(renewed: Any, other_model: Path) -> None:
 
 
 def test_a_session_lets_running_requests_end_and_holds_the_others(
-    renewed: Any, tiny_model: Path, other_model: Path, forward: Any
+    renewed: InProcess, tiny_model: Path, other_model: Path, forward: Callable[..., np.ndarray]
 ) -> None:
     """Without a pause an update from tensors drains, as one from disk does; the log says that it came."""
     prompt = Prompt(token_ids(range(5, 25)), (), None)
@@ -259,7 +264,7 @@ def test_a_session_lets_running_requests_end_and_holds_the_others(
 
 
 def test_tensors_in_mid_generation(
-    renewed: Any, pace: Any, tiny_model: Path, other_model: Path, forward: Any
+    renewed: InProcess, pace: Pace, tiny_model: Path, other_model: Path, forward: Callable[..., np.ndarray]
 ) -> None:
     """Retracted, changed in buckets, continued: two spans, each with its weights' logprobs."""
     prompt = Prompt(token_ids(range(5, 25)), (), None)
@@ -291,7 +296,7 @@ def test_tensors_in_mid_generation(
     assert np.abs(made.logprobs - np.concatenate([before, after])).max() < 1e-5
 
 
-def test_narrow_tensors_are_widened(renewed: Any, other_model: Path) -> None:
+def test_narrow_tensors_are_widened(renewed: InProcess, other_model: Path) -> None:
     """bfloat16 is renewed exactly, as float32."""
     narrow = {name: tensor.bfloat16() for name, tensor in read_weights(other_model).items()}
     _post(renewed, "/begin_weight_update")
@@ -311,7 +316,7 @@ SPOILT: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("message", SPOILT)
-def test_tensors_that_do_not_fit(renewed: Any, other_model: Path, message: str) -> None:
+def test_tensors_that_do_not_fit(renewed: InProcess, other_model: Path, message: str) -> None:
     """A 400 that names them; nothing of the call is loaded, and the old weights go on answering."""
     before = _generate(renewed)
     tensors = read_weights(other_model)
@@ -341,7 +346,7 @@ def _refuses(served: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("repair", ["disk", "tensors"])
-def test_an_update_that_breaks_off_half_way(renewed: Any, other_model: Path, repair: str) -> None:
+def test_an_update_that_breaks_off_half_way(renewed: InProcess, other_model: Path, repair: str) -> None:
     """Some tensors are new: nothing is sampled from them until a whole update has come."""
     items = list(read_weights(other_model).items())
     _post(renewed, "/begin_weight_update")
@@ -363,7 +368,7 @@ def test_an_update_that_breaks_off_half_way(renewed: Any, other_model: Path, rep
 
 
 def test_weights_are_named_once_they_are_verified(
-    renewed: Any, pace: Any, tiny_model: Path, other_model: Path, forward: Any
+    renewed: InProcess, pace: Pace, tiny_model: Path, other_model: Path, forward: Callable[..., np.ndarray]
 ) -> None:
     """Until then nothing is sampled from them, and no event names them."""
     prompt = Prompt(token_ids(range(5, 25)), (), None)
@@ -404,7 +409,7 @@ def test_weights_are_named_once_they_are_verified(
     assert np.abs(made.logprobs - np.concatenate([before, after])).max() < 1e-5
 
 
-def test_a_directory_that_names_no_version(renewed: Any, other_model: Path) -> None:
+def test_a_directory_that_names_no_version(renewed: InProcess, other_model: Path) -> None:
     """Serving it at once would be under a wrong name: a 400; while paused it waits for its name."""
     told = _post(renewed, "/update_weights_from_disk", status=400, model_path=str(other_model))
     assert "weight_version" in told["message"]
@@ -417,7 +422,7 @@ def test_a_directory_that_names_no_version(renewed: Any, other_model: Path) -> N
     assert _generate(renewed).version_spans[0].version == 3
 
 
-def test_naming_aborts_what_has_tokens_unless_told_otherwise(renewed: Any, pace: Any) -> None:
+def test_naming_aborts_what_has_tokens_unless_told_otherwise(renewed: InProcess, pace: Pace) -> None:
     """SGLang's default; other tokens would be of another name."""
 
     async def scenario() -> Generation:
@@ -433,7 +438,7 @@ def test_naming_aborts_what_has_tokens_unless_told_otherwise(renewed: Any, pace:
 
 
 def test_requests_that_stood_still_fail_with_mixed_weights(
-    renewed: Any, pace: Any, other_model: Path
+    renewed: InProcess, pace: Pace, other_model: Path
 ) -> None:
     """Paused in place, half changed, continued: what would go on with both is an error instead."""
     items = list(read_weights(other_model).items())
@@ -464,12 +469,12 @@ def test_requests_that_stood_still_fail_with_mixed_weights(
 @pytest.mark.parametrize(
     "route", ["init_weights_update_group", "update_weights_from_distributed", "update_weights_from_ipc"]
 )
-def test_other_ways_to_update_weights_are_refused(renewed: Any, route: str) -> None:
+def test_other_ways_to_update_weights_are_refused(renewed: InProcess, route: str) -> None:
     """A 400 that says which ways there are."""
     assert "from disk or from tensors" in _post(renewed, f"/{route}", status=400, names=[])["message"]
 
 
-def test_a_client_that_leaves_in_the_middle(renewed: Any, other_model: Path) -> None:
+def test_a_client_that_leaves_in_the_middle(renewed: InProcess, other_model: Path) -> None:
     """An update whose caller is gone goes on to its end."""
 
     async def scenario() -> None:
@@ -486,7 +491,7 @@ def test_a_client_that_leaves_in_the_middle(renewed: Any, other_model: Path) -> 
     assert _generate(renewed).version_spans[0].version == 5
 
 
-def test_a_version_is_one_set_of_weights(renewed: Any, other_model: Path) -> None:
+def test_a_version_is_one_set_of_weights(renewed: InProcess, other_model: Path) -> None:
     """Other weights under a version that the log has bound are refused, and not sampled from."""
     held = list(read_weights(other_model).items())
     name, tensor = held[0]

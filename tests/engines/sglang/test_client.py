@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients import streamed
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 from tests.fakes.stories.weights import STARTED_WITH, ToldWeights
 
 from rollbook import store
@@ -28,6 +31,7 @@ from rollbook.engines.sglang.client import SglangEngine, joined
 from rollbook.engines.sglang.protocol import part, sampling_params
 from rollbook.engines.weights.name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
 from rollbook.ingest.recording.runner import ATTEMPTS
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import fold
@@ -77,7 +81,9 @@ def _check(trajectory: Any, turn: Any, seen: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"incremental": True}, {"interval": 3}, {"incremental": True, "interval": 4}]
 )
-def test_the_log_holds_what_the_server_said(proxied: Make, ids_of: Any, options: Any, stream: bool) -> None:
+def test_the_log_holds_what_the_server_said(
+    proxied: Make, ids_of: Callable[[str], list[int]], options: Any, stream: bool
+) -> None:
     """Ids, logprobs and versions, however they are streamed, over three turns of every endpoint."""
     text = "Hé🎉, one two three"
     proxy, app = proxied(ids_of(text), weight_version="7", **options)
@@ -98,7 +104,7 @@ def test_the_log_holds_what_the_server_said(proxied: Make, ids_of: Any, options:
     assert (health["engine"], health["policy_version"]) == ("sglang", 7)
 
 
-def test_a_conversation_keeps_its_ids(proxied: Make, ids_of: Any) -> None:
+def test_a_conversation_keeps_its_ids(proxied: Make, ids_of: Callable[[str], list[int]]) -> None:
     """The second prompt is the first one's ids, what was sampled, and new ones; no text in between."""
     odd = [5, 6, *ids_of("odd ids")]
     proxy, app = proxied(odd, ids_of("bye"))
@@ -116,7 +122,7 @@ def test_a_conversation_keeps_its_ids(proxied: Make, ids_of: Any) -> None:
     assert sample.versions[sample.loss_mask].tolist() == [0] * (len(odd) + len(ids_of("bye")))
 
 
-def test_what_the_server_is_asked(proxied: Make, ids_of: Any) -> None:
+def test_what_the_server_is_asked(proxied: Make, ids_of: Callable[[str], list[int]]) -> None:
     """SGLang's names, also of what is as by default, ids untouched by stop strings."""
     proxy, app = proxied(ids_of("a"))
     fields = {
@@ -162,7 +168,11 @@ def test_what_the_server_is_asked(proxied: Make, ids_of: Any) -> None:
     }
 
 
-def test_images_are_passed_on(in_process: Any, chat: Any, ids_of: Any) -> None:
+def test_images_are_passed_on(
+    in_process: Callable[..., InProcess],
+    chat: Callable[[str], ChatTokenizer],
+    ids_of: Callable[[str], list[int]],
+) -> None:
     """As data URLs, beside the ids."""
     url = "data:image/png;base64,AAAA"
     part = {"type": "image_url", "image_url": {"url": url}}
@@ -174,7 +184,9 @@ def test_images_are_passed_on(in_process: Any, chat: Any, ids_of: Any) -> None:
     assert app.seen[0]["image_data"] == [url]
 
 
-def test_the_server_stops_at_stop_strings(proxied: Make, ids_of: Any, text_model: Any) -> None:
+def test_the_server_stops_at_stop_strings(
+    proxied: Make, ids_of: Callable[[str], list[int]], text_model: Callable[[str], Path]
+) -> None:
     """The server stops at them; the ids keep the token that completed one, and the reply ends before it."""
     proxy, app = proxied(ids_of("one STOP two"), tokenizer=text_model("chatml") / "tokenizer.json")
     for stream in (False, True):
@@ -190,7 +202,7 @@ def test_the_server_stops_at_stop_strings(proxied: Make, ids_of: Any, text_model
         assert "stop_string" in turn.completed.flags
 
 
-def test_a_reply_of_full_length(proxied: Make, ids_of: Any) -> None:
+def test_a_reply_of_full_length(proxied: Make, ids_of: Callable[[str], list[int]]) -> None:
     """Cut off at max_tokens: length, and no end-of-turn token."""
     proxy, app = proxied(ids_of("one two three four"))
     reply = proxy.ask(f"/t/t{CHAT}", asked("chat", max_tokens=3))
@@ -204,7 +216,9 @@ def test_a_reply_of_full_length(proxied: Make, ids_of: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_weights_that_change_in_the_middle(proxied: Make, ids_of: Any, stream: bool) -> None:
+def test_weights_that_change_in_the_middle(
+    proxied: Make, ids_of: Callable[[str], list[int]], stream: bool
+) -> None:
     """Each token has the version that made it, and the turn the last one."""
     ids = ids_of("one two three four five")
     answer = Answer(ids, versions=((3, "6"), (5, "8")))
@@ -238,7 +252,7 @@ def test_names_say_whose_weights_they_are() -> None:
     assert [version_in(name) for name in NAMED] == list(NAMED.values())
 
 
-def test_only_bound_names_of_weights_give_versions(proxied: Make, ids_of: Any) -> None:
+def test_only_bound_names_of_weights_give_versions(proxied: Make, ids_of: Callable[[str], list[int]]) -> None:
     """A name that is bound to a version is that version's; any other says nothing, and no span has it."""
     proxy, app = proxied(ids_of("a"))
     for number, (name, version) in enumerate((NAMED | {STARTED_WITH: 0}).items()):
@@ -256,7 +270,7 @@ def test_only_bound_names_of_weights_give_versions(proxied: Make, ids_of: Any) -
 
 
 @pytest.mark.parametrize("failure", ["error", "drop", "refuse"])
-def test_a_server_that_fails_at_once(proxied: Make, ids_of: Any, failure: Any) -> None:
+def test_a_server_that_fails_at_once(proxied: Make, ids_of: Callable[[str], list[int]], failure: Any) -> None:
     """500 or 400: 502 in the API's form, and a failed turn that says why. A broken connection: once more."""
     proxy, _ = proxied(Answer(ids_of("one two"), failure=Failure(0, failure)))
     for kind, stream in itertools.product(KINDS, (False, True)):
@@ -272,7 +286,9 @@ def test_a_server_that_fails_at_once(proxied: Make, ids_of: Any, failure: Any) -
 
 
 @pytest.mark.parametrize("failure", ["error", "drop"])
-def test_a_server_that_fails_on_the_way(proxied: Make, ids_of: Any, failure: Any) -> None:
+def test_a_server_that_fails_on_the_way(
+    proxied: Make, ids_of: Callable[[str], list[int]], failure: Any
+) -> None:
     """The client has some text and is told of an error; the turn has failed; nothing of it is trained."""
     proxy, _ = proxied(Answer(ids_of("one two three"), token_s=0.02, failure=Failure(4, failure)))
     for kind in KINDS:
@@ -291,7 +307,9 @@ def test_a_server_that_fails_on_the_way(proxied: Make, ids_of: Any, failure: Any
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_connection_that_ends_before_an_answer(proxied: Make, ids_of: Any, stream: bool) -> None:
+def test_a_connection_that_ends_before_an_answer(
+    proxied: Make, ids_of: Callable[[str], list[int]], stream: bool
+) -> None:
     """The request is asked once more, by another id, on a connection of its own; nobody is put out for it."""
     proxy, app = proxied(Answer(ids_of("x"), failure=Failure(0, "drop")), ids_of("fine"))
     reply = proxy.ask(f"/t/t{CHAT}", asked("chat", stream=stream))
@@ -303,7 +321,7 @@ def test_a_connection_that_ends_before_an_answer(proxied: Make, ids_of: Any, str
     assert not again.startswith(first), "else the end of the first would end the second"
 
 
-def test_after_a_failure_all_goes_on(proxied: Make, ids_of: Any) -> None:
+def test_after_a_failure_all_goes_on(proxied: Make, ids_of: Callable[[str], list[int]]) -> None:
     """A server that comes back is asked again, on new connections: only the log notices."""
     drop = Answer(ids_of("x"), failure=Failure(0, "drop"))
     proxy, _ = proxied(drop, drop, ids_of("fine"))
@@ -397,7 +415,14 @@ SAMPLING = Sampling(99, 1.0, 7)
 )
 @settings(max_examples=60)
 def test_packets_may_be_cut_anywhere(
-    runner: Any, raw: Any, sizes: Any, counts: Any, incremental: bool, feed: str, noise: Any, done: bool
+    runner: Any,
+    raw: Any,
+    sizes: Any,
+    counts: Any,
+    incremental: bool,
+    feed: str,
+    noise: Any,
+    done: bool,
 ) -> None:
     """In events, lines and characters, with comments, other fields, CRLF or LF: the same ids are heard."""
     answers, engine = raw
@@ -421,7 +446,7 @@ def test_packets_may_be_cut_anywhere(
     assert answers.bodies[-1]["rid"] == "rid"
 
 
-def test_the_engines_key_is_sent(raw: Any) -> None:
+def test_the_engines_key_is_sent(raw: tuple[Raw, SglangEngine]) -> None:
     """As a bearer token, with every request."""
     answers, _ = raw
     assert answers.heads
@@ -457,7 +482,9 @@ NOT_ANSWERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("what", NOT_ANSWERS)
-def test_an_answer_that_is_none_is_the_engines_fault(runner: Any, raw: Any, what: str, stream: bool) -> None:
+def test_an_answer_that_is_none_is_the_engines_fault(
+    runner: asyncio.Runner, raw: tuple[Raw, SglangEngine], what: str, stream: bool
+) -> None:
     """Whatever comes instead: an EngineError, which clients see as a 502, and never half a turn."""
     answers, engine = raw
     found = NOT_ANSWERS[what]
@@ -489,7 +516,7 @@ def test_a_logprob_that_is_null(runner: Any, raw: Any) -> None:
     assert second == -1.0
 
 
-def test_a_stream_without_an_end_is_a_failure(runner: Any, raw: Any) -> None:
+def test_a_stream_without_an_end_is_a_failure(runner: asyncio.Runner, raw: tuple[Raw, SglangEngine]) -> None:
     """Closed in good order, and yet not finished."""
     answers, engine = raw
     answers.reply = b"data: " + orjson.dumps(_chunk([5], 0, False, False)) + b"\n\n"
@@ -497,7 +524,7 @@ def test_a_stream_without_an_end_is_a_failure(runner: Any, raw: Any) -> None:
         runner.run(engine.generate(PROMPT, SAMPLING, lambda i, p: None))
 
 
-def test_a_server_that_is_not_there(runner: Any) -> None:
+def test_a_server_that_is_not_there(runner: asyncio.Runner) -> None:
     """Nothing answers, or something that is no SGLang: told at the start, with the option to correct."""
 
     async def activated(*_: Any) -> None:
@@ -529,7 +556,7 @@ def test_the_answer_of_an_older_server() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("incremental", [False, True])
 def test_who_leaves_ends_the_servers_request(
-    proxied: Make, ids_of: Any, stream: bool, incremental: bool
+    proxied: Make, ids_of: Callable[[str], list[int]], stream: bool, incremental: bool
 ) -> None:
     """/abort_request with its id; its last chunk, which alone has the versions, is awaited and recorded."""
     ids = ids_of("word " * 60)
@@ -562,7 +589,11 @@ class Late(ScriptedSGLang):
         await super().__call__(scope, receive, send)
 
 
-def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_of: Any) -> None:
+def test_an_abort_that_comes_before_the_request(
+    in_process: Any,
+    chat: Any,
+    ids_of: Callable[[str], list[int]],
+) -> None:
     """The server knows no such request yet and forgets the abort: it is told again until it ends."""
     ids = ids_of("word " * 60)
     app = Late(in_turn([Answer(ids, first_s=0.05, token_s=0.05)]), Options(log=9))
@@ -584,7 +615,9 @@ def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_
     _check(proxy.trajectories()["t"], turn, seen)
 
 
-def test_an_abort_of_nothing_is_nothing(runner: Any, proxied: Make, ids_of: Any) -> None:
+def test_an_abort_of_nothing_is_nothing(
+    runner: asyncio.Runner, proxied: Make, ids_of: Callable[[str], list[int]]
+) -> None:
     """A request that has ended, or that never was; a server that is away."""
     proxy, _ = proxied(ids_of("a"))
     proxy.run(proxy.engine.abort("never"))
@@ -593,7 +626,9 @@ def test_an_abort_of_nothing_is_nothing(runner: Any, proxied: Make, ids_of: Any)
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).status == 200
 
 
-def test_rollbook_serve_answers_from_a_server(serve: Any, text_model: Any, ids_of: Any) -> None:
+def test_rollbook_serve_answers_from_a_server(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], ids_of: Callable[[str], list[int]]
+) -> None:
     """A process of its own between a client and the server: an answer, and a client that hangs up."""
     ids = ids_of("one two three four five six seven eight")
     app = ScriptedSGLang(

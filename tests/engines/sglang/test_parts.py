@@ -84,7 +84,9 @@ def _generate(run: Any, app: Pausing, sampling: Sampling, heard: Any, prompt: Pr
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incremental: bool) -> None:
+def test_a_request_that_a_pause_ended_goes_on(
+    run: Callable[[Any], Any], stream: bool, incremental: bool
+) -> None:
     """Twice: prompt and partial ids are sent again, and the turn is whole, each token with its version.
 
     What the server does late with the id of a stream that has ended concerns none that goes on.
@@ -123,7 +125,7 @@ def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incrementa
     assert {seen["sampling_params"]["sampling_seed"] for seen in app.seen} == {7}
 
 
-def test_a_constrained_request_does_not_go_on(run: Any) -> None:
+def test_a_constrained_request_does_not_go_on(run: Callable[[Any], Any]) -> None:
     """A grammar would begin anew in the middle of its text: what there is is the answer."""
     app = Pausing(3)
     made = _generate(run, app, replace(SAMPLING, constraint={"regex": "a+"}), ignore_tokens)
@@ -131,7 +133,7 @@ def test_a_constrained_request_does_not_go_on(run: Any) -> None:
     assert len(made.completion_ids) >= 3
 
 
-def test_a_client_that_left_is_not_gone_on_with(run: Any) -> None:
+def test_a_client_that_left_is_not_gone_on_with(run: Callable[[Any], Any]) -> None:
     """Who was asked to end a request does not begin it again."""
     app = ScriptedSGLang(in_turn([Answer(LONG, token_s=0.05)]), Options(log=9))
 
@@ -153,7 +155,7 @@ def test_a_client_that_left_is_not_gone_on_with(run: Any) -> None:
     assert "resumed" not in made.timings
 
 
-def test_an_abort_of_what_has_gone_on(run: Any) -> None:
+def test_an_abort_of_what_has_gone_on(run: Callable[[Any], Any]) -> None:
     """It names the part that runs now."""
     app = Pausing(3)
     app.script = in_turn([Answer(LONG, token_s=0.01), Answer(LONG, token_s=0.2)])
@@ -356,7 +358,7 @@ def _started(run: Any, url: str, **options: Any) -> SglangEngine:
 
 
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.9.post1", "0.4.99", "0.5.18.dev3+g12"])
-def test_a_server_that_is_too_old(run: Any, version: str) -> None:
+def test_a_server_that_is_too_old(run: Callable[[Any], Any], version: str) -> None:
     """It is named, and so is the oldest that will do."""
     told = rf"SGLang {re.escape(version)}.*0\.5\.19"
     with _serving(version) as url, pytest.raises(EngineError, match=told):
@@ -364,7 +366,9 @@ def test_a_server_that_is_too_old(run: Any, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.5.19", "0.5.23", "0.5.19.post1", "0.6.0rc1", "1.0"])
-def test_a_server_that_is_new_enough(run: Any, version: str, caplog: Any) -> None:
+def test_a_server_that_is_new_enough(
+    run: Callable[[Any], Any], version: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Taken without a word."""
     with _serving(version) as url, caplog.at_level(logging.WARNING):
         assert _started(run, url).policy_version() == 3
@@ -372,7 +376,9 @@ def test_a_server_that_is_new_enough(run: Any, version: str, caplog: Any) -> Non
 
 
 @pytest.mark.parametrize("version", [None, "main", "", 5])
-def test_a_server_of_unknown_version(run: Any, version: Any, caplog: Any) -> None:
+def test_a_server_of_unknown_version(
+    run: Callable[[Any], Any], version: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A router, or a build of somebody's own: taken, with a note."""
     with _serving(version) as url, caplog.at_level(logging.WARNING):
         assert _started(run, url).policy_version() == 3
@@ -381,7 +387,7 @@ def test_a_server_of_unknown_version(run: Any, version: Any, caplog: Any) -> Non
         ]
 
 
-def test_a_server_that_tells_no_experts(run: Any) -> None:
+def test_a_server_that_tells_no_experts(run: Callable[[Any], Any]) -> None:
     """Known at the start, with the option that is missing."""
     with _serving("0.5.23", enable_return_routed_experts=False) as url:
         with pytest.raises(EngineError, match="--enable-return-routed-experts"):
@@ -396,7 +402,7 @@ SENT = {"top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "max_new_to
 
 @pytest.mark.parametrize("form", [lambda told: told, lambda told: json.dumps(told)])
 @pytest.mark.parametrize("key", ["stop", "logit_bias", "json_schema", "stop_token_ids", "ignore_eos", "n"])
-def test_a_server_with_sampling_parameters_of_its_own(run: Any, key: str, form: Any) -> None:
+def test_a_server_with_sampling_parameters_of_its_own(run: Callable[[Any], Any], key: str, form: Any) -> None:
     """Those that no request sets would be sampled with, and recorded by nobody."""
     app = ScriptedSGLang(options=Options(preferred=form(SENT | {key: 1})))
     with serving(app) as url, pytest.raises(EngineError, match="--preferred-sampling-params") as told:
@@ -405,14 +411,14 @@ def test_a_server_with_sampling_parameters_of_its_own(run: Any, key: str, form: 
 
 
 @pytest.mark.parametrize("preferred", [None, "", "null", {}, "{}", SENT, json.dumps(SENT)])
-def test_a_server_whose_sampling_parameters_are_always_set(run: Any, preferred: Any) -> None:
+def test_a_server_whose_sampling_parameters_are_always_set(run: Callable[[Any], Any], preferred: Any) -> None:
     """Taken: each request says its own."""
     with serving(ScriptedSGLang(options=Options(preferred=preferred))) as url:
         _started(run, url)
 
 
 @pytest.mark.parametrize("preferred", ["stop", "[1]", [1], 5])
-def test_sampling_parameters_that_are_none(run: Any, preferred: Any) -> None:
+def test_sampling_parameters_that_are_none(run: Callable[[Any], Any], preferred: Any) -> None:
     """Who cannot say what it samples with is not taken."""
     app = ScriptedSGLang(options=Options(preferred=preferred))
     with serving(app) as url, pytest.raises(EngineError, match="that are no object"):
@@ -420,7 +426,7 @@ def test_sampling_parameters_that_are_none(run: Any, preferred: Any) -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_worker_with_sampling_parameters_of_its_own(run: Any, reached: bool) -> None:
+def test_a_worker_with_sampling_parameters_of_its_own(run: Callable[[Any], Any], reached: bool) -> None:
     """Each worker is asked, since the router answers for one of them; that counts where none is reached."""
     preferring = {"preferred_sampling_params": {"stop": "x"}}
 

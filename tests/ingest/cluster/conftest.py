@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.fakes.proxies.served import Served
 from tests.fakes.proxies.several import Cluster
 
 
 @pytest.fixture(scope="module")
-def words(text_model: Any, script: Any) -> list[str]:
+def words(text_model: Callable[[str], Path], script: Path) -> list[str]:
     """What a scripted server takes."""
     return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
 
 
 @pytest.fixture
-def cluster(serve: Any, words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
+def cluster(serve: Callable[..., Served], words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
     """Starts so many proxies, which have seen each other."""
 
     def make(

@@ -13,11 +13,11 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
+from tests.fakes.proxies.served import Served
 from tests.fakes.proxies.several import Cluster, say
 
 from rollbook import store
@@ -228,7 +228,9 @@ def test_who_writes_it_is_for_its_seat_to_say(cluster: Callable[..., Cluster]) -
     assert say(three.agent(0, mine[-1]), "open") == "1: open"
 
 
-def test_what_one_proxy_left_open(cluster: Callable[..., Cluster], serve: Any, words: list[str]) -> None:
+def test_what_one_proxy_left_open(
+    cluster: Callable[..., Cluster], serve: Callable[..., Served], words: list[str]
+) -> None:
     """Of a run that one proxy recorded by itself: several go on, also if its lane is being looked at."""
     alone = serve(*words, folder=(two := cluster(0)).path)
     for name in NAMES:
@@ -291,7 +293,9 @@ def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
     assert found == ["1: hi", "1: hi"]
 
 
-def test_what_does_not_fit(cluster: Callable[..., Cluster], serve: Any, words: list[str]) -> None:
+def test_what_does_not_fit(
+    cluster: Callable[..., Cluster], serve: Callable[..., Served], words: list[str]
+) -> None:
     """Another list of proxies, a number that is taken, a proxy that would be alone: each says what to do."""
     two = cluster(2)
     both = [word for url in two.urls for word in ("--proxies", url)]

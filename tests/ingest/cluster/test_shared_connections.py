@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -142,7 +142,7 @@ class Client:
 
 
 @pytest.fixture
-def pair() -> Iterator[Any]:
+def pair() -> Iterator[Callable[..., Pair]]:
     """Makes pairs of workers."""
     made: list[Pair] = []
 
@@ -170,7 +170,7 @@ def told(number: int, body: bytes = b"", mark: str = "m") -> tuple[int, Any]:
     return 200, [number, len(body), sum(body), mark]
 
 
-def test_a_connection_alternates(pair: Any) -> None:
+def test_a_connection_alternates(pair: Callable[..., Pair]) -> None:
     """Each request on a kept connection is answered by its own worker, streamed or not."""
     both = pair()
     client = both.connect()
@@ -209,7 +209,7 @@ def test_pipelined_requests_are_answered_in_order(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 60_000])
-def test_large_bodies(pair: Any, chunks: int) -> None:
+def test_large_bodies(pair: Callable[..., Pair], chunks: int) -> None:
     """They come whole, and the request behind them too."""
     client = pair().connect()
     body = random.Random(1).randbytes(5 << 20)
@@ -224,7 +224,7 @@ def test_large_bodies(pair: Any, chunks: int) -> None:
     client.close()
 
 
-def test_what_a_body_says(pair: Any) -> None:
+def test_what_a_body_says(pair: Callable[..., Pair]) -> None:
     """A request whose body says whose it is goes there whole, with what came behind it."""
     client = pair().connect()
     head = b"POST /v1/elsewhere HTTP/1.1\r\nhost: x\r\nx-mark: m\r\n"
@@ -245,7 +245,9 @@ def test_what_a_body_says(pair: Any) -> None:
     client.close()
 
 
-def test_bounds_hold_wherever_a_connection_is(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_hold_wherever_a_connection_is(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow, a large and a broken head are refused, before and after a connection went to another worker."""
     both = pair()
     for first in (None, 1):
@@ -271,7 +273,7 @@ def test_bounds_hold_wherever_a_connection_is(pair: Any, monkeypatch: pytest.Mon
     assert both.workers[1].refused == {"head_too_large": 1, "url_too_long": 1, "bad_http": 1}
 
 
-def test_a_full_worker_refuses(pair: Any) -> None:
+def test_a_full_worker_refuses(pair: Callable[..., Pair]) -> None:
     """A connection counts where it is: a worker whose places are all busy refuses one that is given to it."""
     both = pair(most=2)
     held = both.connect()
@@ -288,7 +290,7 @@ def test_a_full_worker_refuses(pair: Any) -> None:
     client.close()
 
 
-def test_a_worker_that_is_away_is_waited_for(pair: Any) -> None:
+def test_a_worker_that_is_away_is_waited_for(pair: Callable[..., Pair]) -> None:
     """What was sent to it is answered when it takes messages again."""
     both = pair()
     away = both.workers[1]

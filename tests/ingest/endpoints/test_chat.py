@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS, asked
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.store.events import BodyStored
 from rollbook.store.fold.trajectory import fold
@@ -19,7 +21,7 @@ CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
@@ -34,7 +36,7 @@ def _ask(proxy: Any, said: Any = "Hello", **fields: Any) -> tuple[Any, Any]:
     return reply, turns[0]
 
 
-def test_sampling_fields_reach_the_engine(proxy: Any) -> None:
+def test_sampling_fields_reach_the_engine(proxy: InProcess) -> None:
     """By the names of OpenAI, vLLM and SGLang; the turn records what was asked of the engine."""
     fields: dict[str, Any] = {
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11, "max_tokens": 50},
@@ -59,7 +61,7 @@ def test_sampling_fields_reach_the_engine(proxy: Any) -> None:
     assert turn.requested.sampling == sampling.as_json()
 
 
-def test_the_newer_name_of_the_limit_counts(proxy: Any) -> None:
+def test_the_newer_name_of_the_limit_counts(proxy: InProcess) -> None:
     """max_completion_tokens before max_tokens; without either a default that fits."""
     _ask(proxy, max_tokens=5, max_completion_tokens=7)
     assert proxy.engine.samplings[-1].max_new_tokens == 7
@@ -67,7 +69,7 @@ def test_the_newer_name_of_the_limit_counts(proxy: Any) -> None:
     assert proxy.engine.samplings[-1].max_new_tokens == 1024
 
 
-def test_siblings_have_seeds_of_their_own(proxy: Any) -> None:
+def test_siblings_have_seeds_of_their_own(proxy: InProcess) -> None:
     """A given seed and the next ones; else any, all different; one request id."""
     _ask(proxy, n=3, seed=5)
     assert sorted(s.seed for s in proxy.engine.samplings[-3:]) == [5, 6, 7]
@@ -87,7 +89,7 @@ def test_siblings_have_seeds_of_their_own(proxy: Any) -> None:
         ),
     ],
 )
-def test_json_response_formats_constrain_sampling(proxy: Any, shape: Any, constraint: Any) -> None:
+def test_json_response_formats_constrain_sampling(proxy: InProcess, shape: Any, constraint: Any) -> None:
     """JSON response formats become a constraint on sampling; others do not."""
     _ask(proxy, response_format=shape)
     assert proxy.engine.samplings[-1].constraint == constraint
@@ -96,7 +98,7 @@ def test_json_response_formats_constrain_sampling(proxy: Any, shape: Any, constr
 @pytest.mark.parametrize(
     "shape", [{"type": "odd"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 5}}]
 )
-def test_a_format_that_is_none_is_a_400(proxy: Any, shape: Any) -> None:
+def test_a_format_that_is_none_is_a_400(proxy: InProcess, shape: Any) -> None:
     """It would make another request than the one that was meant."""
     reply = proxy.ask(f"/t/format{CHAT}", asked("chat", response_format=shape))
     assert (reply.status, reply.json["error"]["code"]) == (400, "bad_response_format")
@@ -116,7 +118,9 @@ NOT_HONOURED = [
 
 @pytest.mark.parametrize(("fields", "told"), NOT_HONOURED)
 @pytest.mark.parametrize("stream", [False, True])
-def test_ignored_fields_are_listed_in_a_header(proxy: Any, fields: Any, told: str, stream: bool) -> None:
+def test_ignored_fields_are_listed_in_a_header(
+    proxy: InProcess, fields: Any, told: str, stream: bool
+) -> None:
     """In a header of the reply, whole or streamed, and in the log."""
     reply, turn = _ask(proxy, stream=stream, **fields)
     assert reply.headers["x-rollbook-not-honoured"] == told
@@ -132,14 +136,14 @@ def test_ignored_fields_are_listed_in_a_header(proxy: Any, fields: Any, told: st
         *({"stream_options": {"include_usage": True}}, {"store": True}, {"metadata": {"a": "b"}}),
     ],
 )
-def test_honoured_fields_are_not_listed_in_a_header(proxy: Any, fields: Any) -> None:
+def test_honoured_fields_are_not_listed_in_a_header(proxy: InProcess, fields: Any) -> None:
     """No header where all was done that was asked."""
     reply, turn = _ask(proxy, **fields)
     assert "x-rollbook-not-honoured" not in reply.headers
     assert turn.requested.honoured == {}
 
 
-def test_calls_are_read_only_where_tools_were_offered(proxy: Any, tools: Any) -> None:
+def test_calls_are_read_only_where_tools_were_offered(proxy: InProcess, tools: list[dict[str, Any]]) -> None:
     """Without tools, or with tool_choice none, the same text is content."""
     called, _ = _ask(proxy, f"so: {CALL}", tools=tools)
     choice = called.json["choices"][0]
@@ -153,7 +157,7 @@ def test_calls_are_read_only_where_tools_were_offered(proxy: Any, tools: Any) ->
         assert "tool_calls" not in choice["message"]
 
 
-def test_logprobs_are_of_the_sampled_ids(proxy: Any) -> None:
+def test_logprobs_are_of_the_sampled_ids(proxy: InProcess) -> None:
     """Each id with its text, its bytes where they are whole characters, and the logprob in the log."""
     reply, turn = _ask(proxy, "a🎉", logprobs=True)
     entries = reply.json["choices"][0]["logprobs"]["content"]
@@ -170,13 +174,13 @@ def test_logprobs_are_of_the_sampled_ids(proxy: Any) -> None:
     assert entries[1]["bytes"] is None
 
 
-def test_an_engine_without_logprobs_gives_null(proxy: Any) -> None:
+def test_an_engine_without_logprobs_gives_null(proxy: InProcess) -> None:
     """Where the engine gives no logprobs, `logprobs` is null, not zeros."""
     reply, _ = _ask(proxy, logprobs=False)
     assert reply.json["choices"][0]["logprobs"] is None
 
 
-def test_the_version_is_in_the_headers_where_it_is_known(proxy: Any) -> None:
+def test_the_version_is_in_the_headers_where_it_is_known(proxy: InProcess) -> None:
     """Where it is known before the headers go out."""
     whole, turn = _ask(proxy)
     assert whole.headers["x-rollbook-policy-version"] == str(turn.completed.policy_version) == "5"
@@ -184,7 +188,7 @@ def test_the_version_is_in_the_headers_where_it_is_known(proxy: Any) -> None:
     assert "x-rollbook-policy-version" not in streamed.headers
 
 
-def test_a_cut_off_reply_says_length(proxy: Any) -> None:
+def test_a_cut_off_reply_says_length(proxy: InProcess) -> None:
     """And keeps what there is, unclosed reasoning included."""
     reply, turn = _ask(proxy, Play("<think>well", "length", ends=False))
     message = reply.json["choices"][0]["message"]
@@ -200,7 +204,7 @@ URL = f"data:image/png;base64,{PIXELS}"
 
 
 @pytest.fixture(scope="module")
-def seeing(played: Any) -> Any:
+def seeing(played: Callable[..., InProcess]) -> InProcess:
     """A proxy over a model that takes images."""
     proxy = played("a square", template="sees")
     proxy.engine.takes_images = True
@@ -218,7 +222,7 @@ def _with_image(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
-def test_an_image_is_passed_on(seeing: Any, kind: str) -> None:
+def test_an_image_is_passed_on(seeing: InProcess, kind: str) -> None:
     """To an engine that takes it, as a data URL, from every API's own form."""
     reply = seeing.ask(f"/t/image-{kind}{PATHS[kind]}", _with_image(kind))
     assert reply.status == 200, reply.data
@@ -228,7 +232,7 @@ def test_an_image_is_passed_on(seeing: Any, kind: str) -> None:
     assert PIXELS not in seeing.engine.tokenizer.decode(prompt.ids, special=True)
 
 
-def test_an_image_is_stored_once(seeing: Any) -> None:
+def test_an_image_is_stored_once(seeing: InProcess) -> None:
     """By its digest, however many turns and trajectories show it; requests come back whole."""
     before = _bodies(seeing)
     user = {"role": "user", "content": "and now?"}
@@ -254,7 +258,7 @@ def _bodies(proxy: Any) -> list[BodyStored]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
-def test_an_engine_without_vision_refuses_images(proxy: Any, kind: str) -> None:
+def test_an_engine_without_vision_refuses_images(proxy: InProcess, kind: str) -> None:
     """An image is a 400 with a code of its own, and nothing is recorded."""
     reply = proxy.ask(f"/t/blind-{kind}{PATHS[kind]}", _with_image(kind))
     assert (reply.status, reply.json["error"]["code"]) == (400, "images_not_served")

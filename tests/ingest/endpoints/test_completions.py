@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 PATH = PATHS["completions"]
 NAMES = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that says Hello."""
     proxy.engine.answer = lambda *_: "Hello"
 
@@ -34,7 +36,7 @@ def _ask(proxy: Any, prompt: Any, name: str | None = None, **fields: Any) -> tup
 
 
 @pytest.mark.parametrize("form", ["text", "ids", "list of a text", "list of ids"])
-def test_one_prompt_in_each_form(proxy: Any, form: str) -> None:
+def test_one_prompt_in_each_form(proxy: InProcess, form: str) -> None:
     """The engine gets exactly these ids, no template and no special token around them."""
     text = "Once upon a time <|im_start|>"
     ids = proxy.engine.tokenizer.encode(text).tolist()
@@ -57,14 +59,14 @@ def test_one_prompt_in_each_form(proxy: Any, form: str) -> None:
     "prompt",
     [None, "", [], [[]], [""], 5, {}, ["a", "b"], [[1], [2]], [1, "a"], [-1], [2**31], [1.5], [True], [None]],
 )
-def test_what_is_no_prompt_is_a_400(proxy: Any, prompt: Any) -> None:
+def test_what_is_no_prompt_is_a_400(proxy: InProcess, prompt: Any) -> None:
     """Nothing, several, or ids that are none."""
     reply = proxy.ask(f"/t/none{PATH}", {"prompt": prompt})
     assert (reply.status, reply.json["error"]["code"]) == (400, "bad_prompt")
     assert "none" not in proxy.trajectories()
 
 
-def test_the_text_is_what_was_sampled(proxy: Any) -> None:
+def test_the_text_is_what_was_sampled(proxy: InProcess) -> None:
     """No reasoning, no calls, no trimming."""
     said = '  <think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
     proxy.engine.answer = lambda *_: said
@@ -73,7 +75,7 @@ def test_the_text_is_what_was_sampled(proxy: Any) -> None:
     assert turn.completed.reply == {"role": "assistant", "content": said}
 
 
-def test_the_default_limit_is_openais(proxy: Any) -> None:
+def test_the_default_limit_is_openais(proxy: InProcess) -> None:
     """16 tokens, unless it says otherwise."""
     _ask(proxy, "go")
     assert proxy.engine.samplings[-1].max_new_tokens == 16
@@ -81,7 +83,7 @@ def test_the_default_limit_is_openais(proxy: Any) -> None:
     assert proxy.engine.samplings[-1].max_new_tokens == 99
 
 
-def test_ids_and_logprobs_on_request(proxy: Any) -> None:
+def test_ids_and_logprobs_on_request(proxy: InProcess) -> None:
     """What a trainer of its own needs."""
     reply, turn = _ask(proxy, "go", logprobs=1, return_token_ids=True, n=2)
     for choice in reply.json["choices"]:
@@ -91,7 +93,7 @@ def test_ids_and_logprobs_on_request(proxy: Any) -> None:
     assert [c["index"] for c in reply.json["choices"]] == [0, 1]
 
 
-def test_ids_that_go_on_extend_the_turn(proxy: Any) -> None:
+def test_ids_that_go_on_extend_the_turn(proxy: InProcess) -> None:
     """A prompt that begins with all ids of an earlier turn is its child; one that differs is a root."""
     ids = list(range(70, 90))
     first, one = _ask(proxy, ids, "chain", return_token_ids=True)
@@ -107,14 +109,14 @@ def test_ids_that_go_on_extend_the_turn(proxy: Any) -> None:
     assert same.requested.parent_turn_id is None  # there must be something new to answer
 
 
-def test_a_text_is_always_a_root(proxy: Any) -> None:
+def test_a_text_is_always_a_root(proxy: InProcess) -> None:
     """Its ids need not begin with what was sampled, whatever its text begins with."""
     _ask(proxy, "go", "texts")
     _, two = _ask(proxy, "goHello on", "texts")
     assert (two.requested.parent_turn_id, two.requested.root_reason) == (None, "text_prompt")
 
 
-def test_stop_strings_cut_the_text_and_not_the_ids(proxy: Any) -> None:
+def test_stop_strings_cut_the_text_and_not_the_ids(proxy: InProcess) -> None:
     """The log keeps what was sampled; the reply ends before the stop."""
     proxy.engine.answer = lambda *_: Play("one two STOP three", "length", ends=False)
     reply, turn = _ask(proxy, "go", stop=["STOP", "never"])
@@ -129,7 +131,7 @@ def test_stop_strings_cut_the_text_and_not_the_ids(proxy: Any) -> None:
     assert whole == "one two STOP three"
 
 
-def test_an_engine_without_stop_strings_is_stopped(proxy: Any) -> None:
+def test_an_engine_without_stop_strings_is_stopped(proxy: InProcess) -> None:
     """The proxy aborts it once the string has come; to the client it has stopped."""
     engine = proxy.engine
     engine.answer = lambda *_: "one two STOP" + " three" * 500
@@ -146,7 +148,7 @@ def test_an_engine_without_stop_strings_is_stopped(proxy: Any) -> None:
     assert turn.delivered == "sent"
 
 
-def test_unsupported_fields_are_reported(proxy: Any) -> None:
+def test_unsupported_fields_are_reported(proxy: InProcess) -> None:
     """`suffix`, `echo` and `best_of` are reported as not honoured."""
     reply, turn = _ask(proxy, "go", suffix="end", echo=True, best_of=3)
     assert reply.headers["x-rollbook-not-honoured"] == "best_of,echo,suffix"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS, message
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 PATH = PATHS["messages"]
 NAMES = itertools.count()
@@ -16,13 +18,13 @@ TOOL = {"name": "calc", "description": "adds", "input_schema": {"type": "object"
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that says Hello."""
     proxy.engine.answer = lambda *_: "Hello"
 
@@ -89,7 +91,7 @@ def test_a_message_holds_thinking_text_and_tool_uses(proxy: Any, name: str, stre
     ],
 )
 def test_the_stop_reason_is_in_anthropics_words(
-    proxy: Any, name: str, play: Any, fields: Any, reason: str, sequence: Any, stream: bool
+    proxy: InProcess, name: str, play: Any, fields: Any, reason: str, sequence: Any, stream: bool
 ) -> None:
     """Stop reasons have Anthropic's names; which stop sequence matched is not recorded."""
     made = _ask(proxy, name, [_user("go")], play, stream=stream, **fields)
@@ -98,7 +100,7 @@ def test_the_stop_reason_is_in_anthropics_words(
         assert made["content"] == [{"type": "text", "text": "Hi" if play == "Hi" else "one "}]
 
 
-def test_a_conversation_is_one_path(proxy: Any, name: str) -> None:
+def test_a_conversation_is_one_path(proxy: InProcess, name: str) -> None:
     """Blocks echoed as Anthropic's clients do: thinking with its signature, tool results with their ids."""
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     messages: list[Any] = [_user([{"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}}])]
@@ -136,7 +138,7 @@ def test_a_conversation_is_one_path(proxy: Any, name: str) -> None:
     assert turns[2].requested.request == fields | {"max_tokens": 500}
 
 
-def test_the_same_conversation_makes_the_same_turns(proxy: Any, name: str) -> None:
+def test_the_same_conversation_makes_the_same_turns(proxy: InProcess, name: str) -> None:
     """Begun through one API and gone on with through the others: one path, the same ids."""
     proxy.engine.answer = lambda *_: "Hello"
     _ask(proxy, name, [_user("a")], system="s")
@@ -154,13 +156,13 @@ def test_the_same_conversation_makes_the_same_turns(proxy: Any, name: str) -> No
     "system",
     [None, "", "Be brief.", [], [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]],
 )
-def test_system_in_each_form(proxy: Any, name: str, system: Any) -> None:
+def test_system_in_each_form(proxy: InProcess, name: str, system: Any) -> None:
     """A text, blocks of text, or nothing."""
     _ask(proxy, name, [_user("go")], system=system)
     assert ("system\nBe brief.<|im_end|>" in _prompt(proxy)) == bool(system)
 
 
-def test_thinking_that_cannot_be_read_is_dropped(proxy: Any, name: str) -> None:
+def test_thinking_that_cannot_be_read_is_dropped(proxy: InProcess, name: str) -> None:
     """Redacted thinking holds nothing for this model; the rest is said."""
     said = {
         "role": "assistant",
@@ -182,7 +184,7 @@ def test_thinking_that_cannot_be_read_is_dropped(proxy: Any, name: str) -> None:
     ],
 )
 def test_a_tool_choice_that_cannot_be_forced_is_reported(
-    proxy: Any, name: str, choice: Any, honoured: bool, calls: bool
+    proxy: InProcess, name: str, choice: Any, honoured: bool, calls: bool
 ) -> None:
     """What cannot be forced is told; with none, calls are not read."""
     proxy.engine.answer = lambda *_: CALL.format(1)
@@ -192,7 +194,7 @@ def test_a_tool_choice_that_cannot_be_forced_is_reported(
     assert (reply.json["stop_reason"] == "tool_use") == calls
 
 
-def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
+def test_ignored_fields_are_listed_in_a_header(proxy: InProcess, name: str) -> None:
     """Server tools, thinking budgets, containers."""
     body = {
         "messages": [_user("go")],
@@ -238,7 +240,7 @@ def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
     ],
 )
 def test_an_invalid_request_is_a_400_in_anthropics_form(
-    proxy: Any, name: str, fields: Any, code: Any
+    proxy: InProcess, name: str, fields: Any, code: Any
 ) -> None:
     """type error, a kind of Anthropic's, and our code; nothing is recorded."""
     reply = proxy.ask(f"/t/{name}{PATH}", {"messages": [_user("x")], "max_tokens": 9} | fields)
@@ -277,7 +279,7 @@ def test_errors_have_anthropics_kinds(status: int, kind: str) -> None:
     assert messages.API.error(status, "c", "m")["error"]["type"] == kind
 
 
-def test_tokens_are_counted_as_they_are_sent(proxy: Any, name: str) -> None:
+def test_tokens_are_counted_as_they_are_sent(proxy: InProcess, name: str) -> None:
     """count_tokens says what the request's usage will; nothing is recorded of it."""
     body = {"messages": [_user("count me")], "system": "s", "tools": [TOOL]}
     counted = proxy.ask(f"/t/{name}{PATH}/count_tokens", body)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.proxies.in_process import InProcess
 from tests.fakes.proxies.tiny_api import PATH, TINY
 
 from rollbook.ingest.endpoints import registry
@@ -14,7 +16,7 @@ from rollbook.store.errors import EngineError
 
 
 @pytest.fixture
-def proxy(played: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def proxy(played: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """A proxy that serves a fifth API, though no module of it knows of one."""
     monkeypatch.setitem(registry.APIS, PATH, TINY)
     return played()
@@ -32,7 +34,7 @@ def test_a_new_api_is_answered_and_recorded(proxy: Any, prefix: str) -> None:
     assert turn.completed.reply["content"] == "Hello"
 
 
-def test_a_new_api_streams(proxy: Any) -> None:
+def test_a_new_api_streams(proxy: InProcess) -> None:
     """In its own form, piece by piece, its end last."""
     reply = proxy.ask(f"/t/streamed{PATH}", {"ask": "Hi?", "stream": True})
     lines = [json.loads(line) for line in reply.data.splitlines()]
@@ -40,7 +42,7 @@ def test_a_new_api_streams(proxy: Any) -> None:
     assert lines[-1] == {"over": True}
 
 
-def test_a_new_api_has_errors_of_its_own_form(proxy: Any) -> None:
+def test_a_new_api_has_errors_of_its_own_form(proxy: InProcess) -> None:
     """For its own refusals and for those of the proxy; another API keeps its form."""
     assert proxy.ask(PATH, {}).json == {"wrong": "no_question"}
     assert proxy.ask(PATH, b"{").json["wrong"]
@@ -49,7 +51,7 @@ def test_a_new_api_has_errors_of_its_own_form(proxy: Any) -> None:
     assert set(proxy.ask("/v1/chat/completions", {}).json) == {"error"}
 
 
-def test_fields_of_a_new_api_are_its_own(proxy: Any) -> None:
+def test_fields_of_a_new_api_are_its_own(proxy: InProcess) -> None:
     """What its reader acts on is honoured; chat's names mean nothing to it."""
     reply = proxy.ask(f"/t/fields{PATH}", {"ask": "Hi?", "messages": [1]})
     assert reply.headers["x-rollbook-not-honoured"] == "messages"

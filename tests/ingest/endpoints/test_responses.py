@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS, asked, response
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 PATH = PATHS["responses"]
 NAMES = itertools.count()
@@ -16,13 +18,13 @@ TOOL = {"type": "function", "name": "calc", "description": "adds", "parameters":
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that says Hello."""
     proxy.engine.answer = lambda *_: "Hello"
 
@@ -54,7 +56,7 @@ def _output(call: Any, text: str) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_holds_reasoning_message_and_calls(proxy: Any, name: str, stream: bool) -> None:
+def test_a_response_holds_reasoning_message_and_calls(proxy: InProcess, name: str, stream: bool) -> None:
     """Reasoning, message and calls as items whose ids name the turn; usage; what was asked."""
     said = "<think>hm</think>\n\nLet me see. " + CALL.format(1) + "\n" + CALL.format(2)
     fields = {"tools": [TOOL], "metadata": {"k": "v"}, "temperature": 0.5, "max_output_tokens": 500}
@@ -88,7 +90,7 @@ def test_a_response_holds_reasoning_message_and_calls(proxy: Any, name: str, str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unfinished_response_says_so(proxy: Any, name: str, stream: bool) -> None:
+def test_an_unfinished_response_says_so(proxy: InProcess, name: str, stream: bool) -> None:
     """Cut off by its limit: incomplete, with the reason."""
     made = _ask(proxy, name, Play("Hel", "length", ends=False), input="go", stream=stream)
     assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -97,7 +99,7 @@ def test_an_unfinished_response_says_so(proxy: Any, name: str, stream: bool) -> 
 
 @pytest.mark.parametrize("said", ["", "<think>only</think>", "<think>never closed"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_without_text(proxy: Any, name: str, stream: bool, said: str) -> None:
+def test_a_reply_without_text(proxy: InProcess, name: str, stream: bool, said: str) -> None:
     """An empty message is there, streamed too, so that clients have something to read."""
     made = _ask(proxy, name, said, input="go", stream=stream)
     assert made["output"][-1]["type"] == "message"
@@ -119,7 +121,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_input_is_one_prompt(proxy: Any, name: str, form: str) -> None:
+def test_each_form_of_input_is_one_prompt(proxy: InProcess, name: str, form: str) -> None:
     """And the same one as through chat completions."""
     _ask(proxy, name, input=FORMS[form], instructions="Be brief.")
     ids = proxy.engine.prompts[-1].ids.tolist()
@@ -129,7 +131,7 @@ def test_each_form_of_input_is_one_prompt(proxy: Any, name: str, form: str) -> N
 
 
 @pytest.mark.parametrize("summary", ["text", ["text"], [{"text": "te"}, "xt"]])
-def test_reasoning_of_another_form_is_read(proxy: Any, name: str, summary: Any) -> None:
+def test_reasoning_of_another_form_is_read(proxy: InProcess, name: str, summary: Any) -> None:
     """A bare text is one, wherever a part with a text may be."""
     items = [_user("a"), {"type": "reasoning", "summary": summary}, {"role": "assistant", "content": "b"}]
     _ask(proxy, name, input=[*items, _user("c")])
@@ -148,7 +150,7 @@ def test_reasoning_of_another_form_is_read(proxy: Any, name: str, summary: Any) 
         ([{"text": 5}], "summary[0].text is 5"),
     ],
 )
-def test_reasoning_that_is_no_text_is_a_400(proxy: Any, name: str, summary: Any, place: str) -> None:
+def test_reasoning_that_is_no_text_is_a_400(proxy: InProcess, name: str, summary: Any, place: str) -> None:
     """It names the place: nothing vanishes without a word."""
     items = [_user("a"), {"type": "reasoning", "summary": summary}, _user("c")]
     reply = proxy.ask(f"/t/{name}{PATH}", {"input": items})
@@ -189,7 +191,7 @@ def _previous(body: Any, made: Any, new: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("goes_on", [_resent, _referred, _mixed, _previous])
-def test_a_conversation_is_one_path(proxy: Any, name: str, goes_on: Any) -> None:
+def test_a_conversation_is_one_path(proxy: InProcess, name: str, goes_on: Any) -> None:
     """However it says what was said: each turn extends the one before, and nothing said is lost."""
     _conversation(proxy, name, goes_on)
     trajectory = proxy.trajectories()[name]
@@ -206,7 +208,7 @@ def test_a_conversation_is_one_path(proxy: Any, name: str, goes_on: Any) -> None
 
 
 @pytest.mark.parametrize("goes_on", [_resent, _mixed, _previous])
-def test_an_unnamed_conversation_is_one_path(proxy: Any, goes_on: Any) -> None:
+def test_an_unnamed_conversation_is_one_path(proxy: InProcess, goes_on: Any) -> None:
     """An unnamed conversation is one quarantined trajectory, also where it only refers to what was said."""
     before = set(proxy.trajectories())
     first: Any = {"input": [_user(goes_on.__name__)], "tools": [TOOL]}
@@ -220,7 +222,7 @@ def test_an_unnamed_conversation_is_one_path(proxy: Any, goes_on: Any) -> None:
     assert b.requested.parent_turn_id == a.turn_id
 
 
-def test_instructions_do_not_carry_over(proxy: Any, name: str) -> None:
+def test_instructions_do_not_carry_over(proxy: InProcess, name: str) -> None:
     """As OpenAI has it: a request that goes on has its own, or none."""
     one = _ask(proxy, name, input="a", instructions="first words")
     _ask(proxy, name, input="b", previous_response_id=one["id"], instructions="second words")
@@ -241,7 +243,7 @@ def test_instructions_do_not_carry_over(proxy: Any, name: str) -> None:
         {"input": [{"type": "item_reference"}, _user("x")]},
     ],
 )
-def test_an_unknown_reference_is_a_404(proxy: Any, name: str, fields: Any) -> None:
+def test_an_unknown_reference_is_a_404(proxy: InProcess, name: str, fields: Any) -> None:
     """An unknown response or item is a 404, never an answer to half a conversation."""
     for path in (f"/t/{name}{PATH}", PATH):
         reply = proxy.ask(path, asked("responses") | fields)
@@ -250,7 +252,7 @@ def test_an_unknown_reference_is_a_404(proxy: Any, name: str, fields: Any) -> No
     assert name not in proxy.trajectories()
 
 
-def test_a_call_that_is_not_there_is_a_404(proxy: Any, name: str) -> None:
+def test_a_call_that_is_not_there_is_a_404(proxy: InProcess, name: str) -> None:
     """A reference to the second of one call."""
     one = _ask(proxy, name, CALL.format(1), input="go", tools=[TOOL])
     item = one["output"][-1]["id"].replace("_0", "_1")
@@ -258,7 +260,7 @@ def test_a_call_that_is_not_there_is_a_404(proxy: Any, name: str) -> None:
     assert (reply.status, reply.json["error"]["code"]) == (404, "unknown_item")
 
 
-def test_another_trajectorys_response_is_not_there(proxy: Any, name: str) -> None:
+def test_another_trajectorys_response_is_not_there(proxy: InProcess, name: str) -> None:
     """A request that names its trajectory goes on from nothing else."""
     theirs = _ask(proxy, f"{name}-theirs", input="a")["id"]
     _ask(proxy, name, input="b")
@@ -266,7 +268,7 @@ def test_another_trajectorys_response_is_not_there(proxy: Any, name: str) -> Non
     assert proxy.ask(f"/t/{name}/v1/responses/{theirs}", method="GET").status == 404
 
 
-def test_an_earlier_response_can_be_fetched(proxy: Any, name: str) -> None:
+def test_an_earlier_response_can_be_fetched(proxy: InProcess, name: str) -> None:
     """GET returns what POST returned, with or without a trajectory in the path, while it is open."""
     proxy.engine.answer = lambda *_: "<think>hm</think>\n\nHello"
     body = {"input": [_user("go")], "model": "m", "metadata": {"a": "b"}, "tools": [TOOL]}
@@ -299,14 +301,14 @@ def test_an_earlier_response_can_be_fetched(proxy: Any, name: str) -> None:
         ({"text": {"format": {"type": "odd"}}}, "bad_response_format"),
     ],
 )
-def test_an_invalid_request_is_a_400(proxy: Any, name: str, fields: Any, code: str) -> None:
+def test_an_invalid_request_is_a_400(proxy: InProcess, name: str, fields: Any, code: str) -> None:
     """Each with its code, and nothing is recorded."""
     reply = proxy.ask(f"/t/{name}{PATH}", asked("responses") | fields)
     assert (reply.status, reply.json["error"]["code"]) == (400, code)
     assert name not in proxy.trajectories()
 
 
-def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
+def test_ignored_fields_are_listed_in_a_header(proxy: InProcess, name: str) -> None:
     """Tools that run at a provider, and fields that no engine acts on."""
     tools = [TOOL, {"type": "web_search"}, {"type": "mcp"}]
     body = asked("responses", tools=tools, max_tool_calls=3, truncation="auto") | {
@@ -317,7 +319,7 @@ def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
     assert reply.headers["x-rollbook-not-honoured"] == "max_tool_calls,tools.mcp,tools.web_search,truncation"
 
 
-def test_a_json_schema_constrains_sampling(proxy: Any, name: str) -> None:
+def test_a_json_schema_constrains_sampling(proxy: InProcess, name: str) -> None:
     """`text.format` constrains sampling as `response_format` does in chat completions."""
     shape = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     _ask(proxy, name, "{}", input="go", text={"format": shape})

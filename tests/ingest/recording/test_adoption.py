@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import RequestError
 from rollbook.store.events import TrajectoryAdopted, TurnRequested
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -40,7 +43,9 @@ def _trajectory(path: Path, name: str) -> Trajectory:
 
 
 @pytest.mark.crashes
-def test_conversations_survive_the_death_of_their_proxy(serve: Any, text_model: Any, script: Any) -> None:
+def test_conversations_survive_the_death_of_their_proxy(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """kill -9 amid a turn; a proxy of another lane goes on: tokens fold exactly, and there is no new root.
     When that one is killed too, the first lane takes the conversation back."""
     common = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
@@ -111,7 +116,9 @@ def _check_adoptions(log: store.Store, trajectory_id: str) -> None:
         assert last.lane == record.from_lane
 
 
-def test_a_lane_whose_process_lives_is_left_alone(tmp_path: Path, chat: Any) -> None:
+def test_a_lane_whose_process_lives_is_left_alone(
+    tmp_path: Path, chat: Callable[[str], ChatTokenizer]
+) -> None:
     """Its trajectories are 409 to others until it is gone; then the next proxy adopts them, once."""
     log = store.open(tmp_path / "store", create=True)
     living = Recorder(log, "one", "default")
@@ -139,7 +146,9 @@ def test_a_lane_whose_process_lives_is_left_alone(tmp_path: Path, chat: Any) -> 
     assert [e.kind for e in log.events() if e.lane == "two"] == ["trajectory.adopted"]
 
 
-def test_what_was_whole_but_not_acknowledged_is_adopted_too(tmp_path: Path, chat: Any) -> None:
+def test_what_was_whole_but_not_acknowledged_is_adopted_too(
+    tmp_path: Path, chat: Callable[[str], ChatTokenizer]
+) -> None:
     """Frames behind the dead lane's watermark are recovered before the adoption names its last event."""
     log = store.open(tmp_path / "store", create=True)
     recorder = Recorder(log, "one", "default")

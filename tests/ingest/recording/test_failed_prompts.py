@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.store import Event, connect
 from rollbook.store.errors import EngineError
@@ -22,7 +24,7 @@ def turns(proxy: Any, name: str) -> tuple[Any, list[Any]]:
     return trajectory, list(trajectory.turns.values())
 
 
-def test_what_was_asked_of_an_engine(played: Any) -> None:
+def test_what_was_asked_of_an_engine(played: Callable[..., InProcess]) -> None:
     """Root and extension, several completions at once: the ids that the engine was given."""
     proxy = played(lambda prompt, sampling: answers.pop(0))
     answers: list[Any] = ["Hello", *3 * [EngineError("it is full")], "Hello"]
@@ -43,7 +45,7 @@ def test_what_was_asked_of_an_engine(played: Any) -> None:
     assert connect(proxy.store.path).sql(query).fetchall() == [("failed", len(failed[0].prompt_ids))]
 
 
-def test_a_request_that_no_engine_took(played: Any) -> None:
+def test_a_request_that_no_engine_took(played: Callable[..., InProcess]) -> None:
     """It waited until nobody would wait longer: what would have been sent is there."""
     proxy = played()
     proxy.engine.doors.clear()
@@ -56,7 +58,7 @@ def test_a_request_that_no_engine_took(played: Any) -> None:
 
 
 @pytest.mark.parametrize("keep_tokens", [True, False])
-def test_it_is_erased_like_any_prompt(played: Any, keep_tokens: bool) -> None:
+def test_it_is_erased_like_any_prompt(played: Callable[..., InProcess], keep_tokens: bool) -> None:
     """The ids are -1, and their digest is gone, unless tokens are kept."""
     from rollbook.store.events.schema import ROW_NAMES, row_of
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import httpx
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.store.upkeep.verify import incomplete_turns, verify_store
@@ -118,7 +119,9 @@ class Talk:
         return answer
 
 
-def test_a_disk_that_is_full_for_a_while(serve: Any, text_model: Any, script: Any, disk: Disk) -> None:
+def test_a_disk_that_is_full_for_a_while(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, disk: Disk
+) -> None:
     """Twice: 503 with a time to wait while it lasts; then all goes on, and the log has what was told."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
     served = serve("--model", str(text_model("chatml")), *arguments, folder=disk.folder / "store")

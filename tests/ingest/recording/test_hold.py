@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import KINDS, PATHS, asked, text_in, together
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
 
 
 @pytest.fixture
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that holds requests for 0.15 s, with an engine whose doors are closed."""
     proxy = played()
     proxy.turn_runner.hold_s = 0.15
@@ -84,7 +86,7 @@ def test_a_retry_after_a_503_is_answered(proxy: Any) -> None:
     assert (live.running, live.sending) == (0, 0)
 
 
-def test_who_waits_when_the_proxy_ends(proxy: Any) -> None:
+def test_who_waits_when_the_proxy_ends(proxy: InProcess) -> None:
     """503 at once, for all who wait and all who come, worth trying again."""
     proxy.turn_runner.hold_s = 110.0
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.recording.runner import LARGE_BYTES
@@ -20,7 +22,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": 
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -45,7 +47,7 @@ def _bytes(server: Any) -> int:
     return sum(mark.offset for mark in marks.values())
 
 
-def test_bytes_grow_with_the_turns(server: Any) -> None:
+def test_bytes_grow_with_the_turns(server: Served) -> None:
     """Each 32 turns take as many bytes as the 32 before; without deltas they would take ever more."""
     sizes, sent = [_bytes(server)], []
     for messages in _talk(server, "long", TURNS):
@@ -68,7 +70,7 @@ def test_bytes_grow_with_the_turns(server: Any) -> None:
     assert bodies[0][0] == len(sent[0][0]["content"])
 
 
-def test_large_requests_that_open_a_trajectory_at_once_are_of_one(server: Any) -> None:
+def test_large_requests_that_open_a_trajectory_at_once_are_of_one(server: Served) -> None:
     """Their prompts are made in threads: the trajectory is opened once, each is a turn of it, and
     what follows extends the one it shows.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, together
 from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.proxies.in_process import InProcess
 from tests.fakes.stories.training import RUN
 from tests.fakes.stories.weights import ToldWeights
 
@@ -18,6 +20,7 @@ from rollbook.engines import fleet as fleets
 from rollbook.engines.fleet import Fleet
 from rollbook.engines.sglang.client import SglangEngine
 from rollbook.ingest.recording.restore import restored
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.in_flight import InFlightTurn
 from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
@@ -63,7 +66,11 @@ class Mortal(PlayedEngine):
 
 
 @pytest.fixture
-def two(in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def two(
+    in_process: Any,
+    chat: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     """A proxy over two engines: the first is asked first, the second says something else, at once."""
     monkeypatch.setattr(fleets, "PROBE_S", 0.01)
     one, other = Mortal(chat("chatml"), "Hello from one"), PlayedEngine(chat("chatml"), "Hi from another")
@@ -354,7 +361,9 @@ def test_requests_wait_while_all_engines_are_synced(two: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_server_that_breaks_the_connection(in_process: Any, chat: Any, stream: bool, after: int) -> None:
+def test_a_server_that_breaks_the_connection(
+    in_process: Callable[..., InProcess], chat: Callable[[str], ChatTokenizer], stream: bool, after: int
+) -> None:
     """Over HTTP: a whole reply comes from the other server, and a stream unless some of it was sent."""
     tokenizer = chat("chatml")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.recording.redact import Redactor
@@ -28,7 +32,7 @@ NAMED = ("api_key", "apikey", "authorization", "x-api-key", "access_token")
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that takes keys of one form out."""
     return played(redact=(PATTERN,))
 
@@ -78,7 +82,7 @@ def _said(folder: Any) -> bytes:
     return b"\0".join([*files, *(json_bytes(event) for event in store.open(folder).events())])
 
 
-def test_the_search_finds_what_is_there(played: Any) -> None:
+def test_the_search_finds_what_is_there(played: Callable[..., InProcess]) -> None:
     """Without patterns a secret in a message is found, in the log and sealed; credentials are not."""
     proxy = played()
     assert proxy.ask(f"/t/open{PATHS['chat']}", _everything("chat"), headers=_headers("chat")).status == 200
@@ -96,7 +100,7 @@ def _seal(proxy: Any) -> None:
     list(seal_closed(proxy.store.path, "serve", SealSettings(), all_of_it=True))
 
 
-def test_no_secret_reaches_the_disk_or_the_model(played: Any) -> None:
+def test_no_secret_reaches_the_disk_or_the_model(played: Callable[..., InProcess]) -> None:
     """Through every endpoint and route, in every place; the whole store is searched, sealed too."""
     proxy = played(redact=(PATTERN,))
     for kind in KINDS:
@@ -140,7 +144,7 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Any) -> None:
     assert list(proxy.store.path.rglob("*.parquet"))
 
 
-def test_what_matches_no_pattern_is_kept(proxy: Any) -> None:
+def test_what_matches_no_pattern_is_kept(proxy: InProcess) -> None:
     """What matches nothing is kept as it came, and an empty secret is none."""
     body = asked("chat", "sk-short is no key", api_key=None, user="sk-")
     assert proxy.ask(f"/t/plain{PATHS['chat']}", body).status == 200
@@ -149,7 +153,7 @@ def test_what_matches_no_pattern_is_kept(proxy: Any) -> None:
     assert turn.requested.request == {"api_key": None, "user": "sk-"}
 
 
-def test_a_redacted_conversation_goes_on(proxy: Any) -> None:
+def test_a_redacted_conversation_goes_on(proxy: InProcess) -> None:
     """What is taken out is taken out each time, so the second turn extends the first."""
     messages = [{"role": "user", "content": f"key {SECRET}"}]
     path = f"/t/goes-on{PATHS['chat']}"
@@ -197,7 +201,9 @@ def test_a_pattern_that_cannot_be_meant_is_refused(pattern: str) -> None:
         Redactor([pattern])
 
 
-def test_the_served_command_redacts(serve: Any, text_model: Any, script: Any) -> None:
+def test_the_served_command_redacts(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """--redact, in a process of its own, streamed, over TCP; its log and its store hold no secret."""
     words = ("--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer")
     served = serve(*words, "--redact", PATTERN, "--redact", "hunter[0-9]")

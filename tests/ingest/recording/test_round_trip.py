@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook import store
 from rollbook.store.fold.trajectory import Trajectory
@@ -20,7 +22,7 @@ PARTS = {"chat": "messages", "completions": "prompt", "responses": "input", "mes
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that says Hello."""
     return played()
 
@@ -80,7 +82,9 @@ UNKNOWN = st.dictionaries(
 @pytest.mark.parametrize("kind", KINDS)
 @given(first=UNKNOWN, second=UNKNOWN, model=st.none() | st.text())
 @settings(max_examples=40)
-def test_fields_nobody_knows_are_kept(proxy: Any, kind: str, first: Any, second: Any, model: Any) -> None:
+def test_fields_nobody_knows_are_kept(
+    proxy: InProcess, kind: str, first: Any, second: Any, model: Any
+) -> None:
     """Of any form, in the body and inside its messages: the log gives back what was sent, key for key."""
     name = f"w{next(NAMES)}"
     bodies = []
@@ -95,7 +99,7 @@ def test_fields_nobody_knows_are_kept(proxy: Any, kind: str, first: Any, second:
     _check(proxy, kind, name, bodies)
 
 
-def test_what_is_sent_raw_is_kept(proxy: Any) -> None:
+def test_what_is_sent_raw_is_kept(proxy: InProcess) -> None:
     """Numbers that read alike stay apart, null is not absence, order within lists is kept."""
     message = b'{"role":"user","content":"a","n":1.0,"m":null}'
     raw = b'{"messages":[' + message + b'],"x":1,"y":1.0,"z":[true,1,"1"],"w":null}'
@@ -137,7 +141,7 @@ def _size(proxy: Any) -> int:
 
 @pytest.mark.more_but("chat", "responses")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_conversation_is_stored_once(played: Any, kind: str) -> None:
+def test_a_long_conversation_is_stored_once(played: Callable[..., InProcess], kind: str) -> None:
     """64 turns, each sent with all before it: disk grows with what is new, and every request is there."""
     proxy = played("an answer of a few words")
     body = asked(kind, "begin", instructions="be brief" * 20)

@@ -6,6 +6,7 @@ import base64
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook import store
 from rollbook.cli.terminal import LogFormatter
@@ -73,7 +75,7 @@ def everything(folder: Path) -> bytes:
     return b"\0".join([*files, *(json_bytes(event) for event in store.open(folder).events())])
 
 
-def test_what_is_outside_a_conversation_is_never_recorded(played: Any) -> None:
+def test_what_is_outside_a_conversation_is_never_recorded(played: Callable[..., InProcess]) -> None:
     """In bodies, tools' connections, headers, labels, openings, rewards, the proxy's settings: by default."""
     proxy = played()
     for name, path, body, headers in OUTSIDE:
@@ -99,7 +101,7 @@ def test_what_is_outside_a_conversation_is_never_recorded(played: Any) -> None:
     assert PLACEHOLDER.fullmatch(request["Authorization"].removeprefix("Bearer "))
 
 
-def test_inside_a_conversation_nothing_is_changed_unless_asked(played: Any) -> None:
+def test_inside_a_conversation_nothing_is_changed_unless_asked(played: Callable[..., InProcess]) -> None:
     """Messages, tools' schemas, stop strings, template arguments: the model is sent what the client said."""
     proxy = played()
     function = {"name": "login", "description": f"password={S[0]}", "parameters": {
@@ -121,7 +123,7 @@ def test_inside_a_conversation_nothing_is_changed_unless_asked(played: Any) -> N
     assert S[0] in said
 
 
-def test_known_formats_are_taken_out_of_conversations_where_asked(played: Any) -> None:
+def test_known_formats_are_taken_out_of_conversations_where_asked(played: Callable[..., InProcess]) -> None:
     """Before the model and the log see them, in every place of every API; what has no format stays."""
     proxy = played(redact=("known", r"visa \d{4}"))
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"k": "{key(2)}"}}'}}
@@ -154,7 +156,9 @@ def test_known_formats_are_taken_out_of_conversations_where_asked(played: Any) -
     assert len(PLACEHOLDER.findall(said)) >= 9
 
 
-def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any, tmp_path: Path) -> None:
+def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(
+    played: Callable[..., InProcess], tmp_path: Path
+) -> None:
     """By the store's own secret."""
     one, other = (played() for _ in range(2))
     said = []
@@ -167,7 +171,7 @@ def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any,
     assert one.recorder.redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
 
 
-def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Any) -> None:
+def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Callable[..., InProcess]) -> None:
     """It is that of the body as it is kept: who knows the rest of a body cannot try passwords against it."""
     from rollbook.ingest.recording.turn_records import Arrival
 
@@ -196,7 +200,7 @@ def test_errors_of_ours_go_through_the_same_place(played: Any, kind: type[Except
         assert secret.encode() not in data
 
 
-def test_a_line_of_the_log_holds_none_either(capsys: Any) -> None:
+def test_a_line_of_the_log_holds_none_either(capsys: pytest.CaptureFixture[str]) -> None:
     """What nobody foresaw is logged with its traceback; the server's log lines are cleaned."""
     try:
         raise RuntimeError(f"password={S[0]}")
@@ -219,7 +223,7 @@ def _seen(proxy: Any) -> dict[str, float]:
 
 
 def test_keys_in_conversations_are_counted_and_warned_of_once(
-    played: Any, caplog: pytest.LogCaptureFixture
+    played: Callable[..., InProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only what is new counts, in requests and in replies, and nothing is said of the key itself."""
     proxy = played(lambda *_: "AKIAIOSFODNN7EXAMPLE")
@@ -234,7 +238,7 @@ def test_keys_in_conversations_are_counted_and_warned_of_once(
     assert key(1) not in warned
 
 
-def test_a_megabyte_is_looked_through_in_milliseconds(capsys: Any) -> None:
+def test_a_megabyte_is_looked_through_in_milliseconds(capsys: pytest.CaptureFixture[str]) -> None:
     """So that the proxy's loop may do it; a larger one takes a thread."""
     watch = KeyWatch(CollectorRegistry())
     text = ("the agent asks for a token, and the desk says: risk-free. " * 18_000)[: 2**20]
@@ -250,7 +254,7 @@ def test_a_megabyte_is_looked_through_in_milliseconds(capsys: Any) -> None:
     assert best < 0.5  # 2 ms on an idle core
 
 
-def test_images_and_connections_are_not_looked_through(capsys: Any) -> None:
+def test_images_and_connections_are_not_looked_through(capsys: pytest.CaptureFixture[str]) -> None:
     """A key is looked for in texts of the conversation."""
     watch = KeyWatch(CollectorRegistry())
     content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{key(1)}"}}]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 from tests.fakes.proxies.settings import settings_of
 
 from rollbook.store.events import LabelAdded
@@ -15,7 +17,7 @@ CHAT = PATHS["chat"]
 
 
 @pytest.fixture
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that gives agents up after 0.2 s."""
     return played(abandon_s=0.6)
 
@@ -59,7 +61,7 @@ def test_who_is_silent_is_finished_as_aborted(proxy: Any) -> None:
     assert late.headers["x-should-retry"] == "false"
 
 
-def test_without_the_option_nobody_is_given_up(played: Any) -> None:
+def test_without_the_option_nobody_is_given_up(played: Callable[..., InProcess]) -> None:
     """The default: an agent may think for as long as it likes."""
     assert settings_of().abandon_s == 0
     proxy = played()

@@ -123,7 +123,7 @@ FORMS: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
 
 @pytest.mark.parametrize(("family", "text", "calls"), FORMS)
 def test_forms_that_models_sample_are_parsed(
-    tools: Any, family: str, text: str, calls: tuple[tuple[str, str], ...]
+    tools: list[dict[str, Any]], family: str, text: str, calls: tuple[tuple[str, str], ...]
 ) -> None:
     """What models sample, and the calls it says; JSON they sampled is kept to the letter."""
     expected = Parsed(None, "", tuple(Call(*call) for call in calls), ())
@@ -131,7 +131,9 @@ def test_forms_that_models_sample_are_parsed(
 
 
 @pytest.mark.parametrize(("family", "text", "calls"), [form for form in FORMS if form[0] != "llama_json"])
-def test_text_around_calls(tools: Any, family: str, text: str, calls: tuple[tuple[str, str], ...]) -> None:
+def test_text_around_calls(
+    tools: list[dict[str, Any]], family: str, text: str, calls: tuple[tuple[str, str], ...]
+) -> None:
     """Text before is the content without its trailing white space; text behind is dropped and flagged."""
     before, after = " So:\n\n", "\n\n Done"
     if family == "gpt_oss":
@@ -142,7 +144,7 @@ def test_text_around_calls(tools: Any, family: str, text: str, calls: tuple[tupl
     assert parsed.flags == (("text_after_calls",) if after else ())
 
 
-def test_text_around_llamas_calls(tools: Any) -> None:
+def test_text_around_llamas_calls(tools: list[dict[str, Any]]) -> None:
     """Only the tag tells a call from the text before it, and nothing from the text behind."""
     call = '{"name": "g", "parameters": {}}'
     assert _parse("llama_json", f"So: {call}", tools) == Parsed(None, f"So: {call}")
@@ -237,7 +239,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("family", "text"), MALFORMED)
-def test_a_malformed_call_is_content_and_flagged(tools: Any, family: str, text: str) -> None:
+def test_a_malformed_call_is_content_and_flagged(tools: list[dict[str, Any]], family: str, text: str) -> None:
     """What is no call goes out as it was sampled, but for the reasoning."""
     assert _parse(family, text, tools) == Parsed(None, text, (), ("malformed_tool_call",))
     if family == "gpt_oss":
@@ -258,12 +260,12 @@ def test_a_malformed_call_is_content_and_flagged(tools: Any, family: str, text: 
         "<tool_call>\n<function=f>\n<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>",
     ],
 )
-def test_qwens_dropped_tags_are_mended_and_flagged(tools: Any, text: str) -> None:
+def test_qwens_dropped_tags_are_mended_and_flagged(tools: list[dict[str, Any]], text: str) -> None:
     """The tags that such models drop bear no meaning; the call is read, and the log knows."""
     assert _parse("qwen_coder", text, tools) == Parsed(None, "", (Call(*ONE[0]),), ("mended_tool_call",))
 
 
-def test_an_empty_value_may_lack_its_tag(tools: Any) -> None:
+def test_an_empty_value_may_lack_its_tag(tools: list[dict[str, Any]]) -> None:
     """The line feed behind its opening tag is the only one before the next tag."""
     head = "<tool_call>\n<function=f>\n<parameter=s>\n"
     for tail, arguments in (
@@ -283,7 +285,7 @@ def test_an_empty_value_may_lack_its_tag(tools: Any) -> None:
         ('name="s"', '{"s": "5"}'),
     ],
 )
-def test_dsml_says_what_is_a_string(tools: Any, parameter: str, arguments: str) -> None:
+def test_dsml_says_what_is_a_string(tools: list[dict[str, Any]], parameter: str, arguments: str) -> None:
     """The model's word comes before the schema's."""
     text = (
         f'<｜DSML｜invoke name="f">\n<｜DSML｜parameter {parameter}>5</｜DSML｜parameter>\n</｜DSML｜invoke>'
@@ -291,7 +293,7 @@ def test_dsml_says_what_is_a_string(tools: Any, parameter: str, arguments: str) 
     assert _parse("deepseek", text, tools) == Parsed(None, "", (Call("f", arguments),))
 
 
-def test_values_may_speak_of_tags(tools: Any) -> None:
+def test_values_may_speak_of_tags(tools: list[dict[str, Any]]) -> None:
     """A value ends at its closing tag only if another tag follows it."""
     value = "a </parameter> b\n<parameter=zzz>\nc </function> d"
     text = f"<tool_call>\n<function=f>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>"
@@ -303,7 +305,7 @@ def test_values_may_speak_of_tags(tools: Any) -> None:
     assert [json.loads(c.arguments) for c in _parse("glm", text, tools).calls] == [{"s": value}]
 
 
-def test_a_json_answer_is_no_malformed_call(tools: Any) -> None:
+def test_a_json_answer_is_no_malformed_call(tools: list[dict[str, Any]]) -> None:
     """Llama's calls have no mark; an object that does not look like one is an answer."""
     for text in ('{"answer": 42}', "{x} is a set", '{"answer": '):
         assert _parse("llama_json", text, tools) == Parsed(None, text)
@@ -334,7 +336,7 @@ TAGGED = sorted(set(FAMILIES) - {"gpt_oss"})
         ("", Parsed(None, "")),
     ],
 )
-def test_reasoning_in_tags(tools: Any, family: str, text: str, expected: Parsed) -> None:
+def test_reasoning_in_tags(tools: list[dict[str, Any]], family: str, text: str, expected: Parsed) -> None:
     """A block at the very start, trimmed; whatever else is the answer, with or without tools."""
     assert _parse(family, text, tools) == expected
     assert _parse(family, text, None) == expected
@@ -351,12 +353,14 @@ def test_reasoning_in_tags(tools: Any, family: str, text: str, expected: Parsed)
         ("", Parsed("", "", (), ("unclosed_reasoning",))),
     ],
 )
-def test_reasoning_that_the_prompt_opened(tools: Any, family: str, text: str, expected: Parsed) -> None:
+def test_reasoning_that_the_prompt_opened(
+    tools: list[dict[str, Any]], family: str, text: str, expected: Parsed
+) -> None:
     """It goes on in the completion, which may open it once more."""
     assert _parse(family, text, tools, in_reasoning=True) == expected
 
 
-def test_calls_behind_and_inside_reasoning(tools: Any) -> None:
+def test_calls_behind_and_inside_reasoning(tools: list[dict[str, Any]]) -> None:
     """A call behind the block is one; a call that is only thought of is not."""
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     parsed = _parse("hermes", f"<think>{call}</think>\n\nNow.\n{call}", tools)
@@ -364,7 +368,7 @@ def test_calls_behind_and_inside_reasoning(tools: Any) -> None:
     assert _parse("hermes", f"<think>{call}", tools) == Parsed(call, "", (), ("unclosed_reasoning",))
 
 
-def test_magistrals_brackets(tools: Any) -> None:
+def test_magistrals_brackets(tools: list[dict[str, Any]]) -> None:
     """Mistral's own spelling, closed by itself only."""
     parsed = _parse("mistral", "[THINK]Hm </think>[/THINK]Yes[TOOL_CALLS]g[ARGS]{}", tools)
     assert parsed == Parsed("Hm </think>", "Yes", (Call("g", "{}"),))
@@ -401,13 +405,13 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>
         ("", Parsed(None, "")),
     ],
 )
-def test_harmony_messages(tools: Any, text: str, expected: Parsed) -> None:
+def test_harmony_messages(tools: list[dict[str, Any]], text: str, expected: Parsed) -> None:
     """Analysis is reasoning, final and preambles are content, and broken headers cost no reply."""
     assert _parse("gpt_oss", text, tools) == expected
     assert _parse("gpt_oss", text, None) == expected
 
 
-def test_harmony_behind_an_open_analysis(tools: Any) -> None:
+def test_harmony_behind_an_open_analysis(tools: list[dict[str, Any]]) -> None:
     """A prompt may end inside the analysis."""
     parsed = _parse("gpt_oss", f"Hm<|end|><|start|>assistant{FINAL}Yes", tools, in_reasoning=True)
     assert parsed == Parsed("Hm", "Yes")
@@ -440,7 +444,7 @@ def test_markers_are_the_tokens_that_matter() -> None:
     assert {name for name in FAMILIES if not named[name] <= FAMILIES[name].markers} == set()
 
 
-def test_calls_can_be_sent(tools: Any) -> None:
+def test_calls_can_be_sent(tools: list[dict[str, Any]]) -> None:
     """Whatever was read is valid JSON, in the order it was sampled."""
     for family, text, _ in FORMS:
         for call in _parse(family, text, tools).calls:

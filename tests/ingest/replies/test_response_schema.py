@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rollbook.ingest.replies.choose import PLAIN
 from rollbook.ingest.replies.family import Call, Parsed
 from rollbook.ingest.replies.response_schema import ResponseTemplate, schema_family
 from rollbook.ingest.replies.written import ReplyWriter
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import ModelError, ReplyError
 
 # In the style of Gemma 4, which ships one.
@@ -72,18 +74,20 @@ def family() -> ResponseTemplate:
         ),
     ],
 )
-def test_replies_of_a_template(family: ResponseTemplate, tools: Any, text: str, expected: Parsed) -> None:
+def test_replies_of_a_template(
+    family: ResponseTemplate, tools: list[dict[str, Any]], text: str, expected: Parsed
+) -> None:
     """Reasoning, content and calls where the template finds them; what it cannot read is content."""
     assert family.parse(text, tools, in_reasoning=False, final=True) == expected
 
 
-def test_no_calls_without_tools_and_no_stream(family: ResponseTemplate, tools: Any) -> None:
+def test_no_calls_without_tools_and_no_stream(family: ResponseTemplate, tools: list[dict[str, Any]]) -> None:
     """Without tools a call is text; what is not whole says nothing yet."""
     assert family.parse(f"So: {CALL}", None, in_reasoning=False, final=True) == Parsed(None, f"So: {CALL}")
     assert family.parse("Yes.", tools, in_reasoning=False, final=False) == Parsed(None, "")
 
 
-def test_reasoning_that_the_prompt_opened(family: ResponseTemplate, tools: Any) -> None:
+def test_reasoning_that_the_prompt_opened(family: ResponseTemplate, tools: list[dict[str, Any]]) -> None:
     """The template's own opening is put in front."""
     assert family.parse("Hm<channel|>Yes.", tools, in_reasoning=True, final=True) == Parsed("Hm", "Yes.")
 
@@ -107,7 +111,9 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schema_family(TEMPLATE) is None
 
 
-def test_a_chat_template_writes_what_it_reads(family: ResponseTemplate, real_chat: Any, tools: Any) -> None:
+def test_a_chat_template_writes_what_it_reads(
+    family: ResponseTemplate, real_chat: Callable[..., ChatTokenizer], tools: list[dict[str, Any]]
+) -> None:
     """Such a family has no writer: the text is the chat template's, taken if it is read back."""
     writer = ReplyWriter(real_chat("gemma4_v5"), family)
     arguments = {"s": "5", "n": 5}

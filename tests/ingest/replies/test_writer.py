@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollbook.ingest.replies.choose import FAMILIES, detect_family, opens_reasoning
 from rollbook.ingest.replies.family import Asked, Call, Parsed
 from rollbook.ingest.replies.written import ReplyWriter, Written
-from rollbook.ingest.tokens.chat_template import compile_template
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.ingest.turns.reply import ReplyReader
 from rollbook.store.errors import ReplyError, RequestError
 
@@ -81,7 +81,7 @@ Writers = Callable[..., ReplyWriter]
 
 
 @pytest.fixture(scope="module")
-def writer(real_chat: Any) -> Writers:
+def writer(real_chat: Callable[..., ChatTokenizer]) -> Writers:
     """Writers of real chat templates over Qwen's tokenizer."""
 
     def get(name: str, *leave_out: str) -> ReplyWriter:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from tests.fakes.clients import streamed
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
@@ -23,13 +26,13 @@ CHAT = PATHS["chat"]
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played("Hello, you there")
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that waits for a word."""
     engine = proxy.engine
     engine.answer = lambda *_: "Hello, you there"
@@ -212,7 +215,7 @@ def test_an_echo_proves_the_delivery(proxy: Any) -> None:
     assert _trained(proxy, "echo") == len(one.completed.completion_ids) + len(two.completed.completion_ids)
 
 
-def test_waiting_clients_that_leave_are_not_answered(proxy: Any) -> None:
+def test_waiting_clients_that_leave_are_not_answered(proxy: InProcess) -> None:
     """Gone while the engine was held: nothing is sampled for nobody, and the trajectory can be finished."""
     engine = proxy.engine
     engine.doors.clear()
@@ -237,13 +240,13 @@ def test_waiting_clients_that_leave_are_not_answered(proxy: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     return serve("--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer")
 
 
 @pytest.fixture(scope="module")
-def http(server: Any) -> Iterator[httpx.Client]:
+def http(server: Served) -> Iterator[httpx.Client]:
     """Plain HTTP to the server."""
     with httpx.Client(base_url=server.url, timeout=30) as raw:
         yield raw
@@ -255,7 +258,7 @@ def _raw(server: Any, head: str, body: bytes = b"") -> socket.socket:
     return sock
 
 
-def test_half_a_body_is_no_request(server: Any, http: httpx.Client) -> None:
+def test_half_a_body_is_no_request(server: Served, http: httpx.Client) -> None:
     """A client that dies while it sends opens nothing, and is no fault of the server's."""
     sock = _raw(
         server, f"POST /t/half{CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 1000\n", b'{"messages": ['

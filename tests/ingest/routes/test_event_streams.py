@@ -215,7 +215,9 @@ def test_more_consumers_than_allowed(streams: Any) -> None:
     assert one.streams.open == 0
 
 
-def test_many_that_do_not_read_hold_little(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_do_not_read_hold_little(
+    streams: Callable[..., Streams], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forty stuck consumers of a sealed lane: only a few keep what reading holds, and none once they left."""
     monkeypatch.setattr(event_feed, "WARM_BYTES", 200_000)
     monkeypatch.setattr("rollbook.ingest.routes.event_feed.MESSAGE_BYTES", 1000)
@@ -242,7 +244,9 @@ def test_many_that_do_not_read_hold_little(streams: Any, monkeypatch: pytest.Mon
     assert one.streams.open == one.streams._held == 0
 
 
-def test_who_takes_nothing_is_let_go(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_nothing_is_let_go(
+    streams: Callable[..., Streams], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a while; sooner where others wait for the room of what it does not take."""
     monkeypatch.setattr(event_feed, "TAKE_S", 0.6)
     monkeypatch.setattr(event_feed, "TAKE_PRESSED_S", 0.1)

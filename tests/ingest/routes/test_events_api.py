@@ -17,6 +17,7 @@ import orjson
 import pyarrow as pa
 import pytest
 import uvicorn
+from tests.fakes.proxies.served import Served
 from tests.fakes.proxies.settings import proxy_parts
 from typer.testing import CliRunner
 
@@ -41,13 +42,15 @@ from rollbook.testing.asgi import free_port
 
 
 @pytest.fixture(scope="module")
-def arguments(text_model: Any, script: Any) -> list[str]:
+def arguments(text_model: Callable[[str], Path], script: Path) -> list[str]:
     """What a served script is started with."""
     return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, arguments: list[str], story: Any, upkeep: Any) -> Any:
+def server(
+    serve: Callable[..., Served], arguments: list[str], story: dict[str, list[Event]], upkeep: list[Event]
+) -> Served:
     """A server whose store holds the story in lanes of others, odd floats and a large request."""
     served = serve(*arguments)
     log = rb.open(served.path)
@@ -73,7 +76,7 @@ def _odd(story: Any) -> Iterator[Event]:
 
 
 @pytest.fixture
-def log(server: Any) -> Store:
+def log(server: Served) -> Store:
     """The server's store."""
     return rb.open(server.path)
 
@@ -102,7 +105,9 @@ def _quiet(events: list[Any]) -> list[Any]:
 # Server-sent events ---------------------------------------------------------------------------------
 
 
-def test_the_whole_log_and_the_rest_from_any_id(server: Any, log: Store, monkeypatch: Any) -> None:
+def test_the_whole_log_and_the_rest_from_any_id(
+    server: Served, log: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without `from` everything comes, then the head; from the id of any message comes exactly the rest."""
     messages = _messages(server.url)
     assert _events(messages) == _quiet(_local(log))
@@ -120,7 +125,7 @@ def test_the_whole_log_and_the_rest_from_any_id(server: Any, log: Store, monkeyp
         assert again == rest
 
 
-def test_kinds_and_runs_are_filtered(server: Any, log: Store, story: Any) -> None:
+def test_kinds_and_runs_are_filtered(server: Served, log: Store, story: dict[str, list[Event]]) -> None:
     """Kinds and runs are filtered, cursors come only when asked for, and the head says what was passed."""
     kinds = {"turn.completed", "reward.assigned"}
     found = _messages(server.url, kinds=",".join(kinds))
@@ -157,7 +162,7 @@ def test_kinds_and_runs_are_filtered(server: Any, log: Store, story: Any) -> Non
     ],
 )
 def test_queries_that_cannot_be_answered_are_refused(
-    server: Any, query: Any, status: int, code: str, text: str
+    server: Served, query: Any, status: int, code: str, text: str
 ) -> None:
     """A query that cannot be answered says what is wrong with it and what to do."""
     import re
@@ -181,7 +186,9 @@ def _all(tail: HttpTail | Any, count: int, timeout_s: float = 30) -> list[Event]
     return events
 
 
-def test_the_same_events_as_locally_bit_for_bit(server: Any, log: Store, plain: Any) -> None:
+def test_the_same_events_as_locally_bit_for_bit(
+    server: Served, log: Store, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """One poll gives everything at the head: odd floats, large requests, every kind."""
     with HttpTail(server.url, kinds="*") as remote, log.tail() as local:
         events = remote.poll()
@@ -195,7 +202,7 @@ def test_the_same_events_as_locally_bit_for_bit(server: Any, log: Store, plain: 
     assert odd.logprobs.view(np.uint32).tolist()[3] == 0xFFC00001
 
 
-def test_new_events_wake_the_tail_and_come_once(server: Any, log: Store) -> None:
+def test_new_events_wake_the_tail_and_come_once(server: Served, log: Store) -> None:
     """New events of any lane wake `wait` and come once, with the cut closed after each poll."""
     with HttpTail(server.url, log.head(), run="followed") as remote:
         assert remote.poll() == []
@@ -217,7 +224,9 @@ def test_new_events_wake_the_tail_and_come_once(server: Any, log: Store) -> None
 
 
 @pytest.mark.crashes
-def test_it_goes_on_after_the_server_was_killed(serve: Any, arguments: list[str], notes: Any) -> None:
+def test_it_goes_on_after_the_server_was_killed(
+    serve: Callable[..., Served], arguments: list[str], notes: Callable[..., list[Event]]
+) -> None:
     """While lanes grow and the server dies again and again, each event comes once."""
     served = serve(*arguments)
     log = rb.open(served.path)
@@ -246,7 +255,7 @@ def test_it_goes_on_after_the_server_was_killed(serve: Any, arguments: list[str]
     served.stop()
 
 
-def test_what_the_client_is_told(server: Any) -> None:
+def test_what_the_client_is_told(server: Served) -> None:
     """A start that is no cut or is not held, a refused query, and a server that is away are errors."""
     with pytest.raises(CutError, match="is not lane=count"):
         HttpTail(server.url, "nonsense")
@@ -327,7 +336,7 @@ def hosted(tmp_path: Path, chat: Any) -> Iterator[Callable[[], Hosted]]:
         one.stop()
 
 
-def test_a_reader_is_let_go_when_its_client_leaves(hosted: Any) -> None:
+def test_a_reader_is_let_go_when_its_client_leaves(hosted: Callable[[], Hosted]) -> None:
     """Streams are open as long as their clients; a server that stops ends those that would never end."""
     host = hosted()
     clients = [host.connect("follow=true") for _ in range(3)]
@@ -344,7 +353,9 @@ def test_a_reader_is_let_go_when_its_client_leaves(hosted: Any) -> None:
     assert host.streams.open == 0
 
 
-def test_a_silent_stream_shows_that_it_lives(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_shows_that_it_lives(
+    hosted: Callable[[], Hosted], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Comments come while nothing happens."""
     monkeypatch.setattr(event_feed, "KEEP_ALIVE_S", 0.2)
     client = hosted().connect("follow=true")
@@ -371,7 +382,7 @@ def _settled_memory() -> int:
     return held
 
 
-def test_a_client_that_does_not_read_costs_nothing(hosted: Any) -> None:
+def test_a_client_that_does_not_read_costs_nothing(hosted: Callable[[], Hosted]) -> None:
     """60 MB asked for by clients that take none of it: little memory is used, and others are answered."""
     host = hosted()
     events = [Event(TurnFailed("t", f"u{i}", f"{i} " + "x" * 30_000), "r") for i in range(2000)]
@@ -406,7 +417,9 @@ def _arrow(server: Any, **query: Any) -> tuple[pa.Table, dict[str, int]]:
     return table, parse_cut(response.headers["x-rollbook-cut"])
 
 
-def test_arrow_holds_the_logs_columns(server: Any, log: Store, plain: Any) -> None:
+def test_arrow_holds_the_logs_columns(
+    server: Served, log: Store, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """The lane first, requests whole, arrays bit for bit; the header says how far it goes."""
     table, cut = _arrow(server, kinds="*")
     assert cut == log.head()
@@ -420,7 +433,7 @@ def test_arrow_holds_the_logs_columns(server: Any, log: Store, plain: Any) -> No
 
 
 @pytest.mark.parametrize("limit", [1, 5, 16])
-def test_arrow_in_parts(server: Any, log: Store, limit: int) -> None:
+def test_arrow_in_parts(server: Served, log: Store, limit: int) -> None:
     """Asked for again from each header's cut, `limit` events at a time, the parts are the whole."""
     parts, cut = [], {}
     while cut != log.head():
@@ -438,7 +451,9 @@ def test_arrow_in_parts(server: Any, log: Store, limit: int) -> None:
 # Cursors --------------------------------------------------------------------------------------------
 
 
-def test_a_cursor_is_kept_and_only_goes_forward(serve: Any, arguments: list[str], notes: Any) -> None:
+def test_a_cursor_is_kept_and_only_goes_forward(
+    serve: Callable[..., Served], arguments: list[str], notes: Callable[..., list[Event]]
+) -> None:
     """PUT and GET, a restart, another lane's proxy: the cursor is the newest, as an event of the log."""
     served = serve(*arguments)
     log = rb.open(served.path)
@@ -491,7 +506,9 @@ def _run(*words: str) -> str:
     return result.stdout
 
 
-def test_the_command_prints_the_same_from_both_places(server: Any, log: Store, plain: Any) -> None:
+def test_the_command_prints_the_same_from_both_places(
+    server: Served, log: Store, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """JSON lines of a folder and of a URL are equal, and are the events; filters and starts work in both."""
     places = ["--store", str(server.path)], ["--url", server.url]
     texts = [_run(*place, "--no-follow", "--json") for place in places]
@@ -508,7 +525,7 @@ def test_the_command_prints_the_same_from_both_places(server: Any, log: Store, p
         _run(*places[0], "--no-follow", "--run", "nobody")
 
 
-def test_rollbook_tail_prints_a_line_an_event(server: Any) -> None:
+def test_rollbook_tail_prints_a_line_an_event(server: Served) -> None:
     """Time, place, kind, trajectory and a summary, on one line each."""
     lines = _run("--store", str(server.path), "--no-follow", "--from", "empty", "--events").splitlines()
     by_place = {line.split()[2]: line for line in lines}
@@ -522,7 +539,7 @@ def test_rollbook_tail_prints_a_line_an_event(server: Any) -> None:
     assert "consumer=dashboard cut=serve=3,train=1" in by_place["told-upkeep=1"]
 
 
-def test_the_command_is_told_where(server: Any) -> None:
+def test_the_command_is_told_where(server: Served) -> None:
     """Neither place, or both, is an error with the remedy."""
     for words in ([], ["--store", str(server.path), "--url", server.url]):
         result = CliRunner().invoke(command, ["tail", *words])

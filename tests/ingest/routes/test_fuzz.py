@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from tests.fakes.clients import streamed
 from tests.fakes.clients.openapi_schema import openapi
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.store.fold.trajectory import Trajectory
 
@@ -27,7 +29,7 @@ NAMES = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that says Hello, to bodies that are not too large."""
     return played(max_body_mb=1)
 
@@ -106,7 +108,7 @@ def _check_recorded(proxy: Any, reply: Any, kind: str) -> None:
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-def test_no_request_is_a_fault(proxy: Any, name: str, mode: GenerationMode, data: Any) -> None:
+def test_no_request_is_a_fault(proxy: InProcess, name: str, mode: GenerationMode, data: Any) -> None:
     """Each is answered, or refused in the API's own form; never a 500."""
     operation = OPERATIONS[name]
     case = data.draw(operation.as_strategy(generation_mode=mode))
@@ -139,7 +141,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", streamed.KINDS)
 @given(data=st.data(), value=JSON)
 @settings(max_examples=50, database=None, suppress_health_check=list(HealthCheck))
-def test_anything_anywhere_in_a_sound_body(proxy: Any, kind: str, data: Any, value: Any) -> None:
+def test_anything_anywhere_in_a_sound_body(proxy: InProcess, kind: str, data: Any, value: Any) -> None:
     """One place of a request that has everything holds any JSON instead."""
     body = json.loads(json.dumps(FULL[kind]))
     place = data.draw(st.sampled_from(_places(body)[1:]), "place")
@@ -153,7 +155,7 @@ def test_anything_anywhere_in_a_sound_body(proxy: Any, kind: str, data: Any, val
 
 @given(raw=st.binary(max_size=60) | JSON.map(_raw), kind=st.sampled_from(streamed.KINDS))
 @settings(max_examples=60, database=None)
-def test_any_bytes_get_a_client_error(proxy: Any, raw: bytes, kind: str) -> None:
+def test_any_bytes_get_a_client_error(proxy: InProcess, raw: bytes, kind: str) -> None:
     """JSON that is no request, and what is no JSON."""
     _check(proxy, proxy.ask(streamed.PATHS[kind], raw), streamed.PATHS[kind])
 
@@ -239,14 +241,14 @@ FULL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", streamed.KINDS)
-def test_the_sound_bodies_are_answered(proxy: Any, kind: str) -> None:
+def test_the_sound_bodies_are_answered(proxy: InProcess, kind: str) -> None:
     """What the tests above change is a request that goes through."""
     reply = proxy.ask(f"/t/sound{streamed.PATHS[kind]}", FULL[kind])
     assert reply.status == 200, reply.data
     _check(proxy, reply, streamed.PATHS[kind])
 
 
-def test_most_drawn_requests_reach_deep(proxy: Any) -> None:
+def test_most_drawn_requests_reach_deep(proxy: InProcess) -> None:
     """The schema is near enough: some of what it draws is answered by every endpoint."""
     before = proxy.trajectories()
     found = {t.requested.wire["endpoint"] for one in before.values() for t in one.turns.values()}

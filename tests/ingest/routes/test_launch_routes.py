@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook import store as rb
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
@@ -45,14 +48,14 @@ LAUNCHER = {"authorization": "Bearer the-launchers-key"}
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with a writer's key."""
     key = Key("launching", Role.writer, digest_of("the-launchers-key"))
     return played(keys=Keys([key]))
 
 
 @pytest.fixture
-def name(proxy: Any, request: pytest.FixtureRequest) -> str:
+def name(proxy: InProcess, request: pytest.FixtureRequest) -> str:
     """A trajectory of the test's own, with a slash in its name."""
     made = f"runs/{request.node.name}"
     assert proxy.ask("/v1/trajectories", {"id": made}, headers=LAUNCHER).status == 201
@@ -77,7 +80,7 @@ def _told(proxy: Any, name: str) -> list[Any]:
     return [e.record for e in proxy.store.events_about([trajectory_id]) if isinstance(e.record, kinds)]
 
 
-def test_a_launch_from_its_start_to_its_end(proxy: Any, name: str) -> None:
+def test_a_launch_from_its_start_to_its_end(proxy: InProcess, name: str) -> None:
     """What was sent is in the log, and who sent it; after the trajectory's finish too."""
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
     status, said = _say(proxy, name, "", START)
@@ -104,7 +107,7 @@ def test_a_launch_from_its_start_to_its_end(proxy: Any, name: str) -> None:
         assert connection.execute(query, [name]).fetchall() == [("l-1", "agent_error", 3, 1, 2)]
 
 
-def test_how_far_rollouts_are(proxy: Any, name: str) -> None:
+def test_how_far_rollouts_are(proxy: InProcess, name: str) -> None:
     """Each place with its last attempt, and the cut that this is of; of other rollouts there is nothing."""
     rollout = name.replace("/", ".")
     assert _say(proxy, name, "", START | {"rollout": rollout})[0] == 201
@@ -122,7 +125,7 @@ def test_how_far_rollouts_are(proxy: Any, name: str) -> None:
 
 
 def test_the_log_is_read_only_of_what_was_not_opened_here(
-    proxy: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    proxy: InProcess, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By this route, that is: each thing is said once all the same."""
     read: list[Any] = []
@@ -142,7 +145,7 @@ def test_the_log_is_read_only_of_what_was_not_opened_here(
         read.clear()
 
 
-def test_the_proxy_gives_an_id_where_none_is_sent(proxy: Any, name: str) -> None:
+def test_the_proxy_gives_an_id_where_none_is_sent(proxy: InProcess, name: str) -> None:
     """Another each time; it names the launch."""
     body = {k: v for k, v in START.items() if k not in ("launch_id", "clocks", "isolation")}
     (first, one), (second, other) = (_say(proxy, name, "", body) for _ in range(2))
@@ -156,7 +159,7 @@ def test_the_proxy_gives_an_id_where_none_is_sent(proxy: Any, name: str) -> None
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_what_is_repeated_is_recorded_once(proxy: Any, name: str, at_once: bool) -> None:
+def test_what_is_repeated_is_recorded_once(proxy: InProcess, name: str, at_once: bool) -> None:
     """One after the other and at the same time: 200, and the event that says so already."""
     for rest, body in (("", START), ("/l-1/end", END), ("/l-1/leaks", LEAKS)):
         path = f"/v1/trajectories/{name}/launches{rest}"
@@ -176,7 +179,7 @@ def test_what_is_repeated_is_recorded_once(proxy: Any, name: str, at_once: bool)
     assert _say(proxy, name, "/l-1/leaks", other)[0] == 201
 
 
-def test_what_does_not_fit_is_refused(proxy: Any, name: str) -> None:
+def test_what_does_not_fit_is_refused(proxy: InProcess, name: str) -> None:
     """Each with what it is about, what is wrong, and what to do; nothing is recorded of it."""
     where = f"launch 'l-1' of trajectory {name!r}"
     for rest, body in (("/l-1/end", END), ("/l-1/leaks", LEAKS)):
@@ -202,7 +205,7 @@ def test_what_does_not_fit_is_refused(proxy: Any, name: str) -> None:
     assert [type(record) for record in _told(proxy, name)] == [LaunchStarted, LaunchEnded]
 
 
-def test_another_trajectorys_launch_is_another(proxy: Any, name: str) -> None:
+def test_another_trajectorys_launch_is_another(proxy: InProcess, name: str) -> None:
     """An id is unique in its trajectory alone."""
     proxy.ask("/v1/trajectories", {"id": f"{name}/2"}, headers=LAUNCHER)
     assert _say(proxy, name, "", START)[0] == 201
@@ -228,14 +231,14 @@ def test_another_trajectorys_launch_is_another(proxy: Any, name: str) -> None:
         ("/l-1/leaks", LEAKS | {"found": "later"}, "found"),
     ],
 )
-def test_a_body_that_is_none(proxy: Any, rest: str, body: Any, where: str) -> None:
+def test_a_body_that_is_none(proxy: InProcess, rest: str, body: Any, where: str) -> None:
     """400, naming the field."""
     status, code, message = _refused(proxy, "any", rest, body)
     assert (status, code) == (400, "bad_request")
     assert message.startswith(where)
 
 
-def test_secrets_are_not_recorded(proxy: Any, name: str) -> None:
+def test_secrets_are_not_recorded(proxy: InProcess, name: str) -> None:
     """Of a command line, of a reason; an id is none, and to repeat it is still to repeat it."""
     key = "sk-ant-api03-" + "a1B2" * 12
     launch_id = "AKIAIOSFODNN7EXAMPLE"
@@ -251,7 +254,7 @@ def test_secrets_are_not_recorded(proxy: Any, name: str) -> None:
     assert "[secret:" in ended.why
 
 
-def test_an_agent_cannot_speak_for_its_launcher(proxy: Any, name: str) -> None:
+def test_an_agent_cannot_speak_for_its_launcher(proxy: InProcess, name: str) -> None:
     """The key that it is given opens none of these routes, for its own trajectory neither."""
     assert _say(proxy, name, "", START)[0] == 201
     key = trajectory_key(name, "default", store_secret(proxy.store.path, "trajectory keys"))
@@ -266,7 +269,9 @@ def test_an_agent_cannot_speak_for_its_launcher(proxy: Any, name: str) -> None:
     assert len(_told(proxy, name)) == 1
 
 
-def test_of_what_retention_dropped_there_is_no_launch(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_retention_dropped_there_is_no_launch(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name is known still, its events are not there."""
     name, asked = "dropped", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     assert proxy.ask(f"/t/{name}/v1/chat/completions", asked, headers=LAUNCHER).status == 200
@@ -276,7 +281,7 @@ def test_of_what_retention_dropped_there_is_no_launch(proxy: Any, monkeypatch: p
     assert _told(proxy, name) == []
 
 
-def test_another_proxys_trajectory(proxy: Any, chat: Any, tmp_path: Any) -> None:
+def test_another_proxys_trajectory(proxy: Any, chat: Any, tmp_path: Path) -> None:
     """One that another proxy still writes, or has finished; its launch goes to this one's lane."""
     log = rb.open(tmp_path / "store", create=True)
     with log.writer("elsewhere") as writer:

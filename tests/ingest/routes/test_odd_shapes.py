@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 NUMBERS = itertools.count()
 MARK = re.compile(r"q\d+q")
@@ -19,7 +21,7 @@ TEMPLATES = ("chatml", "rewriting", "hides_content")
 
 
 @pytest.fixture(scope="module")
-def proxies(played: Any) -> Any:
+def proxies(played: Callable[..., InProcess]) -> Any:
     """Proxies that say Hello, by their template."""
     return {name: played(max_body_mb=1, template=name) for name in TEMPLATES}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
 from starlette.routing import Route
 from tests.fakes.clients.streamed import PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.ingest.access import OTHERWISE, ROUTES, RULES
@@ -32,7 +34,7 @@ def made_keys() -> Keys:
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with a key of each role."""
     return played(keys=made_keys())
 
@@ -89,7 +91,7 @@ REFUSALS = ("not_permitted", "other_trajectory", "invalid_api_key")
 
 @pytest.mark.parametrize("who", [*ROLES, "trajectory"])
 @pytest.mark.parametrize(("method", "path"), MATRIX)
-def test_each_role_at_each_route(proxy: Any, method: str, path: str, who: str) -> None:
+def test_each_role_at_each_route(proxy: InProcess, method: str, path: str, who: str) -> None:
     """403 with the roles that may, or whatever the route says; the body is no matter, and may be wrong."""
     reply = proxy.ask(path, {"id": "x"}, headers=_sent(proxy, who), method=method)
     code = _code(reply)
@@ -108,7 +110,7 @@ def _code(reply: Any) -> str | None:
         return None
 
 
-def test_every_route_has_a_ROUTES_its_own(proxy: Any) -> None:
+def test_every_route_has_a_ROUTES_its_own(proxy: InProcess) -> None:
     """A route that is added without one is an operator's alone; here none is."""
     routes = {
         (m, r.path) for r in proxy.app.routes if isinstance(r, Route) for m in (r.methods or ()) - {"HEAD"}
@@ -134,7 +136,7 @@ def _remark(proxy: Any, who: str, name: str, what: str, **body: Any) -> tuple[in
 
 @pytest.mark.parametrize("what", ["rewards", "labels"])
 @pytest.mark.parametrize("who", [*ROLES, "trajectory"])
-def test_who_may_reward_and_label(proxy: Any, who: str, what: str) -> None:
+def test_who_may_reward_and_label(proxy: InProcess, who: str, what: str) -> None:
     """An agent speaks for itself, until the end; a judge never as the agent; a reader not at all."""
     name = f"remarks-{who}-{what}"
     proxy.ask("/v1/trajectories", {"id": name}, headers=_sent(proxy, "writer"))
@@ -157,7 +159,7 @@ def test_who_may_reward_and_label(proxy: Any, who: str, what: str) -> None:
     assert len([r for r in told if r.trajectory_id == opened.trajectory_id]) == expected[who] + ended
 
 
-def test_a_refusal_names_the_key_that_would_do(proxy: Any) -> None:
+def test_a_refusal_names_the_key_that_would_do(proxy: InProcess) -> None:
     """A refusal says which key would do."""
     proxy.ask("/v1/trajectories", {"id": "remedy"}, headers=_sent(proxy, "writer"))
     own = _sent(proxy, "trajectory", "remedy")
@@ -174,7 +176,7 @@ def test_a_refusal_names_the_key_that_would_do(proxy: Any) -> None:
     assert refused["message"] == "the key 'judge-1' is a judge's, and GET /metrics is for: operator, reader"
 
 
-def test_another_proxys_finish_counts(proxy: Any) -> None:
+def test_another_proxys_finish_counts(proxy: InProcess) -> None:
     """The log says that it ended, whatever this proxy has in memory."""
     name = "elsewhere"
     proxy.ask("/v1/trajectories", {"id": name}, headers=_sent(proxy, "writer"))
@@ -183,7 +185,7 @@ def test_another_proxys_finish_counts(proxy: Any) -> None:
     assert _remark(proxy, "trajectory", name, "rewards") == (403, "after_finish")
 
 
-def test_a_judge_sees_the_details_of_nothing(proxy: Any) -> None:
+def test_a_judge_sees_the_details_of_nothing(proxy: InProcess) -> None:
     """/healthz has details for operators and readers."""
     seen = {
         who: len(proxy.ask("/healthz", headers=_sent(proxy, who), method="GET").json) > 1 for who in ROLES
@@ -194,7 +196,7 @@ def test_a_judge_sees_the_details_of_nothing(proxy: Any) -> None:
 # Whose key it was -----------------------------------------------------------------------------------
 
 
-def test_the_log_says_whose_key_it_was(proxy: Any) -> None:
+def test_the_log_says_whose_key_it_was(proxy: InProcess) -> None:
     """Of openings, requests, rewards, labels, ends and cursors; the key itself is nowhere in the store."""
     writer, own = _sent(proxy, "writer"), _sent(proxy, "trajectory", "logged")
     opened = proxy.ask("/v1/trajectories", {"id": "logged"}, headers=writer).json
@@ -223,14 +225,14 @@ def test_the_log_says_whose_key_it_was(proxy: Any) -> None:
     assert not any(secret.encode() in data for secret in SECRETS.values())
 
 
-def test_an_unnamed_request_says_whose_key_it_was(proxy: Any) -> None:
+def test_an_unnamed_request_says_whose_key_it_was(proxy: InProcess) -> None:
     """A quarantined trajectory was opened by somebody too."""
     reply = proxy.ask(CHAT, asked("chat"), headers=_sent(proxy, "writer"))
     name = reply.headers["x-rollbook-quarantined"]
     assert proxy.trajectories()[name].opened.by == "writer-1"
 
 
-def test_without_keys_nobody_is_named(played: Any) -> None:
+def test_without_keys_nobody_is_named(played: Callable[..., InProcess]) -> None:
     """And a plain trajectory key names its trajectory and no more: everybody may do everything."""
     proxy = played()
     own = {"authorization": "Bearer trajectory:a"}

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.fakes.clients import streamed
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook import store
 from rollbook.ingest.routes import calls
@@ -43,13 +44,13 @@ STOPS = st.sampled_from([(), ("STOP",), ("OP", "STOP"), ("l",), ("🎉",), ("</t
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that says what it has at once."""
     engine = proxy.engine
     engine.pace, engine.answer = None, lambda *_: "Hello"
@@ -88,7 +89,9 @@ def _same(kind: str, whole: Any, joined: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_stream_says_what_the_whole_reply_says(proxy: Any, tools: Any, kind: str, data: Any) -> None:
+def test_a_stream_says_what_the_whole_reply_says(
+    proxy: InProcess, tools: list[dict[str, Any]], kind: str, data: Any
+) -> None:
     """Whatever is sampled and however it is cut: texts, reasoning, calls, logprobs, finish and usage."""
     count = data.draw(st.integers(1, 3), "choices") if kind in ("chat", "completions") else 1
     plays = data.draw(st.lists(PLAYS, min_size=count, max_size=count), "plays")
@@ -117,7 +120,7 @@ def test_a_stream_says_what_the_whole_reply_says(proxy: Any, tools: Any, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_is_server_sent_events(proxy: Any, kind: str) -> None:
+def test_a_stream_is_server_sent_events(proxy: InProcess, kind: str) -> None:
     """Its headers keep caches and buffers away; it names its trajectory and its turn; whole pieces only."""
     proxy.engine.answer = lambda *_: "🎉 four"
     reply = proxy.ask(f"/t/framed-{kind}{PATHS[kind]}", asked(kind, stream=True))
@@ -137,7 +140,7 @@ def test_a_stream_is_server_sent_events(proxy: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_comes_as_it_is_sampled(proxy: Any, kind: str) -> None:
+def test_text_comes_as_it_is_sampled(proxy: InProcess, kind: str) -> None:
     """Each token that completes a character goes out before the next one is sampled."""
     engine = proxy.engine
     engine.answer, engine.pace = lambda *_: "Hé🎉!", asyncio.Semaphore(0)
@@ -168,7 +171,7 @@ def test_text_comes_as_it_is_sampled(proxy: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("usage", [None, {}, {"include_usage": False}, {"include_usage": True}])
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_usage_comes_only_if_it_is_asked_for(proxy: Any, kind: str, usage: Any) -> None:
+def test_usage_comes_only_if_it_is_asked_for(proxy: InProcess, kind: str, usage: Any) -> None:
     """As the last chunk before the terminator, with no choices; else nowhere."""
     options = {} if usage is None else {"stream_options": usage}
     reply = proxy.ask(f"/t/u{next(NAMES)}{PATHS[kind]}", asked(kind, stream=True, **options))
@@ -204,7 +207,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_end_waits_for_the_disk(proxy: Any, slow_disk: threading.Event, kind: str) -> None:
+def test_the_end_waits_for_the_disk(proxy: InProcess, slow_disk: threading.Event, kind: str) -> None:
     """All the text is out; finish, usage and terminator come when the turn is durable and not before."""
     name = f"slow-{kind}"
 
@@ -227,7 +230,7 @@ def test_the_end_waits_for_the_disk(proxy: Any, slow_disk: threading.Event, kind
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_that_cannot_be_recorded_has_no_end(
-    played: Any, monkeypatch: pytest.MonkeyPatch, kind: str, stream: bool
+    played: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch, kind: str, stream: bool
 ) -> None:
     """The client is told of the error in its API's form, sees no terminator, and the log holds no turn."""
     proxy = played()
@@ -309,7 +312,7 @@ def test_siblings_all_come_to_an_end_when_one_fails(proxy: Any, kind: str) -> No
 
 
 @pytest.fixture
-def anxious(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def anxious(proxy: InProcess, monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """A proxy that keeps connections alive every few hundredths of a second."""
     for silence in ("STREAM_SILENCE_S", "WHOLE_SILENCE_S"):
         monkeypatch.setattr(calls, silence, 0.03)
@@ -317,7 +320,7 @@ def anxious(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_is_kept_alive(anxious: Any, kind: str) -> None:
+def test_a_stream_is_kept_alive(anxious: InProcess, kind: str) -> None:
     """Comments, or Anthropic's pings, before the first token and between; the reply is as without them."""
     mark = b"event: ping" if kind == "messages" else b": keep-alive\n\n"
     engine = anxious.engine
@@ -341,7 +344,7 @@ def test_a_stream_is_kept_alive(anxious: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_reply_is_kept_alive_by_spaces(anxious: Any, kind: str) -> None:
+def test_a_whole_reply_is_kept_alive_by_spaces(anxious: InProcess, kind: str) -> None:
     """They come before the JSON, which is as it would be."""
     engine = anxious.engine
     engine.answer, engine.pace = lambda *_: "Hello", asyncio.Semaphore(0)
@@ -364,7 +367,7 @@ def test_a_whole_reply_is_kept_alive_by_spaces(anxious: Any, kind: str) -> None:
     assert turn.delivered == "sent"
 
 
-def test_a_failure_after_the_spaces_ends_the_connection(anxious: Any) -> None:
+def test_a_failure_after_the_spaces_ends_the_connection(anxious: InProcess) -> None:
     """No status can tell any more, and a reply that looks whole must not: so the body has no end."""
     engine = anxious.engine
 

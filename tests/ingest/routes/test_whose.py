@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import orjson
 import pytest
 from fastapi import Depends, FastAPI, Request
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge.errors import add_error_replies
 from rollbook.ingest.cluster.aggregate import only_for
@@ -33,7 +35,7 @@ def test_what_is_wanted_and_what_is_there() -> None:
         assert Whose.of_header(one.header) == one
 
 
-def test_it_says_and_proves_whose_it_is(played: Any) -> None:
+def test_it_says_and_proves_whose_it_is(played: Callable[..., InProcess]) -> None:
     """The proof is of the word that was sent, and cannot be made without the store's secret."""
     proxy = played()
     reply = proxy.run(proxy.client.get("/healthz", headers={ASKS: "a word"}))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
 from tests.fakes.engines.played import PlayedEngine
+from tests.fakes.proxies.in_process import InProcess
 from tests.fakes.proxies.settings import MIB
 from tests.fakes.stories.training import RUN, answered, begins, committed, dropped, opened, planned
 
@@ -17,6 +19,7 @@ from rollbook import store
 from rollbook.engines.fleet import Fleet
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.serve.follow import Follower
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Record, SyncFinished, TrajectoryFinished
@@ -98,7 +101,7 @@ def test_held_and_let_in_by_a_step(proxy: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_held_too_long_is_told_to_come_again(proxy: Any, kind: str) -> None:
+def test_who_is_held_too_long_is_told_to_come_again(proxy: InProcess, kind: str) -> None:
     """503, worth trying again in a while; nothing of it is in the log."""
 
     async def scenario() -> Any:
@@ -119,7 +122,7 @@ def test_who_is_held_too_long_is_told_to_come_again(proxy: Any, kind: str) -> No
     assert not gate(proxy)._reserved
 
 
-def test_who_is_held_when_the_proxy_ends(proxy: Any) -> None:
+def test_who_is_held_when_the_proxy_ends(proxy: InProcess) -> None:
     """503 at once, and whoever comes then; there is nothing of them in the log."""
 
     async def scenario() -> Any:
@@ -143,7 +146,7 @@ def gate(proxy: Any) -> Any:
     return proxy.recorder.on_unopened.__self__
 
 
-def test_who_is_never_held(proxy: Any) -> None:
+def test_who_is_never_held(proxy: InProcess) -> None:
     """Evaluations, unnamed traffic, what is in no group, what is open already, and the rest of a group."""
 
     async def scenario() -> Any:
@@ -161,7 +164,7 @@ def test_who_is_never_held(proxy: Any) -> None:
     assert proxy.run(scenario()) == [200, 200, 200, 200, 200, 201, 200]
 
 
-def test_without_admission_nothing_is_held(played: Any) -> None:
+def test_without_admission_nothing_is_held(played: Callable[..., InProcess]) -> None:
     """As its options say."""
     proxy = played(admission=False)
     trainer = Trainer(proxy.store)
@@ -196,7 +199,7 @@ def test_a_client_that_leaves_while_it_is_held_opens_nothing(proxy: Any, path: s
     assert names(proxy) == {"a", "c"}
 
 
-def test_a_request_that_is_refused_gives_its_place_back(proxy: Any) -> None:
+def test_a_request_that_is_refused_gives_its_place_back(proxy: InProcess) -> None:
     """Nothing of it is in the log, so that nothing else would."""
 
     async def scenario() -> Any:
@@ -230,7 +233,7 @@ def test_two_first_requests_at_once_are_one_trajectory(proxy: Any) -> None:
     assert len(proxy.trajectories()["b"].turns) == 2
 
 
-def test_who_is_held_keeps_nobody_from_finishing(played: Any) -> None:
+def test_who_is_held_keeps_nobody_from_finishing(played: Callable[..., InProcess]) -> None:
     """Held requests are none of those that may run at once; their bodies take no more room than they need."""
     proxy = played(max_running=2, max_body_mb=1000 / MIB, max_bodies_mb=2500 / MIB)
     proxy.engine.version = None
@@ -254,7 +257,11 @@ def test_who_is_held_keeps_nobody_from_finishing(played: Any) -> None:
     trainer.writer.close()
 
 
-def test_a_sync_lets_in(played: Any, in_process: Any, chat: Any) -> None:
+def test_a_sync_lets_in(
+    played: Callable[..., InProcess],
+    in_process: Callable[..., InProcess],
+    chat: Callable[[str], ChatTokenizer],
+) -> None:
     """Engines that serve an older version leave less room; a sync makes it, with no other event."""
     engine = PlayedEngine(chat("chatml"))
     engine.version = 0
@@ -274,7 +281,7 @@ def test_a_sync_lets_in(played: Any, in_process: Any, chat: Any) -> None:
 
 
 @pytest.mark.parametrize("lane", ["train", "a-trainer"])
-def test_after_a_restart_it_is_as_the_log_says(played: Any, lane: str) -> None:
+def test_after_a_restart_it_is_as_the_log_says(played: Callable[..., InProcess], lane: str) -> None:
     """What began, ended, was used or lost counts as before, whichever lane is read first."""
     proxy = played()
     trainer, other = Trainer(proxy.store, lane), Trainer(proxy.store, "another-proxy")
@@ -318,7 +325,7 @@ def test_a_trainer_that_is_done_holds_nobody(proxy: Any) -> None:
 # The follower itself ------------------------------------------------------------------------------
 
 
-def test_it_hands_over_each_event_of_the_others_once(tmp_path: Any) -> None:
+def test_it_hands_over_each_event_of_the_others_once(tmp_path: Path) -> None:
     """In order, from where the reader was, without its own lane; and it ends when it is told to."""
     log = store.open(tmp_path / "store", create=True)
     mine, other = Trainer(log, "mine"), Trainer(log, "other")
@@ -343,7 +350,7 @@ def test_it_hands_over_each_event_of_the_others_once(tmp_path: Any) -> None:
     assert [e.record.name for e in got if e.lane != "other"] == ["new"]
 
 
-def test_it_rests_while_nothing_comes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_rests_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its own lane holds: that is nothing to read."""
     log = store.open(tmp_path / "store", create=True)
     Trainer(log, "mine").tells(opened("a"), opened("b"))
@@ -368,7 +375,7 @@ def test_it_rests_while_nothing_comes(tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert 1 <= polls.count(log.path) <= 10, "the proxies of other tests follow their own stores"
 
 
-def test_it_says_why_it_can_follow_no_more(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_why_it_can_follow_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and it ends."""
     log = store.open(tmp_path / "store", create=True)
     said: list[str | None] = []
@@ -390,7 +397,7 @@ def test_it_says_why_it_can_follow_no_more(tmp_path: Any, monkeypatch: pytest.Mo
 
 
 def test_what_cannot_be_read_for_a_while_is_followed_again(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
     monkeypatch.setattr("rollbook.ingest.serve.follow.RETRY_S", 0.01)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 
@@ -48,7 +50,9 @@ def _turns(served: Any) -> dict[str, Any]:
     return {row[0]: row[1:] for row in rows.fetchall()}
 
 
-def test_no_reply_is_lost_and_open_trajectories_go_on(serve: Any, text_model: Any, script: Any) -> None:
+def test_no_reply_is_lost_and_open_trajectories_go_on(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """Over several kills: each received reply is in `turns` as received, and the next turn extends it."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
     served = serve("--model", str(text_model("chatml")), *arguments)
@@ -94,7 +98,9 @@ def test_no_reply_is_lost_and_open_trajectories_go_on(serve: Any, text_model: An
     served.stop()
 
 
-def test_a_termination_ends_it_orderly(serve: Any, text_model: Any, script: Any) -> None:
+def test_a_termination_ends_it_orderly(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """SIGTERM, as service managers send it: what was noted is in the log, and the sealer has ended too."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
     served = serve("--model", str(text_model("chatml")), *arguments)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
@@ -15,6 +16,8 @@ from uuid import uuid4
 import httpx
 import openai
 import pytest
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.engines.scripted import ScriptedEngine
@@ -22,6 +25,7 @@ from rollbook.ingest.fields import OpenTrajectory
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import TrajectoryOpened, TurnDelivered
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -30,7 +34,7 @@ USER = {"role": "user", "content": "Hello"}
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -43,14 +47,14 @@ def name() -> str:
 
 
 @pytest.fixture
-def client(server: Any, name: str) -> Iterator[openai.OpenAI]:
+def client(server: Served, name: str) -> Iterator[openai.OpenAI]:
     """The openai SDK, where only base_url was changed."""
     with openai.OpenAI(base_url=f"{server.url}/t/{name}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
 
 
 @pytest.fixture(scope="module")
-def http(server: Any) -> Iterator[httpx.Client]:
+def http(server: Served) -> Iterator[httpx.Client]:
     """Plain HTTP to the server."""
     with httpx.Client(base_url=server.url, timeout=30) as raw:
         yield raw
@@ -75,7 +79,7 @@ def _finish(http: httpx.Client, name: str, **body: Any) -> httpx.Response:
 # What a client gets ---------------------------------------------------------------------------------
 
 
-def test_a_reply_has_openais_shape(client: openai.OpenAI, server: Any, name: str) -> None:
+def test_a_reply_has_openais_shape(client: openai.OpenAI, server: Served, name: str) -> None:
     """Every field of a chat completion is there, as the SDK's own types read it."""
     before = int(time.time())
     raw = client.chat.completions.with_raw_response.create(model="gpt-x", messages=[USER])
@@ -101,7 +105,7 @@ def test_a_reply_has_openais_shape(client: openai.OpenAI, server: Any, name: str
     assert "x-rollbook-policy-version" not in raw.headers
 
 
-def test_an_agents_loop_is_one_path(client: openai.OpenAI, server: Any, name: str, tools: Any) -> None:
+def test_an_agents_loop_is_one_path(client: openai.OpenAI, server: Served, name: str, tools: Any) -> None:
     """The SDK's own messages, appended as agents do, extend turn by turn; calls say tool_calls."""
     messages: list[Any] = [{"role": "user", "content": "call two"}]
     first = client.chat.completions.create(model="m", messages=messages, tools=tools)
@@ -122,7 +126,7 @@ def test_an_agents_loop_is_one_path(client: openai.OpenAI, server: Any, name: st
     assert trajectory.messages(two)[1]["tool_calls"][0]["id"] == message.tool_calls[0].id
 
 
-def test_the_header_names_a_trajectory_too(http: httpx.Client, server: Any, name: str) -> None:
+def test_the_header_names_a_trajectory_too(http: httpx.Client, server: Served, name: str) -> None:
     """Path and header are two ways to name it; both reach one trajectory."""
     headers = {"X-Rollbook-Trajectory": name}
     by_header = http.post("/v1/chat/completions", json={"messages": [USER]}, headers=headers)
@@ -147,7 +151,7 @@ def test_two_names_in_one_request_conflict(http: httpx.Client, name: str) -> Non
     assert _finish(http, "other-" + name).status_code == 404
 
 
-def test_a_request_that_names_none_is_quarantined(http: httpx.Client, server: Any) -> None:
+def test_a_request_that_names_none_is_quarantined(http: httpx.Client, server: Served) -> None:
     """It is answered and kept, each conversation apart, in a split that is never trained."""
     asked = {"role": "user", "content": "who am I?"}
     first = http.post("/v1/chat/completions", json={"messages": [asked]})
@@ -161,7 +165,7 @@ def test_a_request_that_names_none_is_quarantined(http: httpx.Client, server: An
 
 
 @pytest.mark.parametrize("model", ["gpt-4o-mini", "org/Модель:7b", "", None])
-def test_any_model_name_is_kept(http: httpx.Client, server: Any, name: str, model: str | None) -> None:
+def test_any_model_name_is_kept(http: httpx.Client, server: Served, name: str, model: str | None) -> None:
     """Agents name their models; the name is recorded and not judged."""
     answer = _chat(http, name, USER, model=model)
     assert answer.json()["model"] == (model or "rollbook")
@@ -169,7 +173,7 @@ def test_any_model_name_is_kept(http: httpx.Client, server: Any, name: str, mode
 
 
 def test_headers_of_the_first_request_describe_the_trajectory(
-    http: httpx.Client, server: Any, name: str
+    http: httpx.Client, server: Served, name: str
 ) -> None:
     """Group, task and split are taken from the request that opens it."""
     headers = {"X-Rollbook-Group": "g1", "X-Rollbook-Task": "sum", "X-Rollbook-Split": "eval"}
@@ -186,7 +190,7 @@ def test_an_unknown_split_is_refused(http: httpx.Client, name: str) -> None:
     assert _finish(http, name).status_code == 404
 
 
-def test_fields_the_engine_cannot_honour_are_told(http: httpx.Client, server: Any, name: str) -> None:
+def test_fields_the_engine_cannot_honour_are_told(http: httpx.Client, server: Served, name: str) -> None:
     """They are accepted, recorded as not honoured and named in a header that holds whatever they hold."""
     shape = {"type": "json_object"}
     odd = {"top_p": 0.5, "temperature": 0.1, "response_format": shape, "поле\r\nX: 1": 2, "a,b": 1}
@@ -241,7 +245,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_400_and_records_no_turn(
-    http: httpx.Client, server: Any, name: str, case: str
+    http: httpx.Client, server: Served, name: str, case: str
 ) -> None:
     """Each is told apart by its code, must not be retried, and leaves no half-recorded turn."""
     body, code = BAD[case]
@@ -255,7 +259,7 @@ def test_bad_input_is_a_400_and_records_no_turn(
     assert _sql(server, f"select {', '.join(counts)}", name, name) == [(0, 0)]
 
 
-def test_a_name_may_hold_slashes(http: httpx.Client, server: Any, name: str) -> None:
+def test_a_name_may_hold_slashes(http: httpx.Client, server: Served, name: str) -> None:
     """Task names such as `org/repo/7` work in every route."""
     path = f"{name}/repo/7"
     assert http.post(f"/t/{path}/v1/chat/completions", json={"messages": [USER]}).status_code == 200
@@ -273,7 +277,7 @@ def test_arguments_that_spell_half_a_surrogate_are_a_400(http: httpx.Client, nam
 # Opening and finishing ------------------------------------------------------------------------------
 
 
-def test_a_trajectory_is_opened_by_itself(http: httpx.Client, server: Any, name: str) -> None:
+def test_a_trajectory_is_opened_by_itself(http: httpx.Client, server: Served, name: str) -> None:
     """POST /v1/trajectories is 201 and durable; the name is then taken."""
     body = {"id": name, "group": "g", "task": "t", "split": "teacher", "labels": {"k": [1, "é"]}}
     answer = http.post("/v1/trajectories", json=body)
@@ -304,7 +308,7 @@ def test_a_bad_opening_is_a_400(http: httpx.Client, body: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
 
 
-def test_finishing_records_outcome_and_rewards(http: httpx.Client, server: Any, name: str) -> None:
+def test_finishing_records_outcome_and_rewards(http: httpx.Client, server: Served, name: str) -> None:
     """Reward, success, status and a reward per turn, in turn order."""
     first = _chat(http, name, USER).json()["choices"][0]["message"]
     _chat(http, name, USER, first, USER)
@@ -317,7 +321,7 @@ def test_finishing_records_outcome_and_rewards(http: httpx.Client, server: Any, 
     assert rows == [("truncated", False, 0.5, 2)]
 
 
-def test_turn_rewards_by_response_id(http: httpx.Client, server: Any, name: str) -> None:
+def test_turn_rewards_by_response_id(http: httpx.Client, server: Served, name: str) -> None:
     """An object names turns by the ids of their responses; the others have no reward."""
     ids = [_chat(http, name, {"role": "user", "content": str(i)}).json()["id"] for i in range(3)]
     assert _finish(http, name, turn_rewards={ids[2]: 3.0, ids[0]: 1.0}).status_code == 200
@@ -329,7 +333,7 @@ def _reward(http: httpx.Client, name: str, **body: Any) -> httpx.Response:
     return http.post(f"/v1/trajectories/{name}/rewards", json=body)
 
 
-def test_rewards_come_at_any_time(http: httpx.Client, server: Any, name: str) -> None:
+def test_rewards_come_at_any_time(http: httpx.Client, server: Served, name: str) -> None:
     """Before the end and after it, for the trajectory and for a turn, from the agent and from a judge."""
     reply = _chat(http, name, USER).json()["id"]
     early = _reward(http, name, reward=0.25, turn=reply)
@@ -354,7 +358,7 @@ def test_rewards_come_at_any_time(http: httpx.Client, server: Any, name: str) ->
     ]
 
 
-def test_a_reward_takes_the_place_of_an_earlier_one(http: httpx.Client, server: Any, name: str) -> None:
+def test_a_reward_takes_the_place_of_an_earlier_one(http: httpx.Client, server: Served, name: str) -> None:
     """The earlier one stays in the log, superseded; as of an earlier cut it still counts."""
     _chat(http, name, USER)
     first = _reward(http, name, reward=1.0).json()["event_id"]
@@ -368,7 +372,7 @@ def test_a_reward_takes_the_place_of_an_earlier_one(http: httpx.Client, server: 
     assert then == [(1.0, False)]
 
 
-def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Any, name: str) -> None:
+def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Served, name: str) -> None:
     """Whom, what and which: each with a code that says what is wrong, and nothing is recorded."""
     _chat(http, name, USER)
     given = _reward(http, name, reward=1.0).json()["event_id"]
@@ -393,7 +397,7 @@ def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Any, 
     assert [r.reward for _, r in _trajectory(server, name).rewards] == [1.0]
 
 
-def test_preferences_between_trajectories(http: httpx.Client, server: Any, name: str) -> None:
+def test_preferences_between_trajectories(http: httpx.Client, server: Served, name: str) -> None:
     """By name, at any time; what does not fit is refused with a code, and nothing is recorded."""
     other = f"{name}-other"
     for one in (name, other):
@@ -424,7 +428,7 @@ def test_preferences_between_trajectories(http: httpx.Client, server: Any, name:
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 2.0, 3.0], {"chatcmpl-no": 1.0}, {"": 1.0}])
 def test_rewards_that_do_not_fit_are_422_and_finish_nothing(
-    http: httpx.Client, server: Any, name: str, rewards: Any
+    http: httpx.Client, server: Served, name: str, rewards: Any
 ) -> None:
     """A wrong number of rewards, or one for a reply that is not of this trajectory."""
     reply = _chat(http, name, USER).json()["choices"][0]["message"]
@@ -457,7 +461,7 @@ def test_a_finish_that_means_nothing_is_a_400(http: httpx.Client, name: str, raw
     assert _finish(http, name, reward=1).status_code == 200
 
 
-def test_what_is_finished_stays_finished(http: httpx.Client, server: Any, name: str) -> None:
+def test_what_is_finished_stays_finished(http: httpx.Client, server: Served, name: str) -> None:
     """Unknown is 404; a second finish and further turns are 409, not to be retried."""
     unknown = _finish(http, name)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_trajectory")
@@ -470,7 +474,7 @@ def test_what_is_finished_stays_finished(http: httpx.Client, server: Any, name: 
     assert len(_trajectory(server, name).turns) == 1
 
 
-def test_the_sdks_own_errors_come_out(client: openai.OpenAI, server: Any, name: str) -> None:
+def test_the_sdks_own_errors_come_out(client: openai.OpenAI, server: Served, name: str) -> None:
     """Status and code reach agents as the SDK's error classes, without a retry."""
     patient = client.with_options(max_retries=5)
     with pytest.raises(openai.BadRequestError, match="nothing is left to answer") as bad:
@@ -495,7 +499,7 @@ def test_the_sdks_own_errors_come_out(client: openai.OpenAI, server: Any, name: 
 
 
 def test_concurrent_requests_become_siblings_in_the_order_asked(
-    http: httpx.Client, server: Any, name: str
+    http: httpx.Client, server: Served, name: str
 ) -> None:
     """Two requests at once share a parent; rewards by list go by when turns were asked for."""
     reply = _chat(http, name, USER).json()["choices"][0]["message"]
@@ -515,7 +519,7 @@ def test_concurrent_requests_become_siblings_in_the_order_asked(
     assert [trajectory.reward(turn_id=t.turn_id) for t in (first, slow, fast)] == [0.0, 1.0, 2.0]
 
 
-def test_finishing_while_a_request_runs_is_a_409(http: httpx.Client, server: Any, name: str) -> None:
+def test_finishing_while_a_request_runs_is_a_409(http: httpx.Client, server: Served, name: str) -> None:
     """A trajectory that still answers cannot end; once it has answered, it can."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_chat, http, name, {"role": "user", "content": "sleep 0.6"})
@@ -528,7 +532,7 @@ def test_finishing_while_a_request_runs_is_a_409(http: httpx.Client, server: Any
     assert turn.delivered == "sent"
 
 
-def test_a_client_that_left_is_not_marked_delivered(http: httpx.Client, server: Any, name: str) -> None:
+def test_a_client_that_left_is_not_marked_delivered(http: httpx.Client, server: Served, name: str) -> None:
     """A reply nobody took is kept, but its delivery stays uncertain; the trajectory can still finish."""
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.2) as hasty:
         _chat(hasty, name, {"role": "user", "content": "sleep 0.5"})
@@ -539,7 +543,7 @@ def test_a_client_that_left_is_not_marked_delivered(http: httpx.Client, server: 
     assert turn.delivered is None
 
 
-def test_health_names_run_lane_and_engine(http: httpx.Client, server: Any) -> None:
+def test_health_names_run_lane_and_engine(http: httpx.Client, server: Served) -> None:
     """/healthz says what is being recorded, and /engine is not there for a script."""
     assert http.get("/healthz").json() == {
         "status": "ok",
@@ -553,7 +557,9 @@ def test_health_names_run_lane_and_engine(http: httpx.Client, server: Any) -> No
     assert http.get("/engine/health").status_code == 404
 
 
-def test_interrupting_ends_in_order(serve: Any, text_model: Any, script: Any) -> None:
+def test_interrupting_ends_in_order(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path
+) -> None:
     """Ctrl-C stops the server, and all it acknowledged is in the store."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
     one = serve("--model", str(text_model("chatml")), *arguments)
@@ -568,14 +574,16 @@ def test_interrupting_ends_in_order(serve: Any, text_model: Any, script: Any) ->
 
 
 @pytest.fixture
-def proxy(in_process: Any, chat: Any) -> Any:
+def proxy(in_process: Callable[..., InProcess], chat: Any) -> InProcess:
     """An in-process proxy over a script that echoes."""
     return in_process(
         ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat()
     )
 
 
-def test_a_reward_for_what_retention_dropped_is_a_404(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_for_what_retention_dropped_is_a_404(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name is known still, its events are not there: nothing is recorded of it."""
     assert proxy.chat("dropped", USER).status_code == 200
     assert proxy.post("/v1/trajectories/dropped/finish", json={}).status_code == 200
@@ -588,7 +596,7 @@ def test_a_reward_for_what_retention_dropped_is_a_404(proxy: Any, monkeypatch: p
     assert proxy.store.head() == head
 
 
-def test_a_store_that_fails_is_a_503(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_a_503(proxy: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be made durable is never answered with 200; the client is told when to come back."""
     first = proxy.chat("t", USER)
     assert first.status_code == 200
@@ -618,7 +626,7 @@ def test_a_store_that_fails_is_a_503(proxy: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_write_that_fails_on_disk_is_a_503_from_then_on(
-    proxy: Any, monkeypatch: pytest.MonkeyPatch
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a real failed write the lane takes nothing more, and every request says so."""
     import os
@@ -639,7 +647,11 @@ def test_a_write_that_fails_on_disk_is_a_503_from_then_on(
     assert [t.opened.name for t in trajectories] == ["t"]
 
 
-def test_a_reply_waits_for_the_disk(in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_waits_for_the_disk(
+    in_process: Any,
+    chat: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The reply is held back until its turn is durable."""
     import os
 
@@ -667,7 +679,7 @@ def test_a_reply_waits_for_the_disk(in_process: Any, chat: Any, monkeypatch: pyt
     proxy.run(scenario())
 
 
-def test_delivery_is_noted_after_the_turn(proxy: Any) -> None:
+def test_delivery_is_noted_after_the_turn(proxy: InProcess) -> None:
     """turn.delivered follows turn.completed in the lane."""
     proxy.chat("t", USER)
     proxy.settled()
@@ -676,7 +688,9 @@ def test_delivery_is_noted_after_the_turn(proxy: Any) -> None:
     assert isinstance(list(proxy.store.events())[-1].record, TurnDelivered)
 
 
-def test_another_lanes_open_trajectory_is_refused(proxy: Any, chat: Any) -> None:
+def test_another_lanes_open_trajectory_is_refused(
+    proxy: InProcess, chat: Callable[[str], ChatTokenizer]
+) -> None:
     """A trajectory is written by one proxy at a time: another says whose it is."""
     proxy.chat("mine", USER)
     proxy.chat("done", USER)
@@ -706,7 +720,7 @@ def test_a_header_may_not_contradict_the_opening(http: httpx.Client, name: str) 
     assert http.post(path, json=body).status_code == 200
 
 
-def test_header_values_are_utf8(http: httpx.Client, server: Any, name: str) -> None:
+def test_header_values_are_utf8(http: httpx.Client, server: Served, name: str) -> None:
     """A name in a header is the same as in a path, beyond ASCII too."""
     wanted = f"{name}-дом"
     headers = {"X-Rollbook-Trajectory": wanted.encode()}

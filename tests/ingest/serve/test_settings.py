@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rollbook.store.errors import ConfigError
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Any:
+def file(tmp_path: Path) -> Callable[..., Path]:
     """Writes a file of settings."""
 
     def write(text: str) -> Path:
@@ -26,7 +27,7 @@ def file(tmp_path: Path) -> Any:
     return write
 
 
-def test_options_overrule_the_file(file: Any) -> None:
+def test_options_overrule_the_file(file: Callable[..., Path]) -> None:
     """Key by key; what neither says is the default."""
     path = file('store = "runs"\nport = 9\nredact = ["known"]\nhold_s = 5\n[engine_ask]\nlogprobs = true\n')
     settings = load_settings(path, {"port": 10, "engine_url": ["http://one:1"]})
@@ -63,7 +64,7 @@ def test_sizes_and_the_share_of_a_worker() -> None:
         ("port = ", "not TOML"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(file: Any, text: str, said: str) -> None:
+def test_what_cannot_be_meant_is_refused(file: Callable[..., Path], text: str, said: str) -> None:
     """By its key, with the nearest one; and no secret is repeated."""
     with pytest.raises(ConfigError) as refused:
         load_settings(file(f'store = "runs"\n{text}\n'), {})
@@ -71,7 +72,7 @@ def test_what_cannot_be_meant_is_refused(file: Any, text: str, said: str) -> Non
     assert "word" not in str(refused.value)
 
 
-def test_all_that_is_wrong_is_named_at_once(file: Any) -> None:
+def test_all_that_is_wrong_is_named_at_once(file: Callable[..., Path]) -> None:
     """So that one look is enough."""
     with pytest.raises(ConfigError) as refused:
         load_settings(file("prot = 1\nseal = 3\n"), {})

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.trajectories.place import owner_of
@@ -24,13 +26,13 @@ NAMES = [f"task-{number}" for number in range(8)]
 
 
 @pytest.fixture(scope="module")
-def words(text_model: Any, script: Any) -> list[str]:
+def words(text_model: Callable[[str], Path], script: Path) -> list[str]:
     """What a scripted server takes."""
     return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
 
 
 @pytest.fixture(scope="module")
-def served(serve: Any, words: list[str]) -> Any:
+def served(serve: Callable[..., Served], words: list[str]) -> Served:
     """A proxy of two workers."""
     return serve(*words, "--workers", "2", "--trajectory-header", "X-Relax-Trajectory-Id")
 
@@ -66,7 +68,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_each_trajectory_is_in_its_owners_lane(served: Any) -> None:
+def test_each_trajectory_is_in_its_owners_lane(served: Served) -> None:
     """Agents that share connections, and agents with ones of their own: each turn extends the last."""
     shared = httpx.Client(base_url=served.url)
     for turn in range(3):
@@ -93,7 +95,7 @@ def test_each_trajectory_is_in_its_owners_lane(served: Any) -> None:
     assert rows.fetchall() == sorted((n, 3, 2, 3) for own in ("", "own-") for n in (own + x for x in NAMES))
 
 
-def test_whatever_names_a_trajectory(served: Any) -> None:
+def test_whatever_names_a_trajectory(served: Served) -> None:
     """Header, key, hints, a header of another system, an id in a body: each ends up with its owner."""
     client = httpx.Client(base_url=served.url)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -121,7 +123,7 @@ def test_whatever_names_a_trajectory(served: Any) -> None:
     assert all(len(found[name]) == 1 for name in found)
 
 
-def test_what_names_nothing_is_kept_by_one(served: Any) -> None:
+def test_what_names_nothing_is_kept_by_one(served: Served) -> None:
     """A conversation without a name stays one, whichever worker takes its connection."""
     texts: list[str] = []
     for turn in range(4):
@@ -138,7 +140,7 @@ def test_what_names_nothing_is_kept_by_one(served: Any) -> None:
     assert lanes(served.path)[name] == {"serve-0"}
 
 
-def test_responses_go_on_by_their_id(served: Any) -> None:
+def test_responses_go_on_by_their_id(served: Served) -> None:
     """A response that names no trajectory but an earlier one goes on there, and is looked up everywhere."""
     for name in NAMES:
         first = agent(served, f"resp-{name}").responses.create(model="m", input="one")
@@ -155,7 +157,7 @@ def test_responses_go_on_by_their_id(served: Any) -> None:
         again.responses.retrieve("resp_01a2191d-a008-7446-8e11-a26d1d55665c")
 
 
-def test_streams_and_preferences(served: Any) -> None:
+def test_streams_and_preferences(served: Served) -> None:
     """A stream comes from its owner; a preference between trajectories of two owners is recorded once."""
     for name in NAMES:
         stream = agent(served, f"stream-{name}").chat.completions.create(
@@ -170,7 +172,7 @@ def test_streams_and_preferences(served: Any) -> None:
     assert httpx.post(f"{served.url}/v1/preferences", json=body | {"chosen": "none"}).status_code == 404
 
 
-def test_one_page_for_all(served: Any) -> None:
+def test_one_page_for_all(served: Served) -> None:
     """/healthz names each worker, /metrics has each one's series, the events are those of all lanes."""
     say(agent(served, NAMES[0] + "-m"), "hi")
     details = httpx.get(f"{served.url}/healthz").json()
@@ -194,7 +196,7 @@ def test_one_page_for_all(served: Any) -> None:
         assert httpx.put(f"{served.url}/v1/cursors/c", json={"cut": "serve-0=1"}).status_code == 409
 
 
-def test_the_run_is_opened_once(served: Any) -> None:
+def test_the_run_is_opened_once(served: Served) -> None:
     """By the first worker's lane; and the parent's descriptors and threads are few."""
     opened = [e for e in store.open(served.path).events() if isinstance(e.record, RunOpened)]
     assert [event.lane for event in opened] == ["serve-0"]
@@ -203,7 +205,7 @@ def test_the_run_is_opened_once(served: Any) -> None:
 
 @pytest.mark.more_but("3")
 @pytest.mark.parametrize("before", [2, 3])
-def test_another_number_of_workers(serve: Any, words: list[str], before: int) -> None:
+def test_another_number_of_workers(serve: Callable[..., Served], words: list[str], before: int) -> None:
     """What is open goes on with its new owner, who adopts it; names that were used stay used."""
     first = serve(*words, "--workers", str(before), "--no-seal")
     for name in NAMES:
@@ -232,7 +234,7 @@ def test_another_number_of_workers(serve: Any, words: list[str], before: int) ->
     assert len(adopted) == sum(moved) + 2 * len(NAMES[1:])
 
 
-def test_a_termination_ends_all(serve: Any, words: list[str]) -> None:
+def test_a_termination_ends_all(serve: Callable[..., Served], words: list[str]) -> None:
     """SIGTERM to the parent: workers, sealer and all end orderly."""
     served = serve(*words, "--workers", "2")
     say(agent(served, "a"), "hi")
@@ -246,7 +248,7 @@ def test_a_termination_ends_all(serve: Any, words: list[str]) -> None:
     assert turn.delivered == "sent"
 
 
-def test_what_cannot_be_shared(serve: Any, text_model: Any) -> None:
+def test_what_cannot_be_shared(serve: Callable[..., Served], text_model: Callable[[str], Path]) -> None:
     """The embedded engine has its weights in one process."""
     with pytest.raises(RuntimeError, match=r"--workers 2: the embedded engine .* --engine sglang"):
         serve("--model", str(text_model("chatml")), "--workers", "2")
@@ -289,7 +291,7 @@ def _kill(served: Any, number: int, talks: list[Talk]) -> None:
 
 
 @pytest.mark.crashes
-def test_workers_die_in_mid_traffic(serve: Any, words: list[str]) -> None:
+def test_workers_die_in_mid_traffic(serve: Callable[..., Served], words: list[str]) -> None:
     """kill -9 of workers, time and again: each reply that was received is in the log as received, every
     conversation goes on as one, and no name is two trajectories."""
     served = serve(*words, "--workers", "2")
@@ -339,7 +341,7 @@ def _check_log(path: Path, received: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.crashes
-def test_workers_end_with_their_parent(serve: Any, words: list[str]) -> None:
+def test_workers_end_with_their_parent(serve: Callable[..., Served], words: list[str]) -> None:
     """kill -9 of the parent: nobody is left, and the next proxy goes on."""
     served = serve(*words, "--workers", "3", "--no-seal")
     say(agent(served, "a"), "hi")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
+from tests.fakes.proxies.served import Served
 from tests.fakes.stories.training import begins
 from tests.fakes.upstreams.replies import ENDPOINTS
 from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
@@ -24,7 +25,7 @@ RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_record_only(serve: Any, upstream: HttpUpstream) -> None:
+def test_record_only(serve: Callable[..., Served], upstream: HttpUpstream) -> None:
     """Each turn is in its owner's lane, passed on once; a response is found by whoever it passed through."""
     served = serve(
         "--engine", "upstream", "--engine-url", upstream.url, "--engine-key", "k", "--workers", "2"
@@ -63,7 +64,9 @@ def _turns(path: Path) -> list[tuple[str, str, int]]:
     return [(str(name), str(lane), int(turns)) for name, lane, turns in rows.fetchall()]
 
 
-def test_keys(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
+def test_keys(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, tmp_path: Path
+) -> None:
     """Each worker knows the keys, and keys that are added; a trajectory's own key goes to its owner."""
     file = tmp_path / "keys.toml"
     operator = add_key(file, "boss", "operator", None)
@@ -87,7 +90,9 @@ def test_keys(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
     served.stop()
 
 
-def test_the_bound_of_an_online_training(serve: Any, text_model: Any, script: Any, tmp_path: Path) -> None:
+def test_the_bound_of_an_online_training(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, tmp_path: Path
+) -> None:
     """However many workers take requests, no more trajectories begin than one proxy would let in."""
     words = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
     with store.open(tmp_path / "store", create=True).writer("train") as writer:

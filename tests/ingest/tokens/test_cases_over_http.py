@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 from tests.fakes.engines.played import Play
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.train.select.samples import samples_of
 
@@ -85,7 +87,7 @@ def test_requests_at_once_are_siblings(played: Any) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["while it runs", "after it"])
-def test_a_retry_is_the_request_it_repeats(played: Any, late: bool) -> None:
+def test_a_retry_is_the_request_it_repeats(played: Callable[..., InProcess], late: bool) -> None:
     """32: with a retry's mark there is one generation: the retry joins it, or gets the stored reply."""
     p = played()
 
@@ -135,7 +137,7 @@ def test_half_a_character_at_the_end_is_told_as_such(played: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 40_000}, {"max_completion_tokens": 32_768}], ids=str)
-def test_what_does_not_fit_is_a_400(played: Any, body: dict[str, Any]) -> None:
+def test_what_does_not_fit_is_a_400(played: Callable[..., InProcess], body: dict[str, Any]) -> None:
     """38: a prompt beyond the context, or one that leaves no room, is refused before anything is sampled."""
     p = played()
     messages = [USER if body else _user("x " * 40_000)]
@@ -146,7 +148,7 @@ def test_what_does_not_fit_is_a_400(played: Any, body: dict[str, Any]) -> None:
     assert "long" not in p.trajectories()
 
 
-def test_an_item_of_another_trajectory_is_unknown(played: Any) -> None:
+def test_an_item_of_another_trajectory_is_unknown(played: Callable[..., InProcess]) -> None:
     """39: what another trajectory said is not to be had by its id; what this one said is."""
     p = played()
     said = {}
@@ -172,7 +174,7 @@ def test_an_item_of_another_trajectory_is_unknown(played: Any) -> None:
     assert len(p.trajectories()["b"].turns) == 1
 
 
-def test_a_response_of_another_trajectory_is_unknown(played: Any) -> None:
+def test_a_response_of_another_trajectory_is_unknown(played: Callable[..., InProcess]) -> None:
     """39: nor is it by `previous_response_id`."""
     p = played()
     other = p.ask("/t/other/v1/responses", {"input": "Hi"}).json["id"]
@@ -192,7 +194,9 @@ def test_a_response_of_another_trajectory_is_unknown(played: Any) -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"continue_final_message": True, "add_generation_prompt": False}], ids=str
 )
-def test_nothing_to_answer_is_a_400(played: Any, messages: Any, code: str, extra: Any) -> None:
+def test_nothing_to_answer_is_a_400(
+    played: Callable[..., InProcess], messages: Any, code: str, extra: Any
+) -> None:
     """45: no messages, or the assistant's last: refused, also where the client asks to go on from it."""
     p = played()
     refused = p.chat("nothing", *messages, **extra)

@@ -225,7 +225,12 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("template", ["demo", "chatml"])
 def test_rendering_equals_transformers(
-    tiny_model: Path, text_model: TextModel, conversation: Any, generate: bool, template: str, tools: Any
+    tiny_model: Path,
+    text_model: TextModel,
+    conversation: Any,
+    generate: bool,
+    template: str,
+    tools: list[dict[str, Any]],
 ) -> None:
     """Text and ids are those of transformers' own apply_chat_template, with tools and without."""
     from transformers import AutoTokenizer

@@ -200,7 +200,7 @@ def _between(bridges: Bridges, turns: int) -> Any:
     return found if isinstance(found, NoBridge) else found.ids, whole
 
 
-def test_a_long_conversation_is_compared_with_the_whole(chat: Any) -> None:
+def test_a_long_conversation_is_compared_with_the_whole(chat: Callable[[str], ChatTokenizer]) -> None:
     """Each time it has doubled; where the two differ the whole is right, and excerpts are given up."""
     bridges = _bridges(chat, COUNTING)
     for turns in range(14):
@@ -217,7 +217,7 @@ def test_a_long_conversation_is_compared_with_the_whole(chat: Any) -> None:
     assert not bridges.by_excerpt
 
 
-def test_a_template_that_refuses_the_whole_alone_is_found_out(chat: Any) -> None:
+def test_a_template_that_refuses_the_whole_alone_is_found_out(chat: Callable[[str], ChatTokenizer]) -> None:
     """A bridge on one side and none on the other is a difference as well."""
     bridges = _bridges(chat, REFUSING)
     reasons = []

@@ -328,7 +328,7 @@ NAMED = (
 DUMPED = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
 
 
-def test_a_template_that_writes_messages_out_reads_every_field(chat: Any) -> None:
+def test_a_template_that_writes_messages_out_reads_every_field(chat: Callable[[str], ChatTokenizer]) -> None:
     """Whatever stands in a message counts then."""
     from rollbook.ingest.tokens.chat_template import compile_template
     from rollbook.ingest.tokens.template_traits import ANY, probed

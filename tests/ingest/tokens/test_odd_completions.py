@@ -13,6 +13,7 @@ import pytest
 from rollbook.ingest.endpoints import chat
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.turn_records import Arrival
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import chain_all
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import TurnCompleted
@@ -179,7 +180,7 @@ def test_thoughts_of_every_shape_extend(desk: Any, case: str, shown: bool) -> No
 
 
 @pytest.mark.parametrize("chosen", range(4))
-def test_four_choices_are_four_siblings(desk: Any, tools: Any, chosen: int) -> None:
+def test_four_choices_are_four_siblings(desk: Any, tools: list[dict[str, Any]], chosen: int) -> None:
     """35: n=4: one prompt, four turns of their own; the conversation goes on from the one that is echoed."""
     d = desk(_script("Hi.", *[CALL] * 4, "Rain."))
     first = d.take([USER], tools=tools)
@@ -206,7 +207,7 @@ def test_four_choices_are_four_siblings(desk: Any, tools: Any, chosen: int) -> N
     )
 
 
-def test_call_ids_that_collide_keep_trajectories_apart(desk: Any, tools: Any) -> None:
+def test_call_ids_that_collide_keep_trajectories_apart(desk: Any, tools: list[dict[str, Any]]) -> None:
     """36: two agents that name their calls alike, in the very same words, go on from their own turns."""
     d = desk(_script(CALL, CALL, "Rain.", "Snow."))
     ones = {name: d.take([USER], name, tools=tools) for name in ("a", "b")}
@@ -220,7 +221,7 @@ def test_call_ids_that_collide_keep_trajectories_apart(desk: Any, tools: Any) ->
         assert sample.turn_ids == (one.turn_id, two.turn_id)
 
 
-def test_a_call_id_of_another_trajectory_decides_nothing(desk: Any, tools: Any) -> None:
+def test_a_call_id_of_another_trajectory_decides_nothing(desk: Any, tools: list[dict[str, Any]]) -> None:
     """36: an id minted elsewhere tells no twins apart here: the latest is taken, and flagged."""
     d = desk(_script(CALL, CALL, CALL, "Rain."))
     elsewhere = d.take([USER], "other", tools=tools)
@@ -235,7 +236,7 @@ def test_a_call_id_of_another_trajectory_decides_nothing(desk: Any, tools: Any) 
 # The log -------------------------------------------------------------------------------------------
 
 
-def test_folding_the_log_twice_gives_the_same_samples(desk: Any, tools: Any) -> None:
+def test_folding_the_log_twice_gives_the_same_samples(desk: Any, tools: list[dict[str, Any]]) -> None:
     """43: a fold is a function of the events: again, after a restart, and with other traffic in between."""
     d = desk(_script(CALL, "other", "Rain.", "Snow."))
     one = d.take([USER], tools=tools)
@@ -264,7 +265,7 @@ def _image(letter: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{letter * 8}"}}
 
 
-def test_images_go_on_as_text_does(desk: Any, real_chat: Any) -> None:
+def test_images_go_on_as_text_does(desk: Any, real_chat: Callable[..., ChatTokenizer]) -> None:
     """44: an image takes its place in the prompt and goes to the engine with every turn that shows it."""
     d = desk(_script("A cat.", "A dog.", "No."), real_chat("qwen2_5_vl"))
     d.engine.takes_images = True

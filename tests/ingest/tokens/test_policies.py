@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollbook.ingest.tokens.bridge import TreePolicy
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 
 from .invariants import check_invariants
 
@@ -132,7 +133,9 @@ def test_the_history_may_be_preserved(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_think", "qwen3_6"])
-def test_preserved_history_is_the_prefix_preserving_template(desk: Any, real_chat: Any, family: str) -> None:
+def test_preserved_history_is_the_prefix_preserving_template(
+    desk: Any, real_chat: Callable[..., ChatTokenizer], family: str
+) -> None:
     """15: what Qwen3's own template gives under preserve is what its prefix-preserving variant renders."""
     d = desk(_script("thinking</think>\n\nSunny.", "so</think>\n\nRain.", "x"), real_chat(family), PRESERVE)
     d.engine.ids_of = lambda text: d.tokenizer.encode(text).tolist()

@@ -88,7 +88,7 @@ ECHOES = {
 
 
 @pytest.mark.parametrize("echo", ECHOES)
-def test_a_reserialised_echo_extends(desk: Any, tools: Any, echo: str) -> None:
+def test_a_reserialised_echo_extends(desk: Any, tools: list[dict[str, Any]], echo: str) -> None:
     """03, 04, 06, 07, 07b: key order, white space, 2.0 for 2, null for "", extra keys: still the turn."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
@@ -136,7 +136,7 @@ def test_a_canonical_completion_equals_rendering_the_whole(desk: Any) -> None:
     assert np.array_equal(d.engine.sent[1], whole)
 
 
-def test_tool_results_in_another_order_are_new_content(desk: Any, tools: Any) -> None:
+def test_tool_results_in_another_order_are_new_content(desk: Any, tools: list[dict[str, Any]]) -> None:
     """24: which result comes first is the client's to say."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
@@ -144,7 +144,7 @@ def test_tool_results_in_another_order_are_new_content(desk: Any, tools: Any) ->
     assert d.link(two) == one.turn_id
 
 
-def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: Any) -> None:
+def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: list[dict[str, Any]]) -> None:
     """27: a file that holds <|im_end|> makes context without loss, and the turn after it extends too."""
     d = desk(_script(CALL, "Rain.", "Bye."))
     one = d.take([USER], tools=tools)
@@ -157,7 +157,7 @@ def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: Any) 
     assert int((sample.tokens[sample.loss_mask] == stop).sum()) == 3
 
 
-def test_a_template_that_wants_string_arguments_extends(desk: Any, tools: Any) -> None:
+def test_a_template_that_wants_string_arguments_extends(desk: Any, tools: list[dict[str, Any]]) -> None:
     """The bridge is derived in the form of arguments the template takes."""
     d = desk(_script(CALL, "Rain."), "string_arguments")
     one = d.take([USER], tools=tools)
@@ -182,7 +182,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_turn_makes_a_root(desk: Any, tools: Any, edit: str) -> None:
+def test_an_edited_turn_makes_a_root(desk: Any, tools: list[dict[str, Any]], edit: str) -> None:
     """08, 09, 25: what the client changed was not sampled: two samples, each exact."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
@@ -230,7 +230,7 @@ def test_a_template_that_drops_thinking_makes_a_root(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["reordered", "dropped", "edited"])
-def test_other_tools_make_a_root(desk: Any, tools: Any, change: str) -> None:
+def test_other_tools_make_a_root(desk: Any, tools: list[dict[str, Any]], change: str) -> None:
     """17: tools are part of the prompt, in their order."""
     other = {"reordered": tools[::-1], "dropped": None, "edited": [tools[0], tools[1] | {"strict": True}]}
     d = desk(_script("Sunny.", "Rain."))
@@ -305,7 +305,7 @@ def test_compaction_makes_a_root_that_itself_extends(desk: Any) -> None:
     assert [s.turn_ids for s in samples] == [(one.turn_id, two.turn_id), (three.turn_id, four.turn_id)]
 
 
-def test_an_interleaved_sub_agent_leaves_the_main_line_alone(desk: Any, tools: Any) -> None:
+def test_an_interleaved_sub_agent_leaves_the_main_line_alone(desk: Any, tools: list[dict[str, Any]]) -> None:
     """20: a sub-agent with its own system message has its own root; the main line still extends."""
     d = desk(_script(CALL, "sub 1", "Rain.", "sub 2"))
     one = d.take([USER], tools=tools)
@@ -332,7 +332,9 @@ def test_a_fork_trains_the_shared_turn_once(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("chosen", [0, 1, 2])
-def test_twins_are_told_apart_by_the_call_ids_echoed(desk: Any, tools: Any, chosen: int) -> None:
+def test_twins_are_told_apart_by_the_call_ids_echoed(
+    desk: Any, tools: list[dict[str, Any]], chosen: int
+) -> None:
     """22: equal replies of other tokens: the call id the client echoes names the one it went on from."""
     d = desk(_script(CALL, CALL, CALL, "Rain."))
     twins = [d.take([USER], tools=tools) for _ in range(3)]
@@ -364,7 +366,7 @@ def test_a_twin_without_an_end_leaves_the_other_flagged(desk: Any, chat: Any) ->
     check_invariants(d)
 
 
-def test_a_twin_that_is_named_is_the_only_one(desk: Any, tools: Any, chat: Any) -> None:
+def test_a_twin_that_is_named_is_the_only_one(desk: Any, tools: list[dict[str, Any]], chat: Any) -> None:
     """22: where the turn that the call ids name cannot be extended, no other is taken for it."""
     d = desk(_script(CALL, (CALL, "stop", chat().stop_ids[1]), "Rain."))
     d.take([USER], tools=tools)
@@ -388,7 +390,7 @@ def test_the_deepest_match_wins_and_gives_the_reason(desk: Any) -> None:
     assert d.link(four) == "root:parent_without_end_of_turn"
 
 
-def test_the_same_request_again_is_a_sibling(desk: Any, tools: Any) -> None:
+def test_the_same_request_again_is_a_sibling(desk: Any, tools: list[dict[str, Any]]) -> None:
     """A repeated request samples anew under the same parent."""
     d = desk(_script(CALL, "Rain.", "Snow."))
     one = d.take([USER], tools=tools)
@@ -453,7 +455,9 @@ def _reordered(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_forty_turns_of_a_mutating_client_are_one_sample(desk: Any, tools: Any, seed: int) -> None:
+def test_forty_turns_of_a_mutating_client_are_one_sample(
+    desk: Any, tools: list[dict[str, Any]], seed: int
+) -> None:
     """28, 43: forty random turns, echoed in ever other forms, are one path, and fold the same twice."""
     rng = random.Random(seed)
     alphabet = "abc XYZ.,\n\t{}[]\"'\\<>|_éü天気🌦12"

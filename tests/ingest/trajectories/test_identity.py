@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.edge.keys import key_name, trajectory_key
 from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
@@ -25,7 +27,7 @@ NAMES = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that says Hello."""
     return played()
 
@@ -118,7 +120,7 @@ def test_any_text_goes_through_a_path(name: str, group: Any, task: Any, labels: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_path_names_it_for_every_endpoint(proxy: Any, kind: str) -> None:
+def test_the_path_names_it_for_every_endpoint(proxy: InProcess, kind: str) -> None:
     """Id, group, task, split and labels, from the base URL alone."""
     base = f"/t/org%2Frepo/{kind}/group/g%2F1/task/sum/split/eval/label/k/%C3%A9"
     reply = proxy.ask(base + PATHS[kind], asked(kind))
@@ -141,7 +143,7 @@ def test_the_path_names_it_for_every_endpoint(proxy: Any, kind: str) -> None:
         "/t/a/group/v1/chat/completions",
     ],
 )
-def test_odd_spellings_of_a_path_are_no_fault(proxy: Any, path: str) -> None:
+def test_odd_spellings_of_a_path_are_no_fault(proxy: InProcess, path: str) -> None:
     """Served or 404, never a 500."""
     reply = proxy.ask(path, asked("chat"))
     assert reply.status in (200, 404), reply.data
@@ -149,13 +151,13 @@ def test_odd_spellings_of_a_path_are_no_fault(proxy: Any, path: str) -> None:
         assert "error" in reply.json
 
 
-def test_v1_may_be_a_part_of_an_id(proxy: Any) -> None:
+def test_v1_may_be_a_part_of_an_id(proxy: InProcess) -> None:
     """The last one is the API's."""
     assert proxy.ask("/t/org/v1/run" + CHAT, asked("chat")).status == 200
     assert "org/v1/run" in proxy.trajectories()
 
 
-def test_an_id_that_is_too_long_is_a_400(proxy: Any) -> None:
+def test_an_id_that_is_too_long_is_a_400(proxy: InProcess) -> None:
     """As where it is opened; nothing is cut."""
     reply = proxy.ask("/t/" + "x" * 257 + CHAT, asked("chat"))
     assert (reply.status, reply.json["error"]["code"]) == (400, "bad_request")
@@ -183,7 +185,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_name_it(proxy: Any, way: str, kind: str) -> None:
+def test_each_way_to_name_it(proxy: InProcess, way: str, kind: str) -> None:
     """Two requests of one name are turns of one trajectory, which can be trained."""
     wanted = f"way-{way.replace(' ', '-')}-{kind}"
     headers, fields = WAYS[way](wanted)
@@ -202,7 +204,7 @@ EXPLICIT = ORDER[:3]
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(ORDER, 2)))
-def test_explicit_names_come_before_hints(proxy: Any, first: str, second: str, name: str) -> None:
+def test_explicit_names_come_before_hints(proxy: InProcess, first: str, second: str, name: str) -> None:
     """What comes first in the order names it; two explicit ones that differ are a 400."""
     headers: dict[str, str] = {}
     fields: dict[str, Any] = {}
@@ -225,7 +227,7 @@ def test_explicit_names_come_before_hints(proxy: Any, first: str, second: str, n
     assert labels == ({"session_id": f"{name}-second"} if first in EXPLICIT else {})
 
 
-def test_two_that_agree_are_one(proxy: Any, name: str) -> None:
+def test_two_that_agree_are_one(proxy: InProcess, name: str) -> None:
     """Path, header, key and hint of one name: no conflict, and no label."""
     headers = {"X-Rollbook-Trajectory": name, "X-Session-ID": name} | _sent(f"trajectory:{name}")
     assert proxy.ask(f"/t/{name}{CHAT}", asked("chat"), headers=headers).status == 200
@@ -233,7 +235,7 @@ def test_two_that_agree_are_one(proxy: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("hint", ["", "x" * 257, 5, None, ["a"], {"a": 1}])
-def test_a_hint_that_is_no_name_names_nothing(proxy: Any, hint: Any) -> None:
+def test_a_hint_that_is_no_name_names_nothing(proxy: InProcess, hint: Any) -> None:
     """An agent's own field may hold anything: the request is kept, in quarantine."""
     reply = proxy.ask(CHAT, asked("chat", prompt_cache_key=hint, metadata={"session_id": hint}))
     assert reply.status == 200
@@ -241,7 +243,7 @@ def test_a_hint_that_is_no_name_names_nothing(proxy: Any, hint: Any) -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, "text", [], 5])
-def test_metadata_of_another_form_is_kept(proxy: Any, name: str, metadata: Any) -> None:
+def test_metadata_of_another_form_is_kept(proxy: InProcess, name: str, metadata: Any) -> None:
     """It names nothing, and is recorded as it came."""
     assert proxy.ask(f"/t/{name}{CHAT}", asked("chat", metadata=metadata)).status == 200
     (turn,) = proxy.trajectories()[name].turns.values()
@@ -261,7 +263,7 @@ def test_keys_that_name_nothing() -> None:
     assert key_name("trajectory:org:7") == "org:7"
 
 
-def test_headers_give_group_task_split_and_labels(proxy: Any, name: str) -> None:
+def test_headers_give_group_task_split_and_labels(proxy: InProcess, name: str) -> None:
     """Group, task, split and labels; UTF-8 in them is text."""
     headers = {
         "X-Rollbook-Trajectory": f"{name}-é".encode().decode("latin-1"),
@@ -287,14 +289,14 @@ def _bad_headers() -> list[Any]:
 
 
 @pytest.mark.parametrize(("headers", "code"), _bad_headers())
-def test_headers_that_cannot_be_meant(proxy: Any, name: str, headers: Any, code: str) -> None:
+def test_headers_that_cannot_be_meant(proxy: InProcess, name: str, headers: Any, code: str) -> None:
     """Each is a 400 with its own code, and opens nothing."""
     reply = proxy.ask(f"/t/{name}/group/g{CHAT}", asked("chat"), headers=headers)
     assert (reply.status, reply.json["error"]["code"]) == (400, code)
     assert name not in proxy.trajectories()
 
 
-def test_what_was_said_at_the_opening_stands(proxy: Any, name: str) -> None:
+def test_what_was_said_at_the_opening_stands(proxy: InProcess, name: str) -> None:
     """Group, task and split may be repeated, and not changed; what says nothing of them is fine."""
     base = f"/t/{name}/group/g/split/eval"
     assert proxy.ask(base + CHAT, asked("chat")).status == 200
@@ -349,7 +351,7 @@ def test_labels_come_at_any_time(proxy: Any, name: str) -> None:
         (422, {"name": "a", "turn": "chatcmpl-x"}),
     ],
 )
-def test_a_label_that_does_not_fit_is_refused(proxy: Any, name: str, status: int, body: Any) -> None:
+def test_a_label_that_does_not_fit_is_refused(proxy: InProcess, name: str, status: int, body: Any) -> None:
     """And nothing is recorded of it."""
     proxy.ask(f"/t/{name}{CHAT}", asked("chat"))
     assert proxy.ask(f"/v1/trajectories/{name}/labels", body).status == status
@@ -357,7 +359,7 @@ def test_a_label_that_does_not_fit_is_refused(proxy: Any, name: str, status: int
     assert proxy.ask(f"/v1/trajectories/{name}-no/labels", {"name": "a"}).status == 404
 
 
-def test_a_refused_request_labels_nothing(proxy: Any, name: str) -> None:
+def test_a_refused_request_labels_nothing(proxy: InProcess, name: str) -> None:
     """Labels are recorded with the turn they came with, or not at all."""
     proxy.ask(f"/t/{name}{CHAT}", asked("chat"))
     bad = {"messages": [{"role": "user", "content": 5}]}
@@ -382,7 +384,7 @@ def _conversation(proxy: Any, kind: str, text: str, turns: int) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
-def test_what_names_nothing_is_kept_apart(proxy: Any, kind: str) -> None:
+def test_what_names_nothing_is_kept_apart(proxy: InProcess, kind: str) -> None:
     """Each conversation is one quarantined trajectory, and no sample of it is ever trained."""
     mine, theirs = (_conversation(proxy, kind, f"{kind} {who}", 4) for who in ("mine", "theirs"))
     assert len(mine) == len(theirs) == 1
@@ -398,13 +400,13 @@ def test_what_names_nothing_is_kept_apart(proxy: Any, kind: str) -> None:
     assert not any(is_candidate(s, RecipeConfig()) for s in samples)
 
 
-def test_equal_first_messages_are_two_conversations(proxy: Any) -> None:
+def test_equal_first_messages_are_two_conversations(proxy: InProcess) -> None:
     """What begins alike is not the same agent."""
     one, two = (proxy.ask(CHAT, asked("chat", text="alike")) for _ in range(2))
     assert one.headers["x-rollbook-quarantined"] != two.headers["x-rollbook-quarantined"]
 
 
-def test_a_quarantined_trajectory_can_be_named_and_finished(proxy: Any) -> None:
+def test_a_quarantined_trajectory_can_be_named_and_finished(proxy: InProcess) -> None:
     """The header says its name; with that it is as any other, and stays in quarantine."""
     reply = proxy.ask(CHAT, asked("chat"), headers={"X-Rollbook-Labels": '{"who": "me"}'})
     name = reply.headers["x-rollbook-quarantined"]
@@ -486,7 +488,7 @@ def test_headers_that_agree_are_fine() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_trajectories_in_one_request_are_refused_over_http(proxy: Any, kind: str) -> None:
+def test_two_trajectories_in_one_request_are_refused_over_http(proxy: InProcess, kind: str) -> None:
     """Nothing is recorded in either of them."""
     twice = [("x-rollbook-trajectory", "twice-a"), ("x-rollbook-trajectory", "twice-b")]
     reply = proxy.ask(PATHS[kind], asked(kind), headers=twice)

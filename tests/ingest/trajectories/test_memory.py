@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
@@ -39,7 +40,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 
 
 @pytest.fixture
-def proxy(in_process: Any, chat: Any) -> Any:
+def proxy(in_process: Callable[..., InProcess], chat: Any) -> InProcess:
     """A proxy whose engine says how many messages it was sent, and the last one."""
     return in_process(
         ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {str(m[-1]['content'])[:40]}"),
@@ -163,7 +164,9 @@ def _recorded(found: dict[str, Trajectory]) -> list[Any]:
 
 @pytest.mark.more_but("0")
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_written_off_is_as_if_it_had_stayed(in_process: Any, chat: Any, seed: int) -> None:
+def test_what_is_written_off_is_as_if_it_had_stayed(
+    in_process: Callable[..., InProcess], chat: Any, seed: int
+) -> None:
     """The same requests are recorded alike, whichever trajectories had to be read back in between."""
     told = []
     for away in (False, True):
@@ -252,7 +255,10 @@ def test_a_trajectory_in_use_is_not_written_off(in_process: Any, chat: Any) -> N
 @pytest.mark.more_but("0", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_after_spells_memory_is_what_the_log_has(
-    in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+    in_process: Callable[..., InProcess],
+    chat: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
     """The disk fails again and again: what was answered is there once, and nobody goes on from a ghost."""
     monkeypatch.setattr(lane_writer, "MEND_S", 0.001)
@@ -290,7 +296,9 @@ def test_after_spells_memory_is_what_the_log_has(
         assert parents <= there
 
 
-def test_a_label_that_was_not_written_is_written_later(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_that_was_not_written_is_written_later(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It failed with its request; sent again, it is new."""
     label = {"x-rollbook-labels": '{"colour": "blue"}'}
     path, body = "/t/t/v1/chat/completions", {"messages": [USER]}
@@ -304,7 +312,9 @@ def test_a_label_that_was_not_written_is_written_later(proxy: Any, monkeypatch: 
     assert kinds.count("label.added") == 1
 
 
-def test_a_delivery_that_was_not_noted_is_noted_later(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delivery_that_was_not_noted_is_noted_later(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next request proves it by its echo."""
     with monkeypatch.context() as patch:
         _refuse(patch, proxy, lambda event: event.kind == "turn.delivered")
@@ -315,7 +325,9 @@ def test_a_delivery_that_was_not_noted_is_noted_later(proxy: Any, monkeypatch: p
     assert (one.delivered, two.delivered) == ("echoed", "sent")
 
 
-def test_a_trajectory_that_did_not_begin_takes_no_place(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trajectory_that_did_not_begin_takes_no_place(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither its name nor its place among those that wait to be trained on."""
     told: list[str] = []
     outstanding = proxy.recorder.known_run.outstanding
@@ -354,7 +366,10 @@ def _refuse(patch: pytest.MonkeyPatch, proxy: Any, what: Callable[[Any], bool]) 
 
 @pytest.mark.parametrize("known", ["recent", "filter", "restart"])
 def test_a_finished_name_is_taken(
-    in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch, known: str
+    in_process: Any,
+    chat: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    known: str,
 ) -> None:
     """However long ago it ended: it opens nothing, takes no turn, and can be rewarded and labelled."""
     engine = ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi")
@@ -390,7 +405,7 @@ def test_a_finished_name_is_taken(
 
 
 def test_a_new_name_is_asked_of_the_log_only_where_the_filter_cannot_say(
-    proxy: Any, monkeypatch: pytest.MonkeyPatch
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then it is new all the same."""
     asked: list[str] = []
@@ -445,7 +460,7 @@ def test_finished_trajectories_leave_little_behind(count: int, bytes_each: int) 
     assert all(live.opened.labels == {} and live.contents is None for live in ended._latest.values())
 
 
-def test_nothing_points_to_what_is_finished(proxy: Any) -> None:
+def test_nothing_points_to_what_is_finished(proxy: InProcess) -> None:
     """Of its turns, ends and responses, none is left in any index."""
     known = proxy.recorder.trajectories
     for i in range(3):
@@ -464,7 +479,7 @@ def test_nothing_points_to_what_is_finished(proxy: Any) -> None:
     assert proxy.recorder.known_run._open == {}
 
 
-def test_a_response_is_found_without_asking_every_trajectory(proxy: Any) -> None:
+def test_a_response_is_found_without_asking_every_trajectory(proxy: InProcess) -> None:
     """By an index that lives as long as its trajectory."""
     ids = [proxy.post(f"/t/t{i}/v1/responses", json={"input": "x"}).json()["id"] for i in range(5)]
     known = proxy.recorder.trajectories
@@ -514,7 +529,7 @@ def test_what_is_used_without_being_recalled_is_a_fault() -> None:
         _ = live.tree
 
 
-def test_what_runs_goes_on_while_its_trajectory_is_read_back(played: Any) -> None:
+def test_what_runs_goes_on_while_its_trajectory_is_read_back(played: Callable[..., InProcess]) -> None:
     """An append about its trajectory has failed, and another request comes: it is not disturbed."""
     proxy = played()
     engine, path, body = proxy.engine, "/t/t/v1/chat/completions", {"messages": [USER]}
@@ -543,7 +558,7 @@ def test_what_runs_goes_on_while_its_trajectory_is_read_back(played: Any) -> Non
     _check_memory(proxy)
 
 
-def test_several_wait_for_one_reading(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_wait_for_one_reading(proxy: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come together to a trajectory that is away read it back once."""
     reads: list[str] = []
     real = recorder.restored

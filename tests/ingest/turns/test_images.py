@@ -66,7 +66,7 @@ def _resolved(links: ImageLinks, *messages: dict[str, Any]) -> list[Any]:
     return asyncio.run(links.resolved(list(messages)))
 
 
-def test_a_link_to_an_allowed_host_is_fetched_once(host: Any) -> None:
+def test_a_link_to_an_allowed_host_is_fetched_once(host: tuple[str, list[str]]) -> None:
     """The image takes its place, the link stays beside it; a conversation that repeats it asks no more."""
     url, asked = host
     links = ImageLinks(["127.0.0.1"])
@@ -81,7 +81,7 @@ def test_a_link_to_an_allowed_host_is_fetched_once(host: Any) -> None:
 
 
 @pytest.mark.parametrize("allowed", [[], ["images.example.com"], ["127.0.0.2"]])
-def test_other_links_pass_as_they_are(host: Any, allowed: list[str]) -> None:
+def test_other_links_pass_as_they_are(host: tuple[str, list[str]], allowed: list[str]) -> None:
     """Nothing is fetched from a host that the operator did not name, and data URLs are images already."""
     url, asked = host
     messages = [_message(f"{url}/one.png", DATA, "ftp://127.0.0.1/x", "http://[", "file:///etc/passwd")]
@@ -90,7 +90,7 @@ def test_other_links_pass_as_they_are(host: Any, allowed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", ["page", "gone.png", "moved.png", "huge.png"])
-def test_a_link_that_leads_to_no_image_is_refused(host: Any, path: str) -> None:
+def test_a_link_that_leads_to_no_image_is_refused(host: tuple[str, list[str]], path: str) -> None:
     """Also a redirect: it could lead to any host."""
     url, asked = host
     with pytest.raises(RequestError) as refused:

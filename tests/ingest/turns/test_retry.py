@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,8 @@ import orjson
 import pytest
 from tests.fakes.clients import streamed
 from tests.fakes.clients.streamed import KINDS, PATHS, asked
+from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.ingest.routes import calls
@@ -22,13 +26,13 @@ CHAT = PATHS["chat"]
 
 
 @pytest.fixture(scope="module")
-def proxy(played: Any) -> Any:
+def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy whose engine the tests tell what to say."""
     return played()
 
 
 @pytest.fixture(autouse=True)
-def _reset(proxy: Any) -> None:
+def _reset(proxy: InProcess) -> None:
     """Each test begins with an engine that numbers what it says, at once."""
     numbers = itertools.count()
     proxy.engine.answer, proxy.engine.pace = lambda *_: f"sample {next(numbers)}", None
@@ -40,7 +44,7 @@ def _turns(proxy: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_retry_gets_the_stored_reply_byte_for_byte(proxy: Any, kind: str) -> None:
+def test_a_retry_gets_the_stored_reply_byte_for_byte(proxy: InProcess, kind: str) -> None:
     """Nothing is sampled again and nothing recorded again; whichever way it says that it is one."""
     name, body = f"replay-{kind}", asked(kind, unknown=[1.5, None])
     first = proxy.ask(f"/t/{name}{PATHS[kind]}", body)
@@ -58,7 +62,7 @@ def test_a_retry_gets_the_stored_reply_byte_for_byte(proxy: Any, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_streamed_retry_says_the_same(proxy: Any, kind: str) -> None:
+def test_a_streamed_retry_says_the_same(proxy: InProcess, kind: str) -> None:
     """Its chunks may be cut otherwise, and add up to the same reply of the same turn."""
     name, body = f"restream-{kind}", asked(kind, stream=True)
     one, two = (proxy.ask(f"/t/{name}{PATHS[kind]}", body, headers=h) for h in ({}, AGAIN))
@@ -66,7 +70,7 @@ def test_a_streamed_retry_says_the_same(proxy: Any, kind: str) -> None:
     assert len(_turns(proxy, name)) == 1
 
 
-def test_n_choices_are_replayed_together(proxy: Any) -> None:
+def test_n_choices_are_replayed_together(proxy: InProcess) -> None:
     """All siblings, in their order."""
     body = asked("chat", n=3, logprobs=True)
     one, two = (proxy.ask(f"/t/three{CHAT}", body, headers=h) for h in ({}, AGAIN))
@@ -77,7 +81,7 @@ def test_n_choices_are_replayed_together(proxy: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_retry_joins_the_request_that_runs(proxy: Any, kind: str, stream: bool) -> None:
+def test_a_retry_joins_the_request_that_runs(proxy: InProcess, kind: str, stream: bool) -> None:
     """One generation, two clients, equal replies; the first may leave without ending it."""
     engine, name = proxy.engine, f"join-{kind}-{stream}"
     engine.pace = asyncio.Semaphore(0)
@@ -115,7 +119,7 @@ def test_a_retry_joins_the_request_that_runs(proxy: Any, kind: str, stream: bool
     assert (turn.delivered, turn.completed.finish_reason) == ("sent", "stop")
 
 
-def test_a_retry_of_what_is_being_aborted_is_a_new_attempt(proxy: Any) -> None:
+def test_a_retry_of_what_is_being_aborted_is_a_new_attempt(proxy: InProcess) -> None:
     """Its only client gave up, so the engine is ending it: the retry must not get half a reply."""
     engine = proxy.engine
     pace = engine.pace = asyncio.Semaphore(0)
@@ -154,7 +158,7 @@ def test_a_retry_of_what_is_being_aborted_is_a_new_attempt(proxy: Any) -> None:
     assert [t.requested.wire.get("retry") for t in (one, two)] == [None, 1]
 
 
-def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: Any) -> None:
+def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: InProcess) -> None:
     """Half a reply that nobody waited for is kept, and never given for the whole."""
     engine = proxy.engine
     engine.pace = asyncio.Semaphore(2)
@@ -176,7 +180,9 @@ def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: Any) -> None:
     assert (one.completed.finish_reason, two.completed.finish_reason) == ("abort", "stop")
 
 
-def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_nobody_took_is_taken_by_a_retry(
+    proxy: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that cannot abort went on to the end: that reply is given, and delivered only then."""
     engine = proxy.engine
     engine.pace = asyncio.Semaphore(0)
@@ -215,7 +221,7 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "no"}])
-def test_an_equal_body_without_the_mark_is_a_new_sample(proxy: Any, headers: Any) -> None:
+def test_an_equal_body_without_the_mark_is_a_new_sample(proxy: InProcess, headers: Any) -> None:
     """A resample is what the agent wants: two turns with one parent, one prompt and different seeds."""
     name = f"resample-{headers.get('x-stainless-retry-count')}"
     one, two = (proxy.ask(f"/t/{name}{CHAT}", asked("chat"), headers=headers) for _ in range(2))
@@ -227,7 +233,7 @@ def test_an_equal_body_without_the_mark_is_a_new_sample(proxy: Any, headers: Any
     assert first.requested.sampling["seed"] != second.requested.sampling["seed"]
 
 
-def test_equal_bodies_at_once_are_siblings(proxy: Any) -> None:
+def test_equal_bodies_at_once_are_siblings(proxy: InProcess) -> None:
     """Without the mark nothing is joined, also while the other one runs."""
     engine, path = proxy.engine, f"/t/at-once{CHAT}"
     engine.pace = asyncio.Semaphore(0)
@@ -246,7 +252,7 @@ def test_equal_bodies_at_once_are_siblings(proxy: Any) -> None:
     assert [t.delivered for t in _turns(proxy, "at-once")] == ["sent", "sent"]
 
 
-def test_a_retry_of_another_body_endpoint_or_trajectory_is_none(proxy: Any) -> None:
+def test_a_retry_of_another_body_endpoint_or_trajectory_is_none(proxy: InProcess) -> None:
     """What is equal is the whole request: each of these is answered anew."""
     proxy.ask(f"/t/mine{CHAT}", asked("chat"))
     raw = orjson.dumps(asked("chat"))
@@ -261,7 +267,7 @@ def test_a_retry_of_another_body_endpoint_or_trajectory_is_none(proxy: Any) -> N
     assert len(_turns(proxy, "theirs")) == 1
 
 
-def test_a_retry_of_what_failed_is_a_new_attempt(proxy: Any) -> None:
+def test_a_retry_of_what_failed_is_a_new_attempt(proxy: InProcess) -> None:
     """A failure is not replayed."""
     answers: Any = iter([EngineError("busy"), "fine"])
     proxy.engine.answer = lambda *_: next(answers)
@@ -280,7 +286,7 @@ def _calls(proxy: Any, name: str) -> list[Any]:
         return []
 
 
-def test_both_who_wait_are_told_of_a_failure(proxy: Any) -> None:
+def test_both_who_wait_are_told_of_a_failure(proxy: InProcess) -> None:
     """A joined retry fails with the request it joined."""
     engine, path = proxy.engine, f"/t/both-fail{CHAT}"
     engine.answer = lambda *_: EngineError("gone")
@@ -300,7 +306,7 @@ def test_both_who_wait_are_told_of_a_failure(proxy: Any) -> None:
     assert len(_turns(proxy, "both-fail")) == 1
 
 
-def test_the_newest_64_requests_are_remembered(proxy: Any) -> None:
+def test_the_newest_64_requests_are_remembered(proxy: InProcess) -> None:
     """A retry of an older one is a new attempt, and memory stays small."""
     for number in range(66):
         proxy.ask(f"/t/many{CHAT}", asked("chat", text=str(number)))
@@ -314,7 +320,9 @@ def test_the_newest_64_requests_are_remembered(proxy: Any) -> None:
 
 
 @pytest.mark.crashes
-def test_replies_are_replayed_after_a_kill(serve: Any, text_model: Any, tmp_path: Any) -> None:
+def test_replies_are_replayed_after_a_kill(
+    serve: Callable[..., Served], text_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     """kill -9 and a new process: a retry still gets what was stored, byte for byte, from every endpoint."""
     counting = tmp_path / "counting.py"
     counting.write_text(

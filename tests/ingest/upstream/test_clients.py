@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store
 from rollbook.store.fold.trajectory import Trajectory, fold
 
 
 @pytest.fixture(scope="module")
-def behind(serve: Any, text_model: Any, script: Any) -> Any:
+def behind(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script: the upstream."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
 
 
 @pytest.fixture(scope="module")
-def front(serve: Any, behind: Any) -> Any:
+def front(serve: Callable[..., Served], behind: Served) -> Served:
     """What only records."""
     return serve("--engine", "upstream", "--engine-url", f"{behind.url}/v1")
 
 
 @pytest.fixture
-def client(front: Any) -> Iterator[openai.OpenAI]:
+def client(front: Served) -> Iterator[openai.OpenAI]:
     """The openai SDK, where only base_url was changed."""
     with openai.OpenAI(base_url=f"{front.url}/t/sdk/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
@@ -85,7 +87,7 @@ def test_an_agents_loop_is_one_trajectory(client: openai.OpenAI, front: Any, beh
     assert [m["content"] for m, _ in kept] == [None, "4: 95", "6: more", "6: more"]
 
 
-def test_the_other_apis_of_the_sdk(front: Any) -> None:
+def test_the_other_apis_of_the_sdk(front: Served) -> None:
     """Responses, whole and streamed, completions and models."""
     with openai.OpenAI(base_url=f"{front.url}/t/apis/v1", api_key="none", max_retries=0) as sdk:
         assert sdk.models.list().data[0].owned_by == "rollbook"
@@ -99,7 +101,7 @@ def test_the_other_apis_of_the_sdk(front: Any) -> None:
     assert [t.requested.wire["endpoint"] for t in turns][:2] == ["/v1/responses"] * 2
 
 
-def test_anthropics_sdk(front: Any) -> None:
+def test_anthropics_sdk(front: Served) -> None:
     """Messages, whole and streamed."""
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=f"{front.url}/t/claude", api_key="none", max_retries=0) as sdk:
@@ -115,7 +117,7 @@ def test_anthropics_sdk(front: Any) -> None:
     assert one.finish_reason == two.finish_reason == "stop"
 
 
-def test_an_error_is_the_sdks_own(client: openai.OpenAI, front: Any) -> None:
+def test_an_error_is_the_sdks_own(client: openai.OpenAI, front: Served) -> None:
     """The SDK reads the upstream's error as if nobody stood between."""
     with pytest.raises(openai.InternalServerError) as raised:
         client.with_options(base_url=f"{front.url}/t/errors/v1").chat.completions.create(
@@ -130,7 +132,7 @@ def test_an_error_is_the_sdks_own(client: openai.OpenAI, front: Any) -> None:
     assert f"the upstream answers {raised.value.status_code}" in rows[0][0]
 
 
-def test_a_reply_is_the_bytes_that_the_upstream_said(front: Any, behind: Any) -> None:
+def test_a_reply_is_the_bytes_that_the_upstream_said(front: Served, behind: Served) -> None:
     """The same request to either gives the same headers and bytes, but for ids and times."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
     one, two = (httpx.post(f"{served.url}/v1/chat/completions", json=body) for served in (behind, front))

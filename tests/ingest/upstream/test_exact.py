@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.processes.warm import run_warm
-from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
@@ -83,7 +86,7 @@ def _samples(passed: Any) -> list[Any]:
     ids=["vllm", "vllm stream", "sglang", "sglang after a sync", "completions"],
 )
 def test_told_ids_are_an_exact_turn(
-    passed: Any, upstream: Any, path: str, answer: Any, version: int | None
+    passed: Passed, upstream: HttpUpstream, path: str, answer: Any, version: int | None
 ) -> None:
     """Ids, logprobs and version are recorded as they were told, and can be trained."""
     upstream.answers.append(answer)
@@ -109,7 +112,7 @@ def test_told_ids_are_an_exact_turn(
     assert sample.reward == 1.0
 
 
-def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any) -> None:
+def test_whole_and_streamed_are_one_record(passed: Passed, upstream: HttpUpstream) -> None:
     """What a stream tells in pieces is what a whole reply tells at once."""
     upstream.answers += [whole(_vllm(created=1700000000)), streamed(_vllm_stream())]
     passed.chat(USER)
@@ -136,7 +139,9 @@ def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any) -> None:
         (chat_reply(choices=[_choice(None)]), {}),
     ],
 )
-def test_half_of_the_ids_is_text_only(passed: Any, upstream: Any, reply: Any, kept: dict[str, Any]) -> None:
+def test_half_of_the_ids_is_text_only(
+    passed: Passed, upstream: HttpUpstream, reply: Any, kept: dict[str, Any]
+) -> None:
     """Ids without their context, or that are none, are kept aside and never trained."""
     upstream.answers.append(whole(reply))
     passed.chat(USER)
@@ -150,7 +155,7 @@ def test_half_of_the_ids_is_text_only(passed: Any, upstream: Any, reply: Any, ke
 
 
 @pytest.mark.parametrize("logprobs", [None, LOGPROBS[:2], [-0.5, None, -0.5], [-0.5, float("nan"), 0.0, 1.0]])
-def test_logprobs_that_do_not_fit_are_none(passed: Any, upstream: Any, logprobs: Any) -> None:
+def test_logprobs_that_do_not_fit_are_none(passed: Passed, upstream: HttpUpstream, logprobs: Any) -> None:
     """Without a number for every id there are none: no 0.0 and no NaN takes a missing one's place."""
     upstream.answers.append(whole(_vllm(choices=[_choice(IDS, logprobs)])))
     passed.chat(USER)
@@ -163,7 +168,7 @@ def test_logprobs_that_do_not_fit_are_none(passed: Any, upstream: Any, logprobs:
     assert np.isnan(sample.logprobs[3:]).all()
 
 
-def test_what_else_a_token_could_have_been_is_kept(passed: Any, upstream: Any) -> None:
+def test_what_else_a_token_could_have_been_is_kept(passed: Passed, upstream: HttpUpstream) -> None:
     """top_logprobs have no column; they stay beside the reply."""
     said = _content(LOGPROBS)
     said["content"][1]["top_logprobs"] = [{"token": "u", "logprob": -3.0}]
@@ -174,7 +179,7 @@ def test_what_else_a_token_could_have_been_is_kept(passed: Any, upstream: Any) -
     assert done.upstream["choice"]["logprobs"] == said
 
 
-def test_exact_and_text_only_turns_in_one_conversation(passed: Any, upstream: Any) -> None:
+def test_exact_and_text_only_turns_in_one_conversation(passed: Passed, upstream: HttpUpstream) -> None:
     """Whatever hangs on what, every exact turn is trained once, with the prompt that was told."""
     prompts = {1: [1, 2], 3: [1, 2, 101, 102, 103, 3, 4, 5], 4: [1, 2, 101, 102, 103, 3, 4, 5, 9]}
     messages: list[Any] = [USER]
@@ -204,7 +209,7 @@ def test_exact_and_text_only_turns_in_one_conversation(passed: Any, upstream: An
     passed.recorder.store.trajectory(turns[0].requested.trajectory_id)
 
 
-def test_what_was_asked_for_besides_is_asked(passing: Any, upstream: Any) -> None:
+def test_what_was_asked_for_besides_is_asked(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """--engine-ask puts fields into chats and completions; an agent's own word counts more."""
     passed = passing(ask={"return_token_ids": True, "logprobs": True})
     passed.chat(USER, logprobs=False)
@@ -215,7 +220,7 @@ def test_what_was_asked_for_besides_is_asked(passing: Any, upstream: Any) -> Non
     assert passed.turn().requested.request == {"model": "m", "logprobs": False}
 
 
-def test_the_commands_take_such_turns(passed: Any, upstream: Any, tmp_path: Any) -> None:
+def test_the_commands_take_such_turns(passed: Passed, upstream: HttpUpstream, tmp_path: Path) -> None:
     """sql, samples, show and export work where arrays are empty; only the exact turn can be trained."""
     upstream.answers += [whole(chat_reply()), whole(_vllm())]
     passed.chat(USER)

@@ -6,11 +6,13 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.upstreams.replies import ENDPOINTS
-from tests.fakes.upstreams.server import chat_reply, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.upstream import recorder
 from rollbook.store.errors import WriteFailedError
@@ -43,7 +45,7 @@ def _settled(passed: Any, lost: int) -> None:
 
 
 def test_a_store_that_failed_before_lets_requests_pass(
-    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that has failed already: all passes, each turn is counted, and each reply says so."""
     assert "x-rollbook-unrecorded" not in passed.chat(USER).headers
@@ -68,7 +70,7 @@ def test_a_store_that_failed_before_lets_requests_pass(
 
 @pytest.mark.parametrize("when", ["during", "at the end"])
 def test_a_disk_that_fails_meanwhile_costs_the_client_no_byte(
-    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch, when: str
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The disk fails while a reply streams, or with its last event: the client gets every byte of it."""
     hold = threading.Event()
@@ -95,7 +97,7 @@ def test_a_disk_that_fails_meanwhile_costs_the_client_no_byte(
 
 
 def test_a_request_that_cannot_be_written(
-    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that fails is counted once, whether the upstream answers, refuses or cannot be reached."""
 
@@ -112,7 +114,9 @@ def test_a_request_that_cannot_be_written(
     _settled(passed, 3)
 
 
-def test_recording_goes_on_by_itself(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_goes_on_by_itself(
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the disk takes events again; what passed unrecorded meanwhile is nobody's parent."""
     reply = passed.chat(USER).json()["choices"][0]["message"]
     passed.turn()
@@ -139,7 +143,7 @@ def test_recording_goes_on_by_itself(passed: Any, upstream: Any, monkeypatch: py
 
 
 def test_recording_goes_on_after_a_restart(
-    passing: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    passing: Callable[..., Passed], upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What passed unrecorded is a gap; the conversation goes on where the log has it."""
     passed = passing()
@@ -169,7 +173,7 @@ def test_recording_goes_on_after_a_restart(
     ],
     ids=["deep", "half a surrogate"],
 )
-def test_a_request_that_has_no_stored_form(passed: Any, upstream: Any, body: bytes) -> None:
+def test_a_request_that_has_no_stored_form(passed: Passed, upstream: HttpUpstream, body: bytes) -> None:
     """It passes as it is; the lane goes on, and so does its trajectory."""
     first = passed.chat(USER)
     reply = passed.http.post(f"/t/t{CHAT}", content=body)
@@ -189,7 +193,9 @@ def test_a_request_that_has_no_stored_form(passed: Any, upstream: Any, body: byt
     ],
     ids=["deep", "half a surrogate"],
 )
-def test_a_reply_that_has_no_stored_form(passing: Any, upstream: Any, said: bytes) -> None:
+def test_a_reply_that_has_no_stored_form(
+    passing: Callable[..., Passed], upstream: HttpUpstream, said: bytes
+) -> None:
     """It passes as it is; its turn failed, is counted, and does no harm to later ones, nor to a restart."""
     passed = passing()
     upstream.answers.append(whole(said))
@@ -205,7 +211,7 @@ def test_a_reply_that_has_no_stored_form(passing: Any, upstream: Any, said: byte
     "said", [b"", b"{}", b"[]", b"null", b'{"choices": 5}', b"<html>", b'{"choices": [7]}']
 )
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_reply_that_says_nothing(passed: Any, upstream: Any, path: str, said: bytes) -> None:
+def test_a_reply_that_says_nothing(passed: Passed, upstream: HttpUpstream, path: str, said: bytes) -> None:
     """Whatever an upstream says with status 200, it passes, and the turn did not complete."""
     upstream.answers += [whole(said), streamed(b"data: " + said + b"\n\n")]
     for _ in range(2):
@@ -216,7 +222,7 @@ def test_a_reply_that_says_nothing(passed: Any, upstream: Any, path: str, said: 
 
 
 def test_a_bug_in_recording_harms_no_reply(
-    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug where a request or a reply is recorded is counted, and nobody's reply suffers."""
 
@@ -231,7 +237,7 @@ def test_a_bug_in_recording_harms_no_reply(
     assert _gap(passed) == (2, 2, 200)
 
 
-def test_metrics_count_what_is_recorded(passed: Any, upstream: Any) -> None:
+def test_metrics_count_what_is_recorded(passed: Passed, upstream: HttpUpstream) -> None:
     """Turns and failures are at /metrics as they are of other engines."""
     passed.chat(USER)
     upstream.answers.append(whole(b"{}", "429 Too Many Requests"))
@@ -244,7 +250,7 @@ def test_metrics_count_what_is_recorded(passed: Any, upstream: Any) -> None:
 
 
 def test_record_only_counts_what_is_not_recorded(
-    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    passed: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that has no stored form passes, its reply too; it is counted, and others are recorded."""
     nested: Any = 1

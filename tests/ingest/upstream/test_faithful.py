@@ -7,10 +7,12 @@ import json
 import random
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 USER = {"role": "user", "content": "Hello"}
 BODY = {"model": "m", "messages": [USER]}
@@ -43,7 +45,9 @@ def _shown(reply: Any, leave: tuple[str, ...] = (*OURS, *FRAMING)) -> list[tuple
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_stream_is_the_same_bytes_however_it_is_cut(passed: Any, upstream: Any, seed: int) -> None:
+def test_a_stream_is_the_same_bytes_however_it_is_cut(
+    passed: Passed, upstream: HttpUpstream, seed: int
+) -> None:
     """Packets may end anywhere: within a character, a line, a CRLF, an event. The record is the same too."""
     rng = random.Random(seed)
     cuts = range(1, len(ODD_STREAM)) if seed == 0 else sorted(rng.sample(range(1, len(ODD_STREAM)), 40))
@@ -56,7 +60,7 @@ def test_a_stream_is_the_same_bytes_however_it_is_cut(passed: Any, upstream: Any
     assert done.finish_reason == "stop"
 
 
-def test_packets_come_as_they_are_said(passed: Any, upstream: Any) -> None:
+def test_packets_come_as_they_are_said(passed: Passed, upstream: HttpUpstream) -> None:
     """Nothing is held back: the first event is here while the upstream still waits to say the second."""
     hold = threading.Event()
     first, rest = sse(CHUNKS[1], done=False), sse(ENDED)
@@ -68,7 +72,7 @@ def test_packets_come_as_they_are_said(passed: Any, upstream: Any) -> None:
         assert b"".join(parts) == rest
 
 
-def test_status_and_headers_are_the_upstreams(passed: Any, upstream: Any) -> None:
+def test_status_and_headers_are_the_upstreams(passed: Passed, upstream: HttpUpstream) -> None:
     """All of them, in order, repeated ones and UTF-8 too; but not those between two neighbours."""
     told = [
         ("date", "Tue, 01 Jul 2025 00:00:00 GMT"),
@@ -90,7 +94,7 @@ def test_status_and_headers_are_the_upstreams(passed: Any, upstream: Any) -> Non
     assert set(OURS[:2]) <= set(reply.headers)
 
 
-def test_the_request_arrives_as_it_was_sent(passed: Any, upstream: Any) -> None:
+def test_the_request_arrives_as_it_was_sent(passed: Any, upstream: HttpUpstream) -> None:
     """White space, key order, odd numbers, query and headers; nothing of ours is added."""
     body = b'{ "messages" : [{"content":"caf\\u00e9 \xc3\xa9","role":"user"}],\n "seed": 1e2,"model":"m"}'
     headers = [
@@ -117,7 +121,7 @@ def test_the_request_arrives_as_it_was_sent(passed: Any, upstream: Any) -> None:
     assert passed.trajectories()["a b"].opened.group == "g"
 
 
-def test_nobody_gets_anothers_cookies(passing: Any, upstream: Any) -> None:
+def test_nobody_gets_anothers_cookies(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """What one agent was given to keep is not sent with another's request."""
     passed = passing(url=upstream.url.replace("127.0.0.1", "localhost"))
     upstream.answers.append(whole(chat_reply(), set_cookie="session=one; Path=/"))
@@ -142,7 +146,7 @@ def test_nobody_gets_anothers_cookies(passing: Any, upstream: Any) -> None:
 )
 @pytest.mark.parametrize("prefix", ["", "/t/t"])
 def test_what_is_no_completion_passes_unrecorded(
-    passed: Any, upstream: Any, method: str, path: str, body: bytes, prefix: str
+    passed: Passed, upstream: HttpUpstream, method: str, path: str, body: bytes, prefix: str
 ) -> None:
     """Any path, method and body; nothing of it is in the log, and nothing is counted as lost."""
     said = bytes(reversed(range(256)))
@@ -159,7 +163,7 @@ def test_what_is_no_completion_passes_unrecorded(
 
 
 @pytest.mark.parametrize("body", [b"no json", b"[1]", b'"text"', b"\xff\xfe\x00", b'{"messages": '])
-def test_a_body_that_is_no_json_object_passes(passed: Any, upstream: Any, body: bytes) -> None:
+def test_a_body_that_is_no_json_object_passes(passed: Passed, upstream: HttpUpstream, body: bytes) -> None:
     """The upstream says what is wrong with it; that nothing was recorded is told."""
     upstream.answers.append(whole(b'{"error": "what?"}', "400 Bad Request"))
     reply = passed.http.post(f"/t/t{CHAT}", content=body)
@@ -180,7 +184,7 @@ def test_a_body_that_is_no_json_object_passes(passed: Any, upstream: Any, body: 
     ],
 )
 def test_errors_pass_and_are_failed_turns(
-    passed: Any, upstream: Any, status: str, headers: dict[str, str]
+    passed: Passed, upstream: HttpUpstream, status: str, headers: dict[str, str]
 ) -> None:
     """The agent sees the upstream's error as it is; the log says the turn failed, and how."""
     said = b'{"error":{"message":"no","type":"x"}}'
@@ -194,7 +198,7 @@ def test_errors_pass_and_are_failed_turns(
     assert turn.failed.error == f"the upstream answers {status[:3]}: {said.decode()}"
 
 
-def test_a_compressed_reply_passes_compressed(passed: Any, upstream: Any) -> None:
+def test_a_compressed_reply_passes_compressed(passed: Passed, upstream: HttpUpstream) -> None:
     """An upstream may compress though it was not asked to; the record is of what it means."""
     data = gzip.compress(json.dumps(chat_reply("packed")).encode())
     upstream.answers.append(whole(data, content_encoding="gzip"))
@@ -204,7 +208,7 @@ def test_a_compressed_reply_passes_compressed(passed: Any, upstream: Any) -> Non
     assert passed.turn().completed.reply["content"] == "packed"
 
 
-def test_a_compressed_request_passes_compressed(passed: Any, upstream: Any) -> None:
+def test_a_compressed_request_passes_compressed(passed: Passed, upstream: HttpUpstream) -> None:
     """Its bytes are the upstream's business; its record is of what it means."""
     body = gzip.compress(json.dumps(BODY).encode())
     reply = passed.http.post(f"/t/t{CHAT}", content=body, headers={"content-encoding": "gzip"})
@@ -214,7 +218,7 @@ def test_a_compressed_request_passes_compressed(passed: Any, upstream: Any) -> N
     assert turn.requested.messages == [USER]
 
 
-def test_a_body_in_chunks_and_one_that_waits_for_100(passed: Any, upstream: Any) -> None:
+def test_a_body_in_chunks_and_one_that_waits_for_100(passed: Passed, upstream: HttpUpstream) -> None:
     """However a client frames its body, the upstream gets it whole, and is not asked to say 100 again."""
     body = json.dumps(BODY).encode()
     with socket.create_connection(("127.0.0.1", passed.port)) as client:
@@ -232,7 +236,7 @@ def test_a_body_in_chunks_and_one_that_waits_for_100(passed: Any, upstream: Any)
     assert (asked.body, asked.header("expect"), asked.header("connection")) == (body, None, None)
 
 
-def test_a_reply_that_breaks_off_breaks_off(passed: Any, upstream: Any) -> None:
+def test_a_reply_that_breaks_off_breaks_off(passed: Passed, upstream: HttpUpstream) -> None:
     """The client can tell that it did not get all, and the log does not say it did."""
     import httpx
 
@@ -247,7 +251,7 @@ def test_a_reply_that_breaks_off_breaks_off(passed: Any, upstream: Any) -> None:
     assert turn.completed.reply["content"] == "naïve "
 
 
-def test_no_upstream_is_a_502(passed: Any, upstream: HttpUpstream) -> None:
+def test_no_upstream_is_a_502(passed: Passed, upstream: HttpUpstream) -> None:
     """It cannot be reached: the client is told, and the log too, without the query, which may hold a key."""
     upstream.close()
     reply = passed.http.post(f"/t/t{CHAT}?key=sk-in-the-query", json=BODY)
@@ -258,7 +262,7 @@ def test_no_upstream_is_a_502(passed: Any, upstream: HttpUpstream) -> None:
     assert b"sk-in-the-query" not in passed.bytes_on_disk()
 
 
-def test_more_requests_than_allowed_are_a_429(passing: Any, upstream: Any) -> None:
+def test_more_requests_than_allowed_are_a_429(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """--max-running holds here too, and who left gives room."""
     passed = passing(max_running=1)
     hold = threading.Event()

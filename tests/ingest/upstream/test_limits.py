@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from tests.fakes.clients.bombs import bomb
-from tests.fakes.upstreams.server import Answer, chat_reply, whole
+from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.endpoints import chat
 from rollbook.ingest.upstream.forwarded_response import EndFinder
@@ -30,7 +32,9 @@ def _counted(passed: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_that_is_too_large_to_keep(passing: Any, upstream: Any, stream: bool) -> None:
+def test_a_reply_that_is_too_large_to_keep(
+    passing: Callable[..., Passed], upstream: HttpUpstream, stream: bool
+) -> None:
     """It passes byte for byte; its turn says that it was not kept, and is counted. The next one is kept."""
     passed = passing(max_reply_mb=1)
     said = json.dumps(chat_reply("x" * 3 * MIB)).encode()
@@ -45,7 +49,7 @@ def test_a_reply_that_is_too_large_to_keep(passing: Any, upstream: Any, stream: 
     assert [bool(t.completed) for t in passed.turns(count=2)] == [False, True]
 
 
-def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
+def test_a_reply_that_is_a_bomb(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """A gzip of a gzip of 300 MB passes as it is, in no memory; it is counted, and others are answered."""
     passed = passing(max_reply_mb=4)
     sent = bomb(300 * MIB)
@@ -58,7 +62,7 @@ def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
     assert _counted(passed) == (1, 1)
 
 
-def test_a_request_that_is_a_bomb(passing: Any, upstream: Any) -> None:
+def test_a_request_that_is_a_bomb(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """It passes as it is, and is counted as not recorded."""
     passed = passing(max_body_mb=4)
     sent = bomb(300 * MIB)
@@ -71,7 +75,9 @@ def test_a_request_that_is_a_bomb(passing: Any, upstream: Any) -> None:
     assert _counted(passed) == (1, 1)
 
 
-def test_what_would_unfold_into_memory_is_not_kept(passing: Any, upstream: Any) -> None:
+def test_what_would_unfold_into_memory_is_not_kept(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """A few megabytes of empty objects, in a request or in a reply."""
     passed = passing()
     many = b"[" + b"{}," * 300_000 + b"{}]"
@@ -83,7 +89,7 @@ def test_what_would_unfold_into_memory_is_not_kept(passing: Any, upstream: Any) 
     assert _counted(passed) == (2, 2)
 
 
-def test_headers_without_end(passed: Any, upstream: Any) -> None:
+def test_headers_without_end(passed: Passed, upstream: HttpUpstream) -> None:
     """An upstream that says only headers is a 502 of ours, and the turn failed."""
     upstream.answers.append(whole(chat_reply(), **{f"h{i}": "x" * 100 for i in range(1000)}))
     reply = passed.chat(USER)
@@ -91,7 +97,9 @@ def test_headers_without_end(passed: Any, upstream: Any) -> None:
     assert "gave no reply" in passed.turn().failed.error
 
 
-def test_a_stream_without_end_ends_with_its_client(passing: Any, upstream: Any) -> None:
+def test_a_stream_without_end_ends_with_its_client(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """An event that never ends passes as it comes, in little memory and time, as long as its client wants."""
     passed = passing(max_reply_mb=2)
     packets = [b"data: "] + [b"x" * 65536] * 10_000

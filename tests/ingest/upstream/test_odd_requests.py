@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from tests.fakes.upstreams.replies import ENDPOINTS
-from tests.fakes.upstreams.server import chat_reply, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, whole
+from tests.ingest.upstream.conftest import Passed
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
@@ -21,7 +22,7 @@ ODD: list[Any] = [
 
 
 @pytest.mark.parametrize("content", ODD)
-def test_chat_content_of_any_shape_is_recorded(passed: Any, upstream: Any, content: Any) -> None:
+def test_chat_content_of_any_shape_is_recorded(passed: Passed, upstream: HttpUpstream, content: Any) -> None:
     """Verbatim, once; and the next request goes on from it."""
     message = {"role": "user", "content": content, "name": 5}
     upstream.answers += [whole(chat_reply("Hi")), whole(chat_reply("Ho"))]
@@ -38,7 +39,7 @@ def test_chat_content_of_any_shape_is_recorded(passed: Any, upstream: Any, conte
     "calls",
     [[{"id": ["c"], "function": {"name": 5}}], [{"id": 1, "type": "custom", "custom": {"name": "f"}}]],
 )
-def test_calls_of_any_shape_are_recorded(passed: Any, upstream: Any, calls: Any) -> None:
+def test_calls_of_any_shape_are_recorded(passed: Passed, upstream: HttpUpstream, calls: Any) -> None:
     """Ids that are no texts name nothing, and are no fault."""
     said = {"role": "assistant", "content": None, "tool_calls": calls}
     upstream.answers += [whole(chat_reply(choices=[{"index": 0, "message": said}]))] * 2
@@ -49,7 +50,7 @@ def test_calls_of_any_shape_are_recorded(passed: Any, upstream: Any, calls: Any)
     assert passed.http.get("/healthz").json()["unrecorded"] == 0
 
 
-def test_blocks_of_another_shape_are_read_as_far_as_they_go(passed: Any, upstream: Any) -> None:
+def test_blocks_of_another_shape_are_read_as_far_as_they_go(passed: Passed, upstream: HttpUpstream) -> None:
     """A text that is null, a call whose input is no object: the reply and the next request are recorded."""
     path = "/v1/messages"
     content = [{"type": "text", "text": None}, {"type": "tool_use", "id": "c", "name": "f", "input": [1]}]

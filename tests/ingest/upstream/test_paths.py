@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.proxies.settings import proxy_parts
 from tests.fakes.upstreams.replies import ENDPOINTS
-from tests.fakes.upstreams.server import sse, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.engines.address import EngineAddress
@@ -99,7 +101,7 @@ PASSING = [rule.split() for rule in allowed()]
     ],
 )
 def test_other_paths_are_refused_before_the_upstream_is_asked(
-    passing: Any, upstream: Any, method: str, path: str
+    passing: Callable[..., Passed], upstream: HttpUpstream, method: str, path: str
 ) -> None:
     """Nor is the upstream asked; the refusal says what to do."""
     passed = passing(key="engine")
@@ -111,7 +113,7 @@ def test_other_paths_are_refused_before_the_upstream_is_asked(
     assert "--pass-path" in reply.json()["error"]["message"]
 
 
-def test_agents_paths_pass(passing: Any, upstream: Any) -> None:
+def test_agents_paths_pass(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """Each that agents' libraries ask, and models whose names hold a slash."""
     passed = passing(key="engine")
     paths = [("POST", path) for path in ENDPOINTS] + [
@@ -131,7 +133,7 @@ def test_agents_paths_pass(passing: Any, upstream: Any) -> None:
     )
 
 
-def test_without_a_key_everything_passes(passed: Any, upstream: Any) -> None:
+def test_without_a_key_everything_passes(passed: Passed, upstream: HttpUpstream) -> None:
     """The agent's own key is its own business; and a completion is recorded however its path is spelled."""
     assert _raw(passed, "GET", "/v1/files") == 200
     assert _raw(passed, "POST", "/v1/batches") == 200
@@ -191,7 +193,7 @@ def _sent(key: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def keyed(passing: Any) -> Any:
+def keyed(passing: Callable[..., Passed]) -> Passed:
     """A proxy with the engine's key, two writers' and an operator's."""
     roles = {"w1": Role.writer, "w2": Role.writer, "ops": Role.operator}
     return passing(key="engine", keys=Keys([Key(n, r, digest_of(f"key-{n}")) for n, r in roles.items()]))
@@ -201,7 +203,7 @@ def _own(keyed: Any, name: str) -> dict[str, str]:
     return _sent(trajectory_key(name, "default", store_secret(keyed.path, "trajectory keys")))
 
 
-def test_ones_own_responses(keyed: Any, upstream: Any) -> None:
+def test_ones_own_responses(keyed: Passed, upstream: HttpUpstream) -> None:
     """Of one's trajectory, or asked with one's key; another's are as if they were not there."""
     w1, w2, ops = (_sent(f"key-{name}") for name in ("w1", "w2", "ops"))
     asks = ENDPOINTS[RESPONSES]["asks"]
@@ -239,7 +241,7 @@ def test_ones_own_responses(keyed: Any, upstream: Any) -> None:
     assert refused["code"] == "unknown_response"
 
 
-def test_a_stream_and_one_in_the_background(keyed: Any, upstream: Any) -> None:
+def test_a_stream_and_one_in_the_background(keyed: Passed, upstream: HttpUpstream) -> None:
     """A response is its asker's from its first event on, also where it holds nothing yet; that is counted."""
     own = _own(keyed, "t")
     events = [
@@ -260,7 +262,9 @@ def test_a_stream_and_one_in_the_background(keyed: Any, upstream: Any) -> None:
     assert keyed.metric("rollbook_unrecorded_total") == 1
 
 
-def test_responses_keep_their_owner_over_a_restart(passing: Any, upstream: Any) -> None:
+def test_responses_keep_their_owner_over_a_restart(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """A response of an open trajectory is still its own."""
     passed = passing(key="engine")
     upstream.answers.append(whole(_response("resp_1")))

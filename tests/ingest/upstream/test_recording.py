@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from tests.fakes.upstreams.replies import ENDPOINTS, TEXT, USER
-from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 CHAT = "/v1/chat/completions"
 
@@ -21,7 +22,7 @@ def _record(turn: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any, path: str) -> None:
+def test_whole_and_streamed_are_one_record(passed: Passed, upstream: HttpUpstream, path: str) -> None:
     """Reasoning, text, parallel calls, finish reason, usage and id: through every API, either way."""
     told = ENDPOINTS[path]
     upstream.answers += [whole(told["whole"]), streamed(told["stream"], range(3, len(told["stream"]), 11))]
@@ -51,7 +52,7 @@ def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any, path: str
         assert turn.completed.logprobs is None
 
 
-def test_what_chat_form_has_no_place_for_is_kept(passed: Any, upstream: Any) -> None:
+def test_what_chat_form_has_no_place_for_is_kept(passed: Passed, upstream: HttpUpstream) -> None:
     """Signatures, encrypted reasoning and unknown fields survive beside the message in chat form."""
     for path in ("/v1/messages", "/v1/responses"):
         upstream.answers.append(whole(ENDPOINTS[path]["whole"]))
@@ -68,7 +69,7 @@ def test_what_chat_form_has_no_place_for_is_kept(passed: Any, upstream: Any) -> 
 
 
 @pytest.mark.parametrize("path", [p for p in ENDPOINTS if ENDPOINTS[p]["goes_on"]])
-def test_a_conversation_is_one_path(passed: Any, upstream: Any, path: str) -> None:
+def test_a_conversation_is_one_path(passed: Passed, upstream: HttpUpstream, path: str) -> None:
     """The next request, which shows the reply with its results, hangs on it; nothing is stored twice."""
     told = ENDPOINTS[path]
     upstream.answers += [streamed(told["stream"]), whole(told["whole"]), whole(told["whole"])]
@@ -91,7 +92,7 @@ def test_a_conversation_is_one_path(passed: Any, upstream: Any, path: str) -> No
     assert one.delivered in ("sent", "echoed")
 
 
-def test_forks_hang_on_the_turn_they_fork_from(passed: Any, upstream: Any) -> None:
+def test_forks_hang_on_the_turn_they_fork_from(passed: Passed, upstream: HttpUpstream) -> None:
     """Two ways to go on from one reply, and a retry that the client counts, are children of one turn."""
     reply = passed.chat(USER).json()["choices"][0]["message"]
     left, right = {"role": "user", "content": "left"}, {"role": "user", "content": "right"}
@@ -106,7 +107,9 @@ def test_forks_hang_on_the_turn_they_fork_from(passed: Any, upstream: Any) -> No
     assert rows == [(3,)]
 
 
-def test_the_next_request_may_come_before_the_streams_last_byte(passed: Any, upstream: Any) -> None:
+def test_the_next_request_may_come_before_the_streams_last_byte(
+    passed: Passed, upstream: HttpUpstream
+) -> None:
     """A client acts on [DONE]; that the upstream is slow to close must not tear the conversation apart."""
     hold = threading.Event()
     data = sse({"id": "c", "choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": "stop"}]})
@@ -122,7 +125,7 @@ def test_the_next_request_may_come_before_the_streams_last_byte(passed: Any, ups
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_choices_are_siblings(passed: Any, upstream: Any, stream: bool) -> None:
+def test_several_choices_are_siblings(passed: Passed, upstream: HttpUpstream, stream: bool) -> None:
     """n > 1: a turn for each choice, in whatever order they come, and any of them may be gone on from."""
     texts = ["zero", "one", "two"]
     order = [2, 0, 1]
@@ -153,7 +156,7 @@ def test_several_choices_are_siblings(passed: Any, upstream: Any, stream: bool) 
     assert child.requested.parent_turn_id == siblings[1].turn_id
 
 
-def test_choices_that_nobody_foresaw_are_turns_too(passed: Any, upstream: Any) -> None:
+def test_choices_that_nobody_foresaw_are_turns_too(passed: Passed, upstream: HttpUpstream) -> None:
     """Several prompts give a choice each, and an upstream may give more or fewer than it was asked for."""
     choices = [{"index": i, "text": str(i), "finish_reason": "stop"} for i in range(4)]
     upstream.answers += [whole(chat_reply(choices=choices)), whole(chat_reply(choices=choices[:1]))]
@@ -170,7 +173,9 @@ def test_choices_that_nobody_foresaw_are_turns_too(passed: Any, upstream: Any) -
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_client_that_leaves_ends_the_upstreams_work(passed: Any, upstream: Any, path: str) -> None:
+def test_a_client_that_leaves_ends_the_upstreams_work(
+    passed: Passed, upstream: HttpUpstream, path: str
+) -> None:
     """What came until then is kept, as aborted and undelivered; the upstream's connection is closed."""
     data = ENDPOINTS[path]["stream"]
     half = TEXT[: len(TEXT) // 2]
@@ -189,7 +194,7 @@ def test_a_client_that_leaves_ends_the_upstreams_work(passed: Any, upstream: Any
     assert passed.finish().status_code == 200
 
 
-def test_a_client_that_leaves_before_the_reply_begins(passed: Any, upstream: Any) -> None:
+def test_a_client_that_leaves_before_the_reply_begins(passed: Passed, upstream: HttpUpstream) -> None:
     """The upstream is not left to work for nobody, and the turn failed."""
     import httpx
 
@@ -203,7 +208,7 @@ def test_a_client_that_leaves_before_the_reply_begins(passed: Any, upstream: Any
     assert turn.failed.error == "the upstream gave no reply: the client left before it began"
 
 
-def test_a_client_that_leaves_after_the_last_event_has_it_all(passed: Any, upstream: Any) -> None:
+def test_a_client_that_leaves_after_the_last_event_has_it_all(passed: Passed, upstream: HttpUpstream) -> None:
     """Some clients close the connection at [DONE] and never see that the body ends."""
     hold = threading.Event()
     data = ENDPOINTS[CHAT]["stream"]
@@ -222,7 +227,9 @@ def test_a_client_that_leaves_after_the_last_event_has_it_all(passed: Any, upstr
         ("/v1/responses", {"type": "error", "code": "x", "message": "overloaded"}),
     ],
 )
-def test_an_error_within_a_stream(passed: Any, upstream: Any, path: str, error: dict[str, Any]) -> None:
+def test_an_error_within_a_stream(
+    passed: Passed, upstream: HttpUpstream, path: str, error: dict[str, Any]
+) -> None:
     """With nothing said before, the turn failed; else what was said is kept as aborted, and the error."""
     data = ENDPOINTS[path]["stream"]
     part = data[: data.find(b"\n\n", len(data) // 2) + 2]
@@ -237,7 +244,7 @@ def test_an_error_within_a_stream(passed: Any, upstream: Any, path: str, error: 
     assert "overloaded" in str(done.upstream["error"])
 
 
-def test_a_finish_waits_for_the_reply(passed: Any, upstream: Any) -> None:
+def test_a_finish_waits_for_the_reply(passed: Passed, upstream: HttpUpstream) -> None:
     """A trajectory that is finished while its reply streams holds the whole reply, and its delivery."""
     hold = threading.Event()
     data = ENDPOINTS[CHAT]["stream"]
@@ -259,7 +266,7 @@ def test_a_finish_waits_for_the_reply(passed: Any, upstream: Any) -> None:
     assert rows == [("trajectory.finished",)]
 
 
-def test_responses_are_gone_on_from_by_their_id(passed: Any, upstream: Any) -> None:
+def test_responses_are_gone_on_from_by_their_id(passed: Passed, upstream: HttpUpstream) -> None:
     """previous_response_id names the upstream's own response: the conversation still hangs together."""
     path = "/v1/responses"
     told = ENDPOINTS[path]
@@ -278,7 +285,7 @@ def test_responses_are_gone_on_from_by_their_id(passed: Any, upstream: Any) -> N
     assert third.requested.wire["unresolved"] == ["previous_response_id resp_unknown"]
 
 
-def test_unnamed_traffic_is_quarantined_and_told_apart(passed: Any, upstream: Any) -> None:
+def test_unnamed_traffic_is_quarantined_and_told_apart(passed: Passed, upstream: HttpUpstream) -> None:
     """Each conversation in a trajectory of its own."""
     reply = passed.chat(USER, name=None)
     said = reply.json()["choices"][0]["message"]
@@ -310,7 +317,7 @@ def test_unnamed_traffic_is_quarantined_and_told_apart(passed: Any, upstream: An
     ],
 )
 def test_what_we_would_refuse_passes_and_hangs_together(
-    passed: Any, upstream: Any, path: str, body: dict[str, Any]
+    passed: Passed, upstream: HttpUpstream, path: str, body: dict[str, Any]
 ) -> None:
     """An upstream knows more than we do: the request is kept as sent, and its conversation goes on."""
     name = "input" if path == "/v1/responses" else "messages"
@@ -327,7 +334,7 @@ def test_what_we_would_refuse_passes_and_hangs_together(
     assert two.requested.parent_turn_id == one.turn_id
 
 
-def test_custom_tools_hang_together(passed: Any, upstream: Any) -> None:
+def test_custom_tools_hang_together(passed: Any, upstream: HttpUpstream) -> None:
     """A call of a tool that is no function is kept as it was, and as a function's in the message."""
     custom = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
     message = {"role": "assistant", "content": None, "tool_calls": [custom]}
@@ -342,7 +349,7 @@ def test_custom_tools_hang_together(passed: Any, upstream: Any) -> None:
     assert passed.trajectories()["t"].items(two)[1] == message
 
 
-def test_stored_size_grows_with_what_is_new(passed: Any, upstream: Any) -> None:
+def test_stored_size_grows_with_what_is_new(passed: Passed, upstream: HttpUpstream) -> None:
     """Of a long conversation each message is stored once, through an API with a form of its own too."""
     messages: list[Any] = [{"role": "user", "content": "x" * 2000}]
     for turn in range(12):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.fakes.upstreams.server import whole
+from tests.fakes.upstreams.server import HttpUpstream, whole
+from tests.ingest.upstream.conftest import Passed
 
 PATH = "/v1/responses"
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}
@@ -59,7 +61,7 @@ def _second(passed: Any, name: str = "t") -> Any:
     ],
     ids=["references", "untyped and mixed", "the call in full"],
 )
-def test_references_are_what_they_name(passed: Any, upstream: Any, shown: Any) -> None:
+def test_references_are_what_they_name(passed: Passed, upstream: HttpUpstream, shown: Any) -> None:
     """The AI SDK's default: the conversation hangs together, and is recorded with what it says."""
     _ask(passed, upstream, _response(), input=[USER])
     _ask(passed, upstream, _response("resp_2", [MESSAGE | {"id": "msg_2"}]), input=[USER, *shown, RESULT])
@@ -75,7 +77,7 @@ def test_references_are_what_they_name(passed: Any, upstream: Any, shown: Any) -
     assert rows == [(1,)]
 
 
-def test_references_beside_items_of_other_kinds(passed: Any, upstream: Any) -> None:
+def test_references_beside_items_of_other_kinds(passed: Passed, upstream: HttpUpstream) -> None:
     """A request that cannot be read strictly still says what it refers to."""
     _ask(passed, upstream, _response(), input=[USER])
     search = {"type": "web_search_call", "id": "ws", "status": "completed"}
@@ -86,7 +88,7 @@ def test_references_beside_items_of_other_kinds(passed: Any, upstream: Any) -> N
     assert passed.trajectories()["t"].items(two) == shown
 
 
-def test_references_outlive_a_restart(passing: Any, upstream: Any) -> None:
+def test_references_outlive_a_restart(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """They are read back from the log with the trajectory."""
     _ask(passing(), upstream, _response(), input=[USER])
     again = passing()
@@ -109,7 +111,7 @@ def test_references_outlive_a_restart(passing: Any, upstream: Any) -> None:
     ],
 )
 def test_what_did_not_pass_here_is_told_missing(
-    passed: Any, upstream: Any, body: Any, missing: list[str]
+    passed: Passed, upstream: HttpUpstream, body: Any, missing: list[str]
 ) -> None:
     """The turn is a root that says why, and its recorded request is marked incomplete."""
     _ask(passed, upstream, _response(), input=[USER])
@@ -124,7 +126,9 @@ def test_what_did_not_pass_here_is_told_missing(
 @pytest.mark.parametrize(
     "body", [{"input": [USER, *_refer("msg_up"), MORE]}, {"previous_response_id": "resp_up"}]
 )
-def test_another_trajectorys_responses_are_not_ones_own(passed: Any, upstream: Any, body: Any) -> None:
+def test_another_trajectorys_responses_are_not_ones_own(
+    passed: Passed, upstream: HttpUpstream, body: Any
+) -> None:
     """What one agent was told never comes into another's record."""
     _ask(passed, upstream, _response(), input=[USER])
     _ask(passed, upstream, _response("resp_2"), "other", **({"input": [MORE]} | body))
@@ -133,7 +137,7 @@ def test_another_trajectorys_responses_are_not_ones_own(passed: Any, upstream: A
     assert "Looking." not in json.dumps(passed.trajectories()["other"].messages(turn))
 
 
-def test_unnamed_traffic_is_told_apart_by_what_it_refers_to(passed: Any, upstream: Any) -> None:
+def test_unnamed_traffic_is_told_apart_by_what_it_refers_to(passed: Passed, upstream: HttpUpstream) -> None:
     """It belongs to the conversation whose items it names."""
     first = _ask(passed, upstream, _response(), None, input=[USER])
     again = _ask(
@@ -143,7 +147,7 @@ def test_unnamed_traffic_is_told_apart_by_what_it_refers_to(passed: Any, upstrea
     assert first.headers[name] == again.headers[name]
 
 
-def test_what_only_the_upstream_reads_is_not_kept(passed: Any, upstream: Any) -> None:
+def test_what_only_the_upstream_reads_is_not_kept(passed: Passed, upstream: HttpUpstream) -> None:
     """Encrypted reasoning is in the log, and not in memory; a finished trajectory keeps nothing."""
     _ask(passed, upstream, _response(), input=[USER])
     passed.turn()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
 
 import httpx
 import pytest
 from tests.fakes.proxies.settings import proxy_parts
 from tests.fakes.upstreams.replies import ENDPOINTS
-from tests.fakes.upstreams.server import chat_reply, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.serve.prepared import recorded_settings
 
@@ -19,7 +20,7 @@ STREAM = ENDPOINTS[CHAT]["stream"]
 
 
 @pytest.fixture
-def refusing(passing: Any) -> Any:
+def refusing(passing: Callable[..., Passed]) -> Passed:
     """A proxy that refuses what it cannot record."""
     return passing(on_store_failure="refuse")
 
@@ -31,7 +32,7 @@ def _break_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fdatasync", fdatasync)
 
 
-def test_while_the_store_is_well(refusing: Any, upstream: Any) -> None:
+def test_while_the_store_is_well(refusing: Passed, upstream: HttpUpstream) -> None:
     """All passes as it does otherwise, and is recorded."""
     upstream.answers += [whole(chat_reply()), streamed(STREAM, [50])]
     assert refusing.chat(USER).json() == chat_reply()
@@ -40,7 +41,9 @@ def test_while_the_store_is_well(refusing: Any, upstream: Any) -> None:
     assert refusing.metric("rollbook_unrecorded_total") == 0
 
 
-def test_a_store_that_fails(refusing: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails(
+    refusing: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request that finds out is refused before the upstream is asked, and so is every one after it."""
     refusing.chat(USER)
     refusing.turn()
@@ -57,7 +60,7 @@ def test_a_store_that_fails(refusing: Any, upstream: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_store_that_fails_on_the_way(
-    refusing: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+    refusing: Passed, upstream: HttpUpstream, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """A reply whose end is not durable does not come to its end; what of it passed is counted."""
     real = os.fdatasync
@@ -79,7 +82,7 @@ def test_a_store_that_fails_on_the_way(
 
 
 @pytest.mark.parametrize("body", [b"no json", b"[]", b'{"messages": ' + b"[" * 600 + b"]" * 600 + b"}"])
-def test_a_request_without_a_stored_form(refusing: Any, upstream: Any, body: bytes) -> None:
+def test_a_request_without_a_stored_form(refusing: Passed, upstream: HttpUpstream, body: bytes) -> None:
     """It is the client's own fault, and stays so: 400."""
     reply = refusing.http.post(f"/t/t{CHAT}", content=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "not_recordable")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from tests.fakes.proxies.served import Served
 from tests.fakes.upstreams.replies import ENDPOINTS
-from tests.fakes.upstreams.server import chat_reply, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
@@ -19,7 +22,9 @@ USER = {"role": "user", "content": "Hello"}
 
 
 @pytest.mark.parametrize("path", [p for p in ENDPOINTS if ENDPOINTS[p]["goes_on"]])
-def test_a_conversation_goes_on_over_a_restart(passing: Any, upstream: Any, path: str) -> None:
+def test_a_conversation_goes_on_over_a_restart(
+    passing: Callable[..., Passed], upstream: HttpUpstream, path: str
+) -> None:
     """The next request hangs on the turn from before, and is stored as what is new in it."""
     told = ENDPOINTS[path]
     upstream.answers += [streamed(told["stream"]), whole(told["whole"])]
@@ -37,7 +42,7 @@ def test_a_conversation_goes_on_over_a_restart(passing: Any, upstream: Any, path
         assert again.trajectories()["t"].items(two) == sent
 
 
-def test_a_finished_trajectory_takes_no_more(passing: Any, upstream: Any) -> None:
+def test_a_finished_trajectory_takes_no_more(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """409, also after a restart, and the upstream is not asked."""
     passed = passing()
     passed.chat(USER)
@@ -70,7 +75,7 @@ def test_an_abandoned_trajectory_is_finished(passing: Any, upstream: Any) -> Non
     assert passed.trajectories()["t"].finished.status == "aborted"
 
 
-def test_rewards_by_the_replys_own_id(passing: Any, upstream: Any) -> None:
+def test_rewards_by_the_replys_own_id(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """A turn is named by the id that the upstream gave its reply, at any time; an unknown one is a 422."""
     passed = passing()
     upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
@@ -96,7 +101,9 @@ def test_rewards_by_the_replys_own_id(passing: Any, upstream: Any) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_finish_rewards_turns_by_the_upstreams_ids(passing: Any, upstream: Any, restarted: bool) -> None:
+def test_a_finish_rewards_turns_by_the_upstreams_ids(
+    passing: Callable[..., Passed], upstream: HttpUpstream, restarted: bool
+) -> None:
     """Also over a restart; an id that no reply had is a 422, and the trajectory stays open."""
     passed = passing()
     upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
@@ -112,7 +119,7 @@ def test_a_finish_rewards_turns_by_the_upstreams_ids(passing: Any, upstream: Any
     assert [trajectory.reward("agent", t.turn_id) for t in (one, two)] == [0.5, 0.25]
 
 
-def test_of_several_choices_the_first_has_the_id(passed: Any, upstream: Any) -> None:
+def test_of_several_choices_the_first_has_the_id(passed: Passed, upstream: HttpUpstream) -> None:
     """Siblings share the upstream's id."""
     choices = [{"index": i, "message": {"role": "assistant", "content": str(i)}} for i in range(2)]
     upstream.answers.append(whole(chat_reply(choices=choices)))
@@ -124,7 +131,7 @@ def test_of_several_choices_the_first_has_the_id(passed: Any, upstream: Any) -> 
 
 
 @pytest.mark.crashes
-def test_kill_between_request_and_reply(serve: Any, upstream: Any) -> None:
+def test_kill_between_request_and_reply(serve: Callable[..., Served], upstream: HttpUpstream) -> None:
     """kill -9 while an upstream works: the request is in the log, its turn never ended, and all goes on."""
     served = serve("--engine", "upstream", "--engine-url", upstream.url)
     url = f"{served.url}/t/t{CHAT}"

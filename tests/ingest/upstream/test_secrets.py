@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
-from tests.fakes.upstreams.server import chat_reply, sse, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, chat_reply, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.edge.keys import Keys, given_keys, trajectory_key
 from rollbook.store.redaction import PLACEHOLDER
@@ -30,7 +31,7 @@ SECRET = "sk-agent-0123456789abcdef"
     ],
 )
 def test_the_agents_key_goes_to_the_upstream_and_not_to_disk(
-    passed: Any, upstream: Any, headers: dict[str, str]
+    passed: Passed, upstream: HttpUpstream, headers: dict[str, str]
 ) -> None:
     """Not with the request, not where a body or a query holds it, and not where an error repeats it."""
     said = whole({"error": {"message": f"Incorrect API key provided: {SECRET}"}}, "401 Unauthorized")
@@ -58,7 +59,7 @@ def test_the_agents_key_goes_to_the_upstream_and_not_to_disk(
     ],
 )
 def test_the_engines_key_takes_its_place(
-    passing: Any, upstream: Any, sent: dict[str, str], arrives: dict[str, str]
+    passing: Callable[..., Passed], upstream: HttpUpstream, sent: dict[str, str], arrives: dict[str, str]
 ) -> None:
     """In the form in which the agent sent one; neither is on disk."""
     passed = passing(key="sk-engine-key")
@@ -71,7 +72,9 @@ def test_the_engines_key_takes_its_place(
     assert b"sk-engine-key" not in passed.bytes_on_disk()
 
 
-def test_anthropics_paths_get_a_key_in_anthropics_form(passing: Any, upstream: Any) -> None:
+def test_anthropics_paths_get_a_key_in_anthropics_form(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """Where the agent sent none."""
     passed = passing(key="engine")
     passed.post("/v1/messages", {"max_tokens": 1, "messages": [USER]})
@@ -85,7 +88,7 @@ def test_anthropics_paths_get_a_key_in_anthropics_form(passing: Any, upstream: A
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "{}"])
 @pytest.mark.parametrize("secret", [None, "proxy-secret"])
 def test_a_trajectorys_key_never_leaves(
-    passing: Any, upstream: Any, key: str | None, form: str, secret: str | None
+    passing: Callable[..., Passed], upstream: HttpUpstream, key: str | None, form: str, secret: str | None
 ) -> None:
     """It names the trajectory to us and is nobody else's business, however it is sent."""
     passed = passing(key=key, keys=Keys(given_keys([secret] if secret else [], {})))
@@ -102,7 +105,7 @@ def test_a_trajectorys_key_never_leaves(
     assert passed.turn("named").completed
 
 
-def test_the_proxys_own_key_never_leaves(passing: Any, upstream: Any) -> None:
+def test_the_proxys_own_key_never_leaves(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """Where the proxy checks keys, what it was sent is its own; without one nothing passes."""
     passed = passing(keys=Keys(given_keys(["proxy-secret"], {})))
     assert passed.chat(USER).status_code == 401
@@ -114,7 +117,9 @@ def test_the_proxys_own_key_never_leaves(passing: Any, upstream: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_redaction_is_of_the_record_alone(passing: Any, upstream: Any, stream: bool) -> None:
+def test_redaction_is_of_the_record_alone(
+    passing: Callable[..., Passed], upstream: HttpUpstream, stream: bool
+) -> None:
     """The upstream and the client see every byte; the log has neither text nor tokens of the secret."""
     passed = passing(redact=(r"SECRET-\d+",))
     prompt, ids = [7, 8], [11, 12, 13]
@@ -155,7 +160,9 @@ def test_redaction_is_of_the_record_alone(passing: Any, upstream: Any, stream: b
     assert b"SECRET-" not in passed.bytes_on_disk()
 
 
-def test_redaction_that_finds_nothing_takes_no_tokens(passing: Any, upstream: Any) -> None:
+def test_redaction_that_finds_nothing_takes_no_tokens(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """A turn without secrets is as exact as before."""
     passed = passing(redact=(r"SECRET-\d+",))
     choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "token_ids": [1]}
@@ -164,7 +171,9 @@ def test_redaction_that_finds_nothing_takes_no_tokens(passing: Any, upstream: An
     assert passed.turn().completed.flags == []
 
 
-def test_what_is_outside_the_conversation_is_out_of_the_record(passed: Any, upstream: Any) -> None:
+def test_what_is_outside_the_conversation_is_out_of_the_record(
+    passed: Passed, upstream: HttpUpstream
+) -> None:
     """Bytes pass unchanged, the record holds none of it, and a turn's tokens are kept all the same."""
     choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "token_ids": [1]}
     echo = {
@@ -188,7 +197,9 @@ def test_what_is_outside_the_conversation_is_out_of_the_record(passed: Any, upst
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cookies_and_credentials_that_an_error_repeats(passed: Any, upstream: Any, stream: bool) -> None:
+def test_cookies_and_credentials_that_an_error_repeats(
+    passed: Passed, upstream: HttpUpstream, stream: bool
+) -> None:
     """Whatever form they are repeated in, whether the error is a reply or stands in one."""
     login = base64.b64encode(b"agent:p@ss w0rd/42").decode()
     shown = [
@@ -218,7 +229,7 @@ LOGIN = "Basic " + base64.b64encode(b"user:pl4nted!").decode()
 
 
 def test_a_login_in_the_address_goes_to_the_upstream_and_nowhere_else(
-    passing: Any, upstream: Any, capsys: Any
+    passing: Callable[..., Passed], upstream: HttpUpstream, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the header that it stands for; the query of the address goes with every request."""
     address = upstream.url.replace("://", "://user:pl4nted%21@") + "/v1/?api-version=7&key=k-pl4nted"
@@ -237,7 +248,7 @@ def test_a_login_in_the_address_goes_to_the_upstream_and_nowhere_else(
         assert secret not in data
 
 
-def test_an_upstream_that_is_away_is_named_without_its_login(passing: Any) -> None:
+def test_an_upstream_that_is_away_is_named_without_its_login(passing: Callable[..., Passed]) -> None:
     """In the reply, in the log and on the screen."""
     passed = passing(url="http://user:pl4nted@127.0.0.1:9/?token=t-pl4nted")
     reply = passed.chat(USER)
@@ -249,7 +260,9 @@ def test_an_upstream_that_is_away_is_named_without_its_login(passing: Any) -> No
     assert b"pl4nted" not in passed.bytes_on_disk()
 
 
-def test_known_formats_are_taken_out_of_the_record_alone(passing: Any, upstream: Any) -> None:
+def test_known_formats_are_taken_out_of_the_record_alone(
+    passing: Callable[..., Passed], upstream: HttpUpstream
+) -> None:
     """Bytes pass unchanged; of what was taken out of the text no tokens are kept."""
     key = "ghp_" + "aB3d" * 9
     passed = passing(redact=("known",))

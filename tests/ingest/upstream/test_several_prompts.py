@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.fakes.upstreams.server import sse, streamed, whole
+from tests.fakes.upstreams.server import HttpUpstream, sse, streamed, whole
+from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.endpoints import completions
 from rollbook.ingest.upstream.forwarded_response import gathered, read_reply
@@ -43,7 +45,7 @@ def _content(passed: Any, turn: Any) -> Any:
     return message["content"]
 
 
-def test_each_choice_has_its_own_prompt(passed: Any, upstream: Any) -> None:
+def test_each_choice_has_its_own_prompt(passed: Passed, upstream: HttpUpstream) -> None:
     """Ids, text and sample of choice i are of prompt i // n, in whatever order the choices come."""
     choices = [_choice(i, IDS[i // 2]) for i in (2, 0, 3, 1)]
     turns = _ask(passed, upstream, whole(_reply(*choices)), n=2)
@@ -61,7 +63,7 @@ def test_each_choice_has_its_own_prompt(passed: Any, upstream: Any) -> None:
     assert sorted(s.tokens.tolist() for s in samples) == [[*IDS[i // 2], 100 + i, 9] for i in range(4)]
 
 
-def test_a_stream_of_several_prompts_is_the_same(passed: Any, upstream: Any) -> None:
+def test_a_stream_of_several_prompts_is_the_same(passed: Passed, upstream: HttpUpstream) -> None:
     """Chunks of several choices among each other; what an event says of a prompt is of its choices."""
     events = [
         {"choices": [{"index": 1, "text": "c", "token_ids": [101], "prompt_token_ids": IDS[1]}]},
@@ -97,7 +99,7 @@ UNTRUE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNTRUE)
-def test_what_cannot_be_true_is_text_only(passed: Any, upstream: Any, case: str) -> None:
+def test_what_cannot_be_true_is_text_only(passed: Passed, upstream: HttpUpstream, case: str) -> None:
     """No turn is exact, and every choice is there with its own text."""
     reply, body = UNTRUE[case]
     turns = _ask(passed, upstream, whole(reply), **body)
@@ -110,7 +112,7 @@ def test_what_cannot_be_true_is_text_only(passed: Any, upstream: Any, case: str)
     assert not any(s.loss_mask.any() for s in all_samples(passed.trajectories().values()))
 
 
-def test_one_prompts_doubt_is_not_anothers(passed: Any, upstream: Any) -> None:
+def test_one_prompts_doubt_is_not_anothers(passed: Passed, upstream: HttpUpstream) -> None:
     """Where the choices of the first prompt disagree, those of the second are exact still."""
     choices = [_choice(0, [1]), _choice(1, [2]), _choice(2, IDS[1]), _choice(3, None)]
     turns = _ask(passed, upstream, whole(_reply(*choices)), n=2)
@@ -119,7 +121,7 @@ def test_one_prompts_doubt_is_not_anothers(passed: Any, upstream: Any) -> None:
     assert turns[3].completed.prompt_ids.tolist() == IDS[1]
 
 
-def test_a_choice_that_nobody_asked_for_answers_no_prompt(passed: Any, upstream: Any) -> None:
+def test_a_choice_that_nobody_asked_for_answers_no_prompt(passed: Passed, upstream: HttpUpstream) -> None:
     """It is recorded, as text of nobody knows what."""
     upstream.answers.append(whole(_reply(*(_choice(i, IDS[i % 2]) for i in range(3)))))
     passed.post(PATH, {"prompt": PROMPTS})
@@ -129,7 +131,7 @@ def test_a_choice_that_nobody_asked_for_answers_no_prompt(passed: Any, upstream:
     assert passed.trajectories()["t"].messages(turns[2]) == []
 
 
-def test_each_prompt_goes_on_over_a_restart(passing: Any, upstream: Any) -> None:
+def test_each_prompt_goes_on_over_a_restart(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
     """The log alone says which prompt a turn answers; what several choices share is stored once."""
     passed = passing()
     _ask(passed, upstream, whole(_reply(*(_choice(i, IDS[i // 2]) for i in range(4)))), n=2)

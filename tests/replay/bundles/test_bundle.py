@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.bundles.bundle import export_step, opened_bundle, replay_bundle
@@ -181,7 +182,7 @@ def test_a_late_reward_is_shown(trained: Stores, tmp_path: Path) -> None:
 
 
 def test_what_was_changed_before_is_named(
-    trained: Stores, tamper: Any, tmp_path: Path, cli: Callable[..., Any]
+    trained: Stores, tamper: Tamper, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
     """A reward that is another than was trained on: exit code 1, and the stage."""
     log = trained()
@@ -194,7 +195,9 @@ def test_what_was_changed_before_is_named(
 # Left out -----------------------------------------------------------------------------------------
 
 
-def test_without_the_optimizer(trained: Stores, tamper: Any, tmp_path: Path, cli: Any) -> None:
+def test_without_the_optimizer(
+    trained: Stores, tamper: Tamper, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """All up to the gradients is proven, in less than half of the bytes; a step behind others is refused."""
     log = trained()
     whole = export_step(log, tmp_path / "whole", 11)
@@ -232,7 +235,9 @@ def opened_samples(path: Path) -> list[str]:
         return sorted(opened.trajectories())
 
 
-def test_without_weights(trained: Stores, tmp_path: Path, cli: Any, tamper: Any) -> None:
+def test_without_weights(
+    trained: Stores, tmp_path: Path, cli: Callable[..., tuple[int, str, str]], tamper: Tamper
+) -> None:
     """By the log alone: to the losses where vectors were recorded, else to the advantages; selection too."""
     log = trained()
     fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
@@ -278,7 +283,7 @@ def test_a_critics_step_without_the_optimizer_or_weights(of_critic: Store, tmp_p
     assert not (tmp_path / "two").exists()
 
 
-def test_samples_that_were_used_before(trained: Stores, tamper: Any, tmp_path: Path) -> None:
+def test_samples_that_were_used_before(trained: Stores, tamper: Tamper, tmp_path: Path) -> None:
     """An earlier step that used the same samples is in the bundle, so that it is seen there too."""
     log = trained()
     again = fabric.steps_of(log).steps[11].planned.samples
@@ -332,7 +337,7 @@ def _plant(record: Any) -> Any:
     return None
 
 
-def test_redacted_text_is_gone(trained: Stores, tamper: Any, tmp_path: Path) -> None:
+def test_redacted_text_is_gone(trained: Stores, tamper: Tamper, tmp_path: Path) -> None:
     """No text that was planted is in the bundle, and the step replays as before; unredacted it is there."""
     log = trained()
     tamper.rewrite(log, "serve", lambda event: _plant(event.record))
@@ -458,7 +463,12 @@ def own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_parts_of_somebodys_own_are_not_run(
-    trained: Stores, tamper: Any, plain: Path, own_part: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+    trained: Stores,
+    tamper: Tamper,
+    plain: Path,
+    own_part: Path,
+    cli: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A manifest that names code makes no import, of the export nor of the opening, unless it is trusted."""
     log = trained()

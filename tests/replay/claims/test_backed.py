@@ -84,7 +84,7 @@ def test_what_cannot_be_known_is_not_said() -> None:
     assert {event.kind for event in (served, other)} <= BACKING
 
 
-def test_verify_looks_at_weights(trained: Stores, cli: Any) -> None:
+def test_verify_looks_at_weights(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Where it is asked to; else it says that it does not. Damage, what is missing and what is not backed."""
     log = trained()
     code, out, _ = cli("store", "verify", "--store", log.path)

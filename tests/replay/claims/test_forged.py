@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -166,7 +167,7 @@ def test_untouched(course: Store) -> None:
 
 @pytest.mark.more_but("batch", "opened *", "removed *", "metric", "vector")
 @pytest.mark.parametrize("name", FORGED)
-def test_what_is_forged_is_named(copied: Store, tamper: Any, name: str) -> None:
+def test_what_is_forged_is_named(copied: Store, tamper: Tamper, name: str) -> None:
     """By its stage and key, and by no stage before it."""
     forged = FORGED[name]
 

@@ -93,7 +93,7 @@ def _compared(log: Store, version: int, stream: Any) -> dict[str, Sent]:
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_every_engine_holds_the_version(given: Any, version: int) -> None:
+def test_every_engine_holds_the_version(given: tuple[Store, dict[str, str]], version: int) -> None:
     """Of one rank and of two, in either type, and the embedded one: their checksums are computed again from
     the checkpoint's weights."""
     log, urls = given
@@ -116,7 +116,7 @@ def test_every_engine_holds_the_version(given: Any, version: int) -> None:
     }
 
 
-def test_the_weights_are_read_once_for_each_way_of_holding_them(given: Any) -> None:
+def test_the_weights_are_read_once_for_each_way_of_holding_them(given: tuple[Store, dict[str, str]]) -> None:
     """Three ways; not once for each engine and event."""
     log, _ = given
     stream, read = _weights(log, 1), []
@@ -134,7 +134,7 @@ def test_the_weights_are_read_once_for_each_way_of_holding_them(given: Any) -> N
     assert len(read) == 3
 
 
-def test_one_ulp(given: Any) -> None:
+def test_one_ulp(given: tuple[Store, dict[str, str]]) -> None:
     """Of one tensor: every engine's checksums are others, whatever the digest of the weights says."""
     log, _ = given
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
@@ -33,7 +32,7 @@ def _proven(path: Path, steps: Sequence[int] = STEPS) -> None:
 
 
 @pytest.fixture
-def sealed(trained: Stores, cli: Any) -> Path:
+def sealed(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> Path:
     """The trained store, of which every segment is sealed."""
     path = trained().path
     code, _, err = cli("store", "seal", "--store", path)
@@ -41,7 +40,7 @@ def sealed(trained: Stores, cli: Any) -> Path:
     return path
 
 
-def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Any) -> None:
+def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Units in the place of segments; then the whole store elsewhere, its catalog and all that is derived
     made anew."""
     _proven(sealed)
@@ -53,7 +52,7 @@ def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.fixture
-def in_units(tmp_path: Path, cli: Any) -> Path:
+def in_units(tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> Path:
     """Two supervised steps and two of GRPO: what they used lies in units of their own."""
     log = rb.open(tmp_path / "store", create=True)
     (log.path / "store.toml").write_text("[seal]\ncompact_bytes = 0\n")
@@ -68,7 +67,7 @@ def in_units(tmp_path: Path, cli: Any) -> Path:
     return log.path
 
 
-def test_compacted(in_units: Path, cli: Any) -> None:
+def test_compacted(in_units: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Units that were merged."""
     (in_units / "store.toml").unlink()
     assert cli("store", "seal", "--store", in_units)[0] == 0
@@ -87,7 +86,7 @@ def test_what_other_steps_used_is_dropped(in_units: Path) -> None:
         replay_step(log, 1)
 
 
-def test_erased_but_for_tokens(sealed: Path, cli: Any) -> None:
+def test_erased_but_for_tokens(sealed: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
     """What a trajectory said is gone, and its steps replay."""
     ref = fabric.steps_of(rb.open(sealed)).steps[STEPS[1]].planned.samples[0]
     arguments = ("store", "erase", "--trajectory", ref["trajectory_id"], "--reason", "asked", "--keep-tokens")
@@ -96,7 +95,9 @@ def test_erased_but_for_tokens(sealed: Path, cli: Any) -> None:
     _proven(sealed)
 
 
-def test_in_object_storage(sealed: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_object_storage(
+    sealed: Path, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Units that are nowhere but there."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
     from tests.fakes.storage.s3_server import ObjectStorage, set_credentials

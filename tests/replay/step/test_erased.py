@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
@@ -22,7 +21,9 @@ def _trained_on(log: Store, step: int) -> str:
     return trajectory_id
 
 
-def test_a_step_whose_sample_was_erased(trained: Callable[..., Store], cli: Any) -> None:
+def test_a_step_whose_sample_was_erased(
+    trained: Callable[..., Store], cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """The replay names step, trajectory and reason, and exits with 2; steps that did not use it replay."""
     log = trained()
     erased = _trained_on(log, GRPO_STEP)

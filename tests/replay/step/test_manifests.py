@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.step.manifest import checked
@@ -115,7 +116,7 @@ def _refused(plan: StepPlanned) -> str | None:
 
 
 def test_a_replay_says_it_in_one_line(
-    plan: StepPlanned, root: Path, tmp_path: Path, tamper: Any, cli: Any
+    plan: StepPlanned, root: Path, tmp_path: Path, tamper: Any, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     """Exit code 2, of replays of a step and of all; nothing on standard output, and no traceback."""
     log = rb.open(shutil.copytree(root / "tests/data/trained-1", tmp_path / "store"))
@@ -147,7 +148,7 @@ def _odd(inside: Any, key: Any) -> None:
 )
 @pytest.mark.parametrize("other", [None, "odd", 7, {}])
 def test_a_replay_of_an_odd_manifest_ends(
-    root: Path, tmp_path: Path, tamper: Any, path: str, other: Any
+    root: Path, tmp_path: Path, tamper: Tamper, path: str, other: Any
 ) -> None:
     """With an error of the tree, or with a verdict."""
     log = rb.open(shutil.copytree(root / "tests/data/trained-1", tmp_path / "store"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook.engines.weights.digests import digest_tensors
 from rollbook.replay.step.step import replay_step
@@ -38,7 +39,7 @@ def _place(log: Store, stage: str, step: int = STEP) -> Place:
     return place
 
 
-def test_one_ulp_of_a_reward(trained: Stores, tamper: Any) -> None:
+def test_one_ulp_of_a_reward(trained: Stores, tamper: Tamper) -> None:
     """Its sample is named."""
     log = trained()
     plan = fabric.steps_of(log).steps[STEP].planned
@@ -56,7 +57,7 @@ def test_one_ulp_of_a_reward(trained: Stores, tamper: Any) -> None:
 
 @pytest.mark.parametrize(("file", "stage"), [("model", "weights"), ("optimizer", "optimizer")])
 def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
-    trained: Stores, tamper: Any, file: str, stage: str
+    trained: Stores, tamper: Tamper, file: str, stage: str
 ) -> None:
     """The tensor is named by what the step before recorded of its own; in no other stage before it."""
     log = trained()
@@ -100,7 +101,7 @@ def test_the_element_of_a_tensor_that_a_step_made(trained: Stores, sharded: bool
     assert place.recorded == float(np.nextafter(np.nextafter(value.numpy(), np.float32(9)), np.float32(9)))
 
 
-def test_samples_and_their_choice(trained: Stores, tamper: Any) -> None:
+def test_samples_and_their_choice(trained: Stores, tamper: Tamper) -> None:
     """Two samples swapped; a recipe that the training was not opened with, under its right digest; a
     trajectory that is held out, or that never finished."""
     name = fabric.steps_of(trained()).steps[STEP].planned.samples[0]["trajectory_id"]
@@ -131,7 +132,7 @@ def test_samples_and_their_choice(trained: Stores, tamper: Any) -> None:
         assert str(place.key).startswith(key), (at, place)
 
 
-def test_a_recorded_metric(trained: Stores, tamper: Any) -> None:
+def test_a_recorded_metric(trained: Stores, tamper: Tamper) -> None:
     """With both values."""
     log = trained()
     tamper.event(log, "step.committed", lambda r: replace(r, metrics=r.metrics | {"loss": 99.0}), step=STEP)
@@ -139,7 +140,7 @@ def test_a_recorded_metric(trained: Stores, tamper: Any) -> None:
     assert (place.key, place.recorded) == ("loss", 99.0)
 
 
-def test_the_last_checkpoint(trained: Stores, tamper: Any) -> None:
+def test_the_last_checkpoint(trained: Stores, tamper: Tamper) -> None:
     """That nothing starts from, with a manifest that fits it."""
     log = trained()
     tamper.checkpoint(log, 12, "weights")
@@ -147,7 +148,7 @@ def test_the_last_checkpoint(trained: Stores, tamper: Any) -> None:
     assert (found.differs_in, found.stages["weights"].verdict) == ("checkpoint", "equal")
 
 
-def test_a_late_reward_is_shown(trained: Stores, cli: Any) -> None:
+def test_a_late_reward_is_shown(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """It changes nothing; text and JSON say which it is."""
     log = trained()
     name = fabric.steps_of(log).steps[STEP].planned.samples[0]["trajectory_id"]
@@ -162,7 +163,7 @@ def test_a_late_reward_is_shown(trained: Stores, cli: Any) -> None:
     assert f"reward 77 of {name}, by 'judge', came after the step was planned" in said
 
 
-def test_a_step_of_a_gpu(trained: Stores, tamper: Any) -> None:
+def test_a_step_of_a_gpu(trained: Stores, tamper: Tamper) -> None:
     """Where there is none its random state is not proven, for a GPU has generators of its own; of a step of a
     CPU another one differs."""
     log = trained()
@@ -179,7 +180,7 @@ def _other_random_state(plan: StepPlanned) -> StepPlanned:
 
 
 @pytest.mark.more
-def test_other_instructions(trained: Stores, tamper: Any, root: Path) -> None:
+def test_other_instructions(trained: Stores, tamper: Tamper, root: Path) -> None:
     """Bits are not promised then, numbers are near, and a changed reward is found all the same. It is said
     what was compared, and what was not."""
     log = trained()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook.replay.step.partial import Part, chosen
 from rollbook.replay.step.step import replay_step
@@ -64,7 +66,9 @@ def test_up_to_the_losses_by_the_log_alone(with_vectors: Store) -> None:
     assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
 
 
-def test_by_the_log_alone_a_changed_reward_is_found(with_vectors: Store, tamper: Any, tmp_path: Any) -> None:
+def test_by_the_log_alone_a_changed_reward_is_found(
+    with_vectors: Store, tamper: Tamper, tmp_path: Path
+) -> None:
     """What a model is not needed for is proven without one."""
     import shutil
 
@@ -86,7 +90,7 @@ def test_by_the_log_alone_a_changed_reward_is_found(with_vectors: Store, tamper:
     assert (place.sample, place.trajectory_id) == (0, ref["trajectory_id"])
 
 
-def test_a_token_is_named_with_both_values(with_vectors: Store, tamper: Any, tmp_path: Any) -> None:
+def test_a_token_is_named_with_both_values(with_vectors: Store, tamper: Tamper, tmp_path: Path) -> None:
     """With vectors the first token that differs: its sample, turn and place, both values, and ulps apart."""
     import shutil
 
@@ -129,7 +133,7 @@ def test_some_samples(trained: Stores) -> None:
         assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
 
 
-def test_a_sample_that_differs(trained: Stores, tamper: Any) -> None:
+def test_a_sample_that_differs(trained: Stores, tamper: Tamper) -> None:
     """Of a step with a changed logprob only the sample that has it differs."""
     log = trained()
     turn_id = fabric.steps_of(log).steps[11].planned.samples[2]["turn_id"]
@@ -147,7 +151,7 @@ def test_a_sample_that_differs(trained: Stores, tamper: Any) -> None:
     assert (place.sample, place.turn_id) == (2, turn_id)
 
 
-def test_from_one_stage_to_another(trained: Stores, cli: Any) -> None:
+def test_from_one_stage_to_another(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Only these are shown and judged; beyond the passes all of the step is run."""
     log = trained()
     for last, expected in (("rewards", ["samples", "old_logprobs", "rewards"]), ("samples", ["samples"])):
@@ -163,7 +167,7 @@ def test_from_one_stage_to_another(trained: Stores, cli: Any) -> None:
     )
 
 
-def test_what_is_not_there_is_said(trained: Stores, cli: Any) -> None:
+def test_what_is_not_there_is_said(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Unknown stages, samples, groups and micro-batches; what only a model gives; what is of all samples."""
     log = trained()
     for options, said in (

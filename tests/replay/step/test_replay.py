@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.verdict import Verdict
@@ -186,7 +187,7 @@ def test_two_runs_with_the_same_step(trained: Stores, cli: Callable[..., Any]) -
 
 
 def test_each_stage_and_the_verdict_are_printed(
-    trained: Stores, tamper: Any, cli: Callable[..., Any]
+    trained: Stores, tamper: Tamper, cli: Callable[..., Any]
 ) -> None:
     """For people: each stage, equal or differs, and the verdict with the step and stage."""
     log = trained()

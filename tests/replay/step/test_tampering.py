@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook.replay.step.compare import ORDER
 from rollbook.replay.step.step import replay_step
@@ -42,7 +43,7 @@ def _sampled(log: Store, step: int, *, leaf: bool = True) -> str:
     return turn_id if leaf else turn_id.rpartition(".")[0] + ".0"
 
 
-def test_rewriting_alone_changes_nothing(trained: Stores, tamper: Any) -> None:
+def test_rewriting_alone_changes_nothing(trained: Stores, tamper: Tamper) -> None:
     """The rewriting itself is faithful: with no record changed the files and the replay are the same."""
     log = trained()
     before = {f: f.read_bytes() for f in log.path.rglob("*.wal")}
@@ -52,7 +53,9 @@ def test_rewriting_alone_changes_nothing(trained: Stores, tamper: Any) -> None:
     assert replay_step(log, GRPO_STEP).bit_for_bit
 
 
-def test_a_changed_logprob_is_found(trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_logprob_is_found(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """Another stored logprob, by the last bit of a float, is found in old_logprobs."""
     log = trained()
 
@@ -66,7 +69,9 @@ def test_a_changed_logprob_is_found(trained: Stores, tamper: Any, cli: Any) -> N
     assert (values["differs_at_step"], values["differs_in"]) == (10, "old_logprobs")
 
 
-def test_a_changed_reward_is_found(trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_reward_is_found(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """Another reward is found in rewards, and shows in what follows from it."""
     log = trained()
     trajectory = fabric.steps_of(log).steps[GRPO_STEP].planned.samples[0]["trajectory_id"]
@@ -81,7 +86,9 @@ def test_a_changed_reward_is_found(trained: Stores, tamper: Any, cli: Any) -> No
 
 
 @pytest.mark.parametrize("step", [SFT_STEP, GRPO_STEP])
-def test_one_completion_token(trained: Stores, tamper: Any, cli: Any, step: int) -> None:
+def test_one_completion_token(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], step: int
+) -> None:
     """Another token in a leaf's completion is found in samples, at the first step that used it."""
     log = trained()
 
@@ -95,7 +102,9 @@ def test_one_completion_token(trained: Stores, tamper: Any, cli: Any, step: int)
 
 
 @pytest.mark.parametrize("field", ["completion_ids", "prompt_ids"])
-def test_a_token_that_a_prompt_was_made_of(trained: Stores, tamper: Any, cli: Any, field: str) -> None:
+def test_a_token_that_a_prompt_was_made_of(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], field: str
+) -> None:
     """A changed token inside a prompt contradicts the sha256 of what was sent: exit code 2."""
     log = trained()
 
@@ -110,7 +119,9 @@ def test_a_token_that_a_prompt_was_made_of(trained: Stores, tamper: Any, cli: An
     assert "does not fold to the ids sent" in err
 
 
-def test_a_delivery_that_is_taken_back(trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_delivery_that_is_taken_back(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """An undelivered turn is not trained, so the mask of its sample differs: samples."""
     log = trained()
     turn_id = _sampled(log, GRPO_STEP)
@@ -121,7 +132,13 @@ def test_a_delivery_that_is_taken_back(trained: Stores, tamper: Any, cli: Any) -
 @pytest.mark.parametrize(("what", "stage"), [("weights", "input_weights"), ("optimizer", "input_optimizer")])
 @pytest.mark.parametrize(("version", "step"), [(4, SFT_STEP), (11, 11)])
 def test_one_number_of_a_checkpoint(
-    trained: Stores, tamper: Any, cli: Any, what: str, stage: str, version: int, step: int
+    trained: Stores,
+    tamper: Tamper,
+    cli: Callable[..., tuple[int, str, str]],
+    what: str,
+    stage: str,
+    version: int,
+    step: int,
 ) -> None:
     """A changed checkpoint, its manifest made to fit, is found at the first step that starts from it."""
     log = trained()
@@ -161,7 +178,9 @@ def test_one_number_of_a_checkpoint(
         "input",
     ],
 )
-def test_a_changed_manifest_is_found(trained: Stores, tamper: Any, cli: Any, change: Any, stage: str) -> None:
+def test_a_changed_manifest_is_found(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], change: Any, stage: str
+) -> None:
     """Whatever decides a step's bits, changed in its manifest, is found in the stage it acts on."""
     log = trained()
     tamper.event(log, "step.planned", change, step=11)
@@ -173,7 +192,9 @@ def test_a_changed_manifest_is_found(trained: Stores, tamper: Any, cli: Any, cha
     "advantages", "gradients", "optimizer", "weights", "samples", "critic_weights", "scores"
 )
 @pytest.mark.parametrize("stage", STAGES[4:])
-def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any, stage: str) -> None:
+def test_each_recorded_digest_is_compared(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], stage: str
+) -> None:
     """A result that was recorded otherwise differs in just that stage, and so does its checkpoint."""
     log = trained()
     tamper.event(log, "step.committed", lambda r: replace(r, digests=r.digests | {stage: "0" * 64}), step=8)
@@ -182,7 +203,7 @@ def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any
     assert differing == [stage, *(["checkpoint"] if stage in ("optimizer", "weights") else [])]
 
 
-def test_another_environment_is_told(trained: Stores, tamper: Any) -> None:
+def test_another_environment_is_told(trained: Stores, tamper: Tamper) -> None:
     """A recorded environment that is not this one is listed with both values."""
     log = trained()
     tamper.environment(log, processor="abacus")
@@ -196,7 +217,9 @@ def test_another_environment_is_told(trained: Stores, tamper: Any) -> None:
 
 @pytest.mark.parametrize("lane", ["serve", "train"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
-def test_a_flipped_byte_of_the_log(trained: Stores, cli: Any, lane: str, share: float) -> None:
+def test_a_flipped_byte_of_the_log(
+    trained: Stores, cli: Callable[..., tuple[int, str, str]], lane: str, share: float
+) -> None:
     """One changed byte of acknowledged events is refused, exit code 2, and the file is named."""
     log = trained()
     path = max((log.path / "lanes" / lane).glob("*.wal"), key=lambda p: p.stat().st_size)
@@ -213,7 +236,9 @@ def test_a_flipped_byte_of_the_log(trained: Stores, cli: Any, lane: str, share: 
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_flipped_byte_of_a_checkpoint(trained: Stores, cli: Any, file: str) -> None:
+def test_a_flipped_byte_of_a_checkpoint(
+    trained: Stores, cli: Callable[..., tuple[int, str, str]], file: str
+) -> None:
     """One changed byte of a checkpoint is never started from: it is named, and one before it proves the step;
     the step that wrote it has another result than the file."""
     log = trained()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
@@ -93,7 +94,7 @@ def _earlier(event: Event, table: str) -> Record | None:
 
 @pytest.mark.more_but("algorithm", "critic")
 @pytest.mark.parametrize("table", LATER)
-def test_keys_that_came_later(copied: Store, tamper: Any, table: str) -> None:
+def test_keys_that_came_later(copied: Store, tamper: Tamper, table: str) -> None:
     """Of the algorithm, the recipe, the optimizer and the critic: recorded without them, each step is as it
     was."""
     kinds: dict[str, type[Table]] = {
@@ -109,7 +110,7 @@ def test_keys_that_came_later(copied: Store, tamper: Any, table: str) -> None:
 
 @pytest.mark.more_but("3-*")
 @pytest.mark.parametrize(("step", "key"), [(0, "clip_high"), (3, "clip_high"), (3, "discount")])
-def test_a_changed_key_differs(copied: Store, tamper: Any, next_key: None, step: int, key: str) -> None:
+def test_a_changed_key_differs(copied: Store, tamper: Tamper, next_key: None, step: int, key: str) -> None:
     """At the first step of a training and at a later one, where a key came since, too."""
     change = {key: 0.75}
     tamper.event(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -43,7 +42,9 @@ def test_the_norm_of_a_batch_without_a_sample(trained: Callable[..., Store]) -> 
             assert by_sample[at] == pytest.approx(square**0.5, rel=1e-5), at
 
 
-def test_the_first_step_above(trained: Callable[..., Store], cli: Any) -> None:
+def test_the_first_step_above(
+    trained: Callable[..., Store], cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """Is named with its samples; exit code 1; 0 where none is."""
     log = trained()
     code, out, _ = cli("replay", "bisect", "--metric", "gradient_norm", "--above", 1e9, "--store", log.path)

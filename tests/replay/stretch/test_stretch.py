@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.stretch.first_bad import find_first_bad
@@ -39,7 +40,7 @@ def test_a_training_is_proven_from_checkpoint_to_checkpoint(trained: Stores) -> 
 
 
 @pytest.mark.more
-def test_by_several_processes(trained: Stores, cli: Any) -> None:
+def test_by_several_processes(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """`--jobs 2` gives the same, in order; exit code 0."""
     code, out, _ = cli("replay", "run", "--store", trained().path, "--from", 3, "--jobs", 2, "--json")
     values = orjson.loads(out)
@@ -49,7 +50,9 @@ def test_by_several_processes(trained: Stores, cli: Any) -> None:
     ]
 
 
-def test_a_step_that_differs_ends_its_segment_alone(trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_step_that_differs_ends_its_segment_alone(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """What it leads to is not proven; the next checkpoint's steps are."""
     log = trained()
     tamper.event(
@@ -69,7 +72,7 @@ def test_a_step_that_differs_ends_its_segment_alone(trained: Stores, tamper: Any
     assert "steps 6 to 7: not proven its segment differs from step 5 on" in said
 
 
-def test_the_chain_of_digests(trained: Stores, tamper: Any) -> None:
+def test_the_chain_of_digests(trained: Stores, tamper: Tamper) -> None:
     """A step that does not start with what the last one ended with is named without running anything."""
     log = trained()
     assert chain(history_of(log, None, "actor"), range(12)) == []
@@ -126,7 +129,9 @@ def test_from_weights_alone(trained: Stores) -> None:
 # Versions without a checkpoint --------------------------------------------------------------------
 
 
-def test_a_version_is_rebuilt(trained: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_version_is_rebuilt(
+    trained: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Proven step by step, and written as the checkpoint that it would have had; or into the store."""
     log = trained()
     digest = fabric.steps_of(log).steps[6].committed.digests["weights"]
@@ -148,7 +153,9 @@ def test_a_version_is_rebuilt(trained: Stores, cli: Any, tmp_path: Path) -> None
     assert replay_step(log, 6).stages["checkpoint"].verdict == "equal"
 
 
-def test_what_cannot_be_rebuilt(trained: Stores, tamper: Any, cli: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_rebuilt(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """A version that no step made is exit code 2; one that comes out otherwise is 1, and is not written."""
     log = trained()
     code, _, err = cli("replay", "weights", 99, "--store", log.path)
@@ -166,7 +173,7 @@ def test_what_cannot_be_rebuilt(trained: Stores, tamper: Any, cli: Any, tmp_path
 @pytest.mark.more_but("weights")
 @pytest.mark.parametrize("stage", ["weights", "optimizer"])
 def test_a_version_that_is_not_proven_is_not_written(
-    trained: Stores, tamper: Any, cli: Any, tmp_path: Path, stage: str
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]], tmp_path: Path, stage: str
 ) -> None:
     """Recorded in another environment, and with another digest: bits are not promised, so that nothing
     differs, and what comes out is not the version. It is not written, nor restored; exit code 3."""
@@ -189,7 +196,9 @@ def test_a_version_that_is_not_proven_is_not_written(
     assert cli("replay", "weights", 6, "--store", log.path, "-o", tmp_path / "v6")[0] == 0
 
 
-def test_what_was_not_compared_is_said(trained: Stores, tamper: Any, cli: Any) -> None:
+def test_what_was_not_compared_is_said(
+    trained: Stores, tamper: Tamper, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """Of a stretch, on a machine that makes no promise, whose steps have other digests of their passes:
     nothing is called equal within a tolerance that was not compared. Exit code 3."""
     log = trained()
@@ -218,7 +227,7 @@ def test_what_was_not_compared_is_said(trained: Stores, tamper: Any, cli: Any) -
 
 @pytest.mark.more_but("3", "11")
 @pytest.mark.parametrize("bad", [0, 3, 6, 8, 11])
-def test_the_first_bad_step_is_found(trained: Stores, tamper: Any, bad: int) -> None:
+def test_the_first_bad_step_is_found(trained: Stores, tamper: Tamper, bad: int) -> None:
     """Where all steps from one on differ: steps behind checkpoints are bisected, then those between."""
     log = trained()
 

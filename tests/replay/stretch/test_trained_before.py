@@ -4,8 +4,8 @@ training that it left goes on."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -28,7 +28,7 @@ def before(root: Path, tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_each_step_replays(before: Store, cli: Any, step: int) -> None:
+def test_each_step_replays(before: Store, cli: Callable[..., tuple[int, str, str]], step: int) -> None:
     """What it recorded comes out; of the rest it is said that it was not recorded. Exit code 0, where all
     else can be compared."""
     code, out, err = cli("replay", "step", step, "--store", before.path, "--json")

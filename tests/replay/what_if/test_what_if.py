@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.stories import fabric
+from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -266,7 +267,7 @@ def test_a_part_of_ones_own(log: Store, tmp_path: Path, monkeypatch: pytest.Monk
     assert all(s.other is not None and s.other.advantage == s.other.reward for s in one.samples)
 
 
-def test_what_is_not_as_recorded_is_said(trained: Callable[..., Store], tamper: Any, cli: Cli) -> None:
+def test_what_is_not_as_recorded_is_said(trained: Callable[..., Store], tamper: Tamper, cli: Cli) -> None:
     """A comparison with numbers that are not the recorded ones is exit code 1, and names the step."""
     log = trained()
     tamper.checkpoint(log, 9, "weights")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.agents.harbor import places_of, reward_in
@@ -150,7 +151,7 @@ def test_what_is_no_reward_is_none(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(isolation.missing("bwrap") is not None, reason="bubblewrap does not work here")
 def test_a_task_is_played_and_its_tests_are_the_reward(
-    serve: Any, text_model: Any, script: Any, make: Make, tmp_path: Path
+    serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, make: Make, tmp_path: Path
 ) -> None:
     """At a container's paths; a reward that the agent wrote itself counts for nothing."""
     options = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]

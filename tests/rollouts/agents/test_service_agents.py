@@ -18,6 +18,7 @@ import httpx
 import pytest
 from tests.fakes.agents import service as agent_service
 from tests.fakes.processes.rollout_runs import launches, run, tasks, told
+from tests.fakes.proxies.served import Served
 
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.rollouts.rollouts import Rollouts
@@ -62,7 +63,7 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
@@ -77,7 +78,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def config(server: Any, service: Service, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+def config(
+    server: Served, service: Service, tmp_path: Path, request: pytest.FixtureRequest
+) -> Callable[..., RolloutConfig]:
     """Makes a CONFIG under this test's name."""
 
     def make(lease_s: float = 5.0, **changes: Any) -> RolloutConfig:
@@ -100,7 +103,7 @@ def _in_time(true: Callable[[], bool], seconds: float = 20) -> bool:
     return done
 
 
-def test_agents_of_every_kind(server: Any, config: Any, service: Service) -> None:
+def test_agents_of_every_kind(server: Served, config: Callable[..., RolloutConfig], service: Service) -> None:
     """Each ends with its status; what it said of itself is its reward, as a class's."""
     made = config()
     found, _ = run(made, tasks("answer", "at once", "exit", "nonsense"))
@@ -117,7 +120,9 @@ def test_agents_of_every_kind(server: Any, config: Any, service: Service) -> Non
     assert {words[0] for words in service.told()} == {"start"}
 
 
-def test_a_clock_that_runs_out(server: Any, config: Any, service: Service) -> None:
+def test_a_clock_that_runs_out(
+    server: Served, config: Callable[..., RolloutConfig], service: Service
+) -> None:
     """The agent is cancelled at the service."""
     made = config(clocks={"total_s": 1.0})
     run(made, tasks("wait"))
@@ -126,7 +131,7 @@ def test_a_clock_that_runs_out(server: Any, config: Any, service: Service) -> No
 
 
 def test_a_request_without_an_answer_is_repeated_and_starts_nothing_twice(
-    server: Any, config: Any, service: Service
+    server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """By the key of its launch."""
     made = config()
@@ -135,7 +140,7 @@ def test_a_request_without_an_answer_is_repeated_and_starts_nothing_twice(
     assert [words[0] for words in service.told()] == ["start"]
 
 
-def test_what_it_refuses_is_said(server: Any, config: Any) -> None:
+def test_what_it_refuses_is_said(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """It is tried again, as everything that is not the agent's fault."""
     made = config()
     found, _ = run(made, tasks("refuse"))
@@ -144,7 +149,9 @@ def test_what_it_refuses_is_said(server: Any, config: Any) -> None:
     assert found.given_up == 1
 
 
-def test_a_token_is_sent(server: Any, config: Any, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_sent(
+    server: Served, config: Callable[..., RolloutConfig], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named in the CONFIG, and never written there."""
     made = config(
         agent={"launcher": "http", "service": {"url": service.url, "token_variable": "ROLLBOOK_TEST_TOKEN"}}
@@ -163,7 +170,9 @@ def test_a_token_is_sent(server: Any, config: Any, service: Service, monkeypatch
         (False, "its service gave no good answer for 1 s"),
     ],
 )
-def test_a_service_that_is_killed(server: Any, config: Any, service: Service, again: bool, why: str) -> None:
+def test_a_service_that_is_killed(
+    server: Served, config: Callable[..., RolloutConfig], service: Service, again: bool, why: str
+) -> None:
     """Started again it does not know its agents; where it stays away its lease runs out."""
     made = config(lease_s=30.0 if again else 1.0, retries={"attempts": 1})
     beside: list[asyncio.Task[None]] = []
@@ -183,7 +192,9 @@ def test_a_service_that_is_killed(server: Any, config: Any, service: Service, ag
     assert row["why"].startswith(why)
 
 
-def test_a_stop_cancels_what_runs(server: Any, config: Any, service: Service) -> None:
+def test_a_stop_cancels_what_runs(
+    server: Served, config: Callable[..., RolloutConfig], service: Service
+) -> None:
     """At the service, too."""
     made = config()
 
@@ -197,7 +208,7 @@ def test_a_stop_cancels_what_runs(server: Any, config: Any, service: Service) ->
 
 @pytest.mark.more
 @pytest.mark.parametrize("lease_s", [60.0, 1.0])
-def test_rollouts_that_are_killed(server: Any, service: Service, tmp_path: Path, lease_s: float) -> None:
+def test_rollouts_that_are_killed(server: Served, service: Service, tmp_path: Path, lease_s: float) -> None:
     """Their agents are cancelled when they go on, or by their own lease before that; nothing runs twice."""
     name = f"killed{lease_s:g}"
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "do": "wait"}\n')

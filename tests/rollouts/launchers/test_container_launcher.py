@@ -20,6 +20,7 @@ import pytest
 from tests.fakes.processes import container_engine
 from tests.fakes.processes.container_engine import IMAGE
 from tests.fakes.processes.rollout_runs import launches, run, told
+from tests.fakes.proxies.served import Served
 
 from rollbook.rollouts.config import AgentConfig, ContainerConfig, RolloutConfig, parse_rollouts
 from rollbook.rollouts.launchers.agent_environment import address_in, network_of
@@ -403,7 +404,11 @@ test -s $ROLLBOOK_TASK_FILE
 
 @pytest.mark.more
 def test_rollouts_in_containers(
-    containers: Containers, serve: Any, text_model: Any, script: Any, tmp_path: Path
+    containers: Containers,
+    serve: Callable[..., Served],
+    text_model: Callable[[str], Path],
+    script: Path,
+    tmp_path: Path,
 ) -> None:
     """They reach a proxy on loopback, are scored by what they left, and those that a clock ends are gone."""
     model = str(text_model("chatml"))

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.processes.ray_nodes import add_node, ray_nodes
+from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, parse_rollouts
@@ -59,14 +60,14 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, text_model: Any, script: Any) -> Any:
+def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, in a run of its own."""
     model = str(text_model("chatml"))
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--run", "ray")
 
 
 @pytest.fixture
-def config(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+def config(server: Served, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., RolloutConfig]:
     """Makes a CONFIG under this test's name."""
     (tmp_path / "agent.py").write_text(AGENT)
 
@@ -131,7 +132,9 @@ def running(folder: Path) -> list[int]:
     return found
 
 
-def test_agents_are_on_the_nodes_that_were_asked_for(cluster: Any, server: Any, config: Any) -> None:
+def test_agents_are_on_the_nodes_that_were_asked_for(
+    cluster: Any, server: Served, config: Callable[..., RolloutConfig]
+) -> None:
     """On both, and not on the head; each tells where it is."""
     made = config(concurrency=4)
     found, said = run(made, tasks(6, 0.3))
@@ -165,7 +168,7 @@ def test_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(sweep(late, 1))
 
 
-def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
+def test_no_node_has_what_is_asked_for(cluster: Any, config: Callable[..., RolloutConfig]) -> None:
     """It says what there is, after the time that it may take."""
     made = config(agent={"nodes": {"resources": {"gold": 2}, "within_s": 0.5}})
     with pytest.raises(
@@ -174,7 +177,9 @@ def test_no_node_has_what_is_asked_for(cluster: Any, config: Any) -> None:
         run(made, tasks(1, 0.0))
 
 
-def test_a_proxy_that_no_node_reaches(cluster: Any, server: Any, config: Any) -> None:
+def test_a_proxy_that_no_node_reaches(
+    cluster: Any, server: Served, config: Callable[..., RolloutConfig]
+) -> None:
     """Of each node the reason, in the log too."""
     made = config(agent={"address": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
     with pytest.raises(RolloutError, match=r"no node reaches the proxy at http://127\.0\.0\.1:9"):
@@ -201,7 +206,11 @@ def on_ray(
 
 
 def test_a_manager_that_dies_goes_on(
-    cluster: Any, server: Any, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cluster: Any,
+    server: Served,
+    config: Callable[..., RolloutConfig],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """From the log: what was done is not done again, what ran is void and tried again; and soon."""
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"id": "t{i}", "sleep": 0.4}}\n' for i in range(12)))
@@ -236,7 +245,7 @@ def test_a_manager_that_dies_goes_on(
     assert "never retrieved" not in caplog.text
 
 
-def test_a_manager_is_one(cluster: Any, config: Any, tmp_path: Path) -> None:
+def test_a_manager_is_one(cluster: Any, config: Callable[..., RolloutConfig], tmp_path: Path) -> None:
     """A second one of the name is refused, and somebody who stops it is heard."""
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "sleep": 60}\n')
     made = config(tasks=str(tmp_path / "tasks.jsonl"), agent={"launcher": "subprocess", "nodes": {}})
@@ -252,7 +261,7 @@ def test_a_manager_is_one(cluster: Any, config: Any, tmp_path: Path) -> None:
     assert running(Path(made.folder)) == []
 
 
-def test_what_a_manager_cannot_do(cluster: Any, config: Any) -> None:
+def test_what_a_manager_cannot_do(cluster: Any, config: Callable[..., RolloutConfig]) -> None:
     """Its error is the caller's."""
     with pytest.raises(ConfigError, match="'none' is no file"):
         on_ray(config(agent={"launcher": "subprocess", "nodes": {}}))
@@ -266,7 +275,7 @@ def _await(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_nodes_that_die_at_random(cluster: Any, server: Any, config: Any) -> None:
+def test_nodes_that_die_at_random(cluster: Any, server: Served, config: Callable[..., RolloutConfig]) -> None:
     """One after the other, and others in their place: each task is done once, and the ledger stays exact.
 
     ROLLBOOK_KILLS=50 kills that many.
@@ -291,7 +300,7 @@ def test_nodes_that_die_at_random(cluster: Any, server: Any, config: Any) -> Non
     assert not any(fold_ledger(rb.open(server.path).events()).unaccounted().values()), f"seed {SEED}"
 
 
-def test_a_node_that_dies(cluster: Any, server: Any, config: Any) -> None:
+def test_a_node_that_dies(cluster: Any, server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Its agents end with it, are void, and are tried again on the other node; the ledger stays exact."""
     made, lost = config(concurrency=4), cluster.added[1]
 

@@ -260,7 +260,9 @@ def _launcher(
     return launcher, int(keeper)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(agents: Agents, start_python: Any) -> None:
+def test_nothing_outlives_a_launcher_that_is_killed(
+    agents: Agents, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """kill -9 on it alone. At the lower levels it is the keeper that sees it; a namespace ends without it."""
     levels = [level for level in isolation.LEVELS if isolation.missing(level) is None]
     launcher, _ = _launcher(start_python, agents, TREES["daemon"], *levels)
@@ -303,7 +305,9 @@ def test_agents_in_a_namespace_reach_nobody_else(agents: Agents, level: str) -> 
     assert (found.code, found.left) == (6, ())
 
 
-def test_a_sweep_ends_what_was_left_and_spares_the_living(agents: Agents, start_python: Any) -> None:
+def test_a_sweep_ends_what_was_left_and_spares_the_living(
+    agents: Agents, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """Launcher and keeper both killed, an agent is left: found by its environment, unless it is said to be
     alive. Another launcher's agents are not touched, though they are not said to be."""
     launcher, keeper = _launcher(start_python, agents, TREES["setsid"], "none")

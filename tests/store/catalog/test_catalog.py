@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sqlalchemy import Engine, create_engine, event
 
 from rollbook import store as rb
 from rollbook.cli import app as cli
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.errors import CatalogError, NotAStoreError
@@ -33,7 +34,7 @@ def _states(catalog: Catalog) -> list[tuple[Any, ...]]:
     return [(r["number"], r["state"], r["unit"], r["events"]) for r in catalog.rows()["segments"]]
 
 
-def test_opening_a_lane_is_noted(store: Store, notes: Any) -> None:
+def test_opening_a_lane_is_noted(store: Store, notes: Callable[..., list[Event]]) -> None:
     """The catalog has the lane's last writer, the closed segments it found, and the one it began."""
     for i in range(3):
         with store.writer("a") as writer:
@@ -117,7 +118,7 @@ def test_lanes_units_do_not_mix(store: Store) -> None:
     assert [(r["lane"], r["state"]) for r in segments] == [("a", "sealed"), ("b", "closed")]
 
 
-def test_opening_a_lane_does_not_unseal(store: Store, notes: Any) -> None:
+def test_opening_a_lane_does_not_unseal(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A writer that finds a sealed segment's file still there leaves the segment's state."""
     with store.writer("a") as writer:
         writer.append(notes(10)).result(30)
@@ -154,7 +155,9 @@ def test_rows_come_in_the_order_of_their_keys(store: Store) -> None:
     assert [r["path"] for r in catalog.rows()["checkpoints"]] == ["B", "Z", "_", "a", "é"]
 
 
-def test_another_stores_catalog_is_refused(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_another_stores_catalog_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two stores cannot share a database: each would forget the other's lanes."""
     monkeypatch.setenv("ROLLBOOK_ALLOW", str(store.path), prepend=",")
     Catalog.of(store.path).close()
@@ -166,7 +169,9 @@ def test_another_stores_catalog_is_refused(store: Store, tmp_path: Path, monkeyp
     assert [r["store_id"] for r in Catalog.of(store.path).rows()["store_meta"]] == [store.store_id]
 
 
-def test_the_environment_names_the_catalog(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_environment_names_the_catalog(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ROLLBOOK_CATALOG_URL wins over the store's settings; a relative file lies in the store's folder."""
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:///elsewhere.db")
     monkeypatch.chdir(tmp_path)
@@ -182,7 +187,7 @@ def test_no_store_no_catalog(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_log_needs_no_catalog(told: Store, notes: Any) -> None:
+def test_the_log_needs_no_catalog(told: Store, notes: Callable[..., list[Event]]) -> None:
     """Without its catalog a store loses nothing: reading makes no new one, and writing goes on."""
     before, head = told.table(), told.head()
     url = catalog_url(told.path)
@@ -249,7 +254,9 @@ def test_sqlite_is_in_wal_mode(store: Store) -> None:
     assert catalog_url(store.path).database == str(store.path / "catalog.db")
 
 
-def test_info_as_json(told: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_info_as_json(
+    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`rollbook store info --json` prints the store's id, head, the catalog's place and its rows."""
     told.writer("train").close()
     monkeypatch.setattr(sys, "argv", ["rollbook", "store", "info", "--store", str(told.path), "--json"])
@@ -271,7 +278,9 @@ def test_info_as_json(told: Store, monkeypatch: Any, capsys: Any) -> None:
     assert not {"steps", "consumers", "policy_versions"} & info.keys()
 
 
-def test_info_for_people(told: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_info_for_people(
+    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without --json the same is printed as tables; an empty one is left out."""
     catalog = Catalog.of(told.path)
     catalog.record_checkpoint("demo", CheckpointWritten("actor", 1, "checkpoints/1", "w1", None, None, 1))

@@ -26,7 +26,7 @@ Refused = Callable[[str], str]
 
 
 @pytest.fixture
-def refused(store: Store, monkeypatch: Any) -> Refused:
+def refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> Refused:
     """Open the store's catalog at a URL, and give back the error's text."""
 
     def refuse(url: str) -> str:
@@ -93,7 +93,9 @@ def test_a_driver_that_is_not_there(refused: Refused) -> None:
     assert "s3cret" not in text
 
 
-def test_an_outage_stops_no_checkpoint(store: Store, monkeypatch: Any, caplog: Any) -> None:
+def test_an_outage_stops_no_checkpoint(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever notes a checkpoint in a catalog that is away goes on, with a warning of what is not known."""
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:////nowhere/at/all/catalog.db")
     note_checkpoint(store.path, "run", CHECKPOINT)
@@ -121,7 +123,7 @@ def test_a_missing_table(store: Store, raw: Engine) -> None:
         catalog.record_checkpoint("run", CHECKPOINT)
 
 
-def test_a_busy_database(store: Store, monkeypatch: Any) -> None:
+def test_a_busy_database(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits in vain says so; the rows it wanted are not there, and the next try goes well."""
     monkeypatch.setattr(database, "PATIENCE_S", 1)
     busy, waiting = Catalog.of(store.path), Catalog.of(store.path)

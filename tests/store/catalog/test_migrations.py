@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import URL, Engine, create_engine, inspect
 
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.tables import FORMER_TABLES, SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
@@ -154,7 +154,9 @@ def test_former_tables_go_and_come_back_empty(engine: Engine, run: Run) -> None:
         assert connection.exec_driver_sql("select count(*) from consumers").scalar() == 0
 
 
-def test_an_old_catalog_is_upgraded_when_opened(store: Store, raw: Engine, notes: Any) -> None:
+def test_an_old_catalog_is_upgraded_when_opened(
+    store: Store, raw: Engine, notes: Callable[..., list[Event]]
+) -> None:
     """Opening a store with a catalog of 0001 migrates it; its rows stay, and new ones join them."""
     _run(raw, "upgrade", "0001")
     _fill(raw)

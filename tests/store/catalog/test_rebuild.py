@@ -40,7 +40,7 @@ def _rows(store: Store) -> Rows:
 
 
 @pytest.fixture
-def grown(told: Store, notes: Any) -> Store:
+def grown(told: Store, notes: Callable[..., list[Event]]) -> Store:
     """The story and a lane `bulk` of five segments: one dropped, two in a unit, one closed, one open.
 
     Everything was noted in the catalog when it happened.
@@ -238,7 +238,7 @@ def test_a_damaged_log_changes_nothing(grown: Store) -> None:
     assert _rows(grown) == before
 
 
-def test_all_or_nothing(grown: Store, monkeypatch: Any) -> None:
+def test_all_or_nothing(grown: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rebuild that fails while it writes leaves the rows as they were."""
     before = _rows(grown)
     segment = segment_path(grown.path / "lanes" / "bulk", 4)
@@ -285,7 +285,9 @@ def _command(monkeypatch: Any, *words: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_command_as_json(grown: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_the_command_as_json(
+    grown: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --json stdout is one object; progress goes to stderr."""
     assert _command(monkeypatch, "--store", str(grown.path), "--json") == 0
     done = orjson.loads(capsys.readouterr().out)
@@ -315,7 +317,9 @@ def test_the_command_for_people(grown: Store, monkeypatch: Any, capsys: Any, bac
         assert catalog_url(grown.path).password not in out
 
 
-def test_the_command_on_what_it_cannot_do(grown: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_the_command_on_what_it_cannot_do(
+    grown: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A database that is away is one line and exit code 2."""
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:////nowhere/at/all/catalog.db")
     assert _command(monkeypatch, "--store", str(grown.path)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,9 @@ def _turn(ids: Any, logprobs: Any = None, spans: Any = (), version: Any = 0) -> 
 # Appending ------------------------------------------------------------------------------------------
 
 
-def test_events_come_back_as_they_were(log: Log, story: Any, upkeep: Any, plain: Any) -> None:
+def test_events_come_back_as_they_were(
+    log: Log, story: dict[str, list[Event]], upkeep: list[Event], plain: Any
+) -> None:
     """Every field of every kind of event, bit for bit, in the order of the appends, lane by lane."""
     given = {"serve": story["serve"], "train": story["train"], "upkeep": upkeep}
     assert {e.kind for events in given.values() for e in events} == set(RECORDS)
@@ -66,7 +69,7 @@ def test_events_come_back_as_they_were(log: Log, story: Any, upkeep: Any, plain:
     assert [plain(e, place=False) for e in back] == [plain(e, place=False) for v in given.values() for e in v]
 
 
-def test_an_append_gets_the_number_of_its_first_event(log: Log, notes: Any) -> None:
+def test_an_append_gets_the_number_of_its_first_event(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Numbers rise without gaps, also over a closed and reopened lane."""
     assert _append(log, "a", notes(3), notes(1, 3), notes(9, 4)) == [0, 3, 4]
     assert _append(log, "a", notes(2, 13)) == [13]
@@ -74,7 +77,7 @@ def test_an_append_gets_the_number_of_its_first_event(log: Log, notes: Any) -> N
     assert [e.seq for e in log.events()] == list(range(15))
 
 
-def test_an_event_is_stored_once(log: Log, notes: Any) -> None:
+def test_an_event_is_stored_once(log: Log, notes: Callable[..., list[Event]]) -> None:
     """A repeated event keeps its number: in one append, in a later one, and after a reopening."""
     a, b, c, d = notes(4)
     assert _append(log, "a", [a, b, a], [b], [c, b]) == [0, 1, 2]
@@ -83,7 +86,7 @@ def test_an_event_is_stored_once(log: Log, notes: Any) -> None:
     assert log.head() == {"a": 4}
 
 
-def test_the_first_of_two_events_with_one_id_counts(log: Log, notes: Any) -> None:
+def test_the_first_of_two_events_with_one_id_counts(log: Log, notes: Callable[..., list[Event]]) -> None:
     """What is appended again under an id is not looked at: the log never changes."""
     first = notes(1)[0]
     other = replace(first, record=TurnFailed("t", "u", "other"), time_us=1)
@@ -93,7 +96,7 @@ def test_the_first_of_two_events_with_one_id_counts(log: Log, notes: Any) -> Non
     assert _errors(log) == ["note 0", "other"]
 
 
-def test_an_append_that_cannot_be_stored_leaves_nothing(log: Log, notes: Any) -> None:
+def test_an_append_that_cannot_be_stored_leaves_nothing(log: Log, notes: Callable[..., list[Event]]) -> None:
     """One bad value fails its whole append, and no other one before, with or after it."""
     bad = Event(TurnFailed("t", "u", "\ud800"), "run")
     with log.writer("a") as writer:
@@ -137,7 +140,7 @@ BAD_VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("company", [0, 8], ids=["alone", "in company"])
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_bad_values_are_refused(log: Log, notes: Any, name: str, company: int) -> None:
+def test_bad_values_are_refused(log: Log, notes: Callable[..., list[Event]], name: str, company: int) -> None:
     """What has no stored form is a ValueError, whether few or many events are appended; the lane goes on."""
     with log.writer("a") as writer:
         with pytest.raises(ValueError, match="cannot be stored"):
@@ -147,7 +150,7 @@ def test_bad_values_are_refused(log: Log, notes: Any, name: str, company: int) -
 
 
 @pytest.mark.parametrize("company", [0, 8], ids=["alone", "in company"])
-def test_odd_values_are_kept(log: Log, notes: Any, plain: Any, company: int) -> None:
+def test_odd_values_are_kept(log: Log, notes: Callable[..., list[Event]], plain: Any, company: int) -> None:
     """Extremes and oddities that do have a stored form come back the same bit for bit."""
     logprobs = np.array([0xBF000000, 0x7FC00001, 0xFF800000], np.uint32).view(np.float32)
     spans = (VersionSpan("é", -(2**63), -(2**31), 2**31 - 1), VersionSpan("", 2**63 - 1, 0, 0))
@@ -181,7 +184,7 @@ def test_an_append_of_nothing_is_refused(log: Log) -> None:
 # Writers --------------------------------------------------------------------------------------------
 
 
-def test_a_closed_writer_takes_nothing(log: Log, notes: Any) -> None:
+def test_a_closed_writer_takes_nothing(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Closing commits what is pending; later appends fail; closing again does nothing."""
     writer = log.writer("a")
     pending = [writer.append(notes(1, i)) for i in range(5)]
@@ -193,7 +196,7 @@ def test_a_closed_writer_takes_nothing(log: Log, notes: Any) -> None:
     assert _errors(log) == [f"note {i}" for i in range(5)]
 
 
-def test_a_lane_has_one_writer(log: Log, notes: Any) -> None:
+def test_a_lane_has_one_writer(log: Log, notes: Callable[..., list[Event]]) -> None:
     """A second writer is refused while there is one, and another lane is free."""
     with log.writer("a") as writer:
         with pytest.raises(LaneLockedError, match="'a'"):
@@ -211,7 +214,7 @@ def test_a_lane_has_a_proper_name(log: Log, name: str) -> None:
     assert log.lanes() == []
 
 
-def test_many_threads_append(log: Log, notes: Any) -> None:
+def test_many_threads_append(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Each append's events stay together, at the number its future gave; each thread's are in its order."""
     got: dict[str, int] = {}
 
@@ -239,7 +242,7 @@ def test_many_threads_append(log: Log, notes: Any) -> None:
 # Cuts -----------------------------------------------------------------------------------------------
 
 
-def test_lanes_and_head(log: Log, notes: Any) -> None:
+def test_lanes_and_head(log: Log, notes: Callable[..., list[Event]]) -> None:
     """A lane that was opened is listed; the head holds those with events."""
     assert (log.lanes(), log.head(), list(log.events())) == ([], {}, [])
     _append(log, "b", notes(2))
@@ -248,7 +251,7 @@ def test_lanes_and_head(log: Log, notes: Any) -> None:
     assert log.cut() == log.cut("b=2") == {"b": 2}
 
 
-def test_a_cut_is_a_prefix(log: Log, notes: Any) -> None:
+def test_a_cut_is_a_prefix(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Events of a cut are the first so many of each lane, the same for ever; `start` leaves a cut out."""
     _append(log, "a", notes(3), notes(3, 3))
     _append(log, "b", notes(2, 90))
@@ -264,7 +267,7 @@ def test_a_cut_is_a_prefix(log: Log, notes: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["a=3", "b=1", "a=2,c=1", "a", "a=x", "A=1", "step:0", "step:x", ""])
-def test_a_cut_that_is_not_held_is_refused(log: Log, notes: Any, text: str) -> None:
+def test_a_cut_that_is_not_held_is_refused(log: Log, notes: Callable[..., list[Event]], text: str) -> None:
     """More than the log holds, a lane it does not have, a step nobody planned, or no cut at all."""
     _append(log, "a", notes(2))
     with pytest.raises(CutError, match="cut"):
@@ -273,7 +276,7 @@ def test_a_cut_that_is_not_held_is_refused(log: Log, notes: Any, text: str) -> N
         list(log.events({"a": 3}))
 
 
-def test_the_cut_of_a_step(log: Log, story: Any) -> None:
+def test_the_cut_of_a_step(log: Log, story: dict[str, list[Event]]) -> None:
     """`step:N` is where the step was planned, by its last attempt; a run may have to be named."""
     _append(log, "serve", story["serve"])
     _append(log, "train", story["train"])
@@ -289,7 +292,7 @@ def test_the_cut_of_a_step(log: Log, story: Any) -> None:
 # Tails ----------------------------------------------------------------------------------------------
 
 
-def test_a_tail_hands_out_each_event_once(log: Log, notes: Any) -> None:
+def test_a_tail_hands_out_each_event_once(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Polls give what came since the last one; a new tail resumes at the cut of the old one."""
     tail = log.tail()
     assert tail.poll() == []
@@ -304,7 +307,7 @@ def test_a_tail_hands_out_each_event_once(log: Log, notes: Any) -> None:
         assert reader.cut() == {"a": 5, "b": 1} == log.head()
 
 
-def test_a_tail_begins_anywhere(log: Log, notes: Any) -> None:
+def test_a_tail_begins_anywhere(log: Log, notes: Callable[..., list[Event]]) -> None:
     """A tail starts in the middle of an append, after all, or is refused beyond the end."""
     _append(log, "a", notes(5))
     assert [e.seq for e in log.tail({"a": 3}).poll()] == [3, 4]
@@ -314,7 +317,7 @@ def test_a_tail_begins_anywhere(log: Log, notes: Any) -> None:
             log.tail(start)
 
 
-def test_a_tail_with_a_limit_goes_on_where_it_stopped(log: Log, notes: Any) -> None:
+def test_a_tail_with_a_limit_goes_on_where_it_stopped(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Limited polls hand out all events, each once, in order; any cut between them can be resumed from."""
     _append(log, "a", notes(3), notes(2, 3))
     _append(log, "b", notes(4, 90))
@@ -327,7 +330,9 @@ def test_a_tail_with_a_limit_goes_on_where_it_stopped(log: Log, notes: Any) -> N
     assert [(e.lane, e.seq) for e in seen] == [*(("a", i) for i in range(5)), *(("b", i) for i in range(4))]
 
 
-def test_a_tail_of_some_events(log: Log, story: Any, notes: Any) -> None:
+def test_a_tail_of_some_events(
+    log: Log, story: dict[str, list[Event]], notes: Callable[..., list[Event]]
+) -> None:
     """Kinds, a run, all but some kinds, and lanes that are not read; the others count as passed over."""
     _append(log, "serve", story["serve"])
     _append(log, "other", notes(2))
@@ -344,7 +349,7 @@ def test_a_tail_of_some_events(log: Log, story: Any, notes: Any) -> None:
 # Trajectories and bodies ----------------------------------------------------------------------------
 
 
-def test_trajectories_at_a_cut(log: Log, story: Any) -> None:
+def test_trajectories_at_a_cut(log: Log, story: dict[str, list[Event]]) -> None:
     """Trajectories fold out of the events of a cut, all or by id."""
     _append(log, "serve", story["serve"][:9], story["serve"][9:])
     everything = log.trajectories()
@@ -361,7 +366,7 @@ def test_trajectories_at_a_cut(log: Log, story: Any) -> None:
     assert sorted(log.trajectories({"serve": 18}, ["t1", "t2", "t3"])) == ["t1", "t2"]
 
 
-def test_large_parts_of_requests_are_stored_apart(log: Log, notes: Any) -> None:
+def test_large_parts_of_requests_are_stored_apart(log: Log, notes: Callable[..., list[Event]]) -> None:
     """A request reads back whole; what it refers to comes before it; the number is the request's own."""
     messages = [{"role": "system", "content": BIG}, {"role": "user", "content": "hi"}]
     image = {"type": "image", "data": ["x" * 20] * 1000}

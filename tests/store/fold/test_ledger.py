@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,9 @@ def log(store: Store) -> Iterator[Log]:
 
 
 @pytest.fixture
-def rollbook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def rollbook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run the `rollbook` command as its entry point does: (exit code, stdout, stderr)."""
 
     def run(*args: object) -> tuple[int, str, str]:
@@ -256,7 +258,7 @@ def test_a_delivery_that_came_too_late(log: Log) -> None:
     assert log.terms() == {"trained": 11}
 
 
-def test_a_turn_of_several_versions_is_split(store: Store, story: Any) -> None:
+def test_a_turn_of_several_versions_is_split(store: Store, story: dict[str, list[Event]]) -> None:
     """Each version has the tokens of its spans; turn u2 of the story was sampled by two."""
     with store.writer("serve") as writer:
         writer.append(story["serve"]).result(30)
@@ -429,7 +431,9 @@ def _biased(log: Log) -> None:
     log.step(used[:12], used[12:])
 
 
-def test_the_command_prints_terms_rules_and_balance(log: Log, rollbook: Any) -> None:
+def test_the_command_prints_terms_rules_and_balance(
+    log: Log, rollbook: Callable[..., tuple[int, str, str]]
+) -> None:
     """A row per term, rules beneath, the share of each, a sentence on bias, and the balance in the end."""
     _biased(log)
     code, out, err = rollbook("ledger", "--store", log.store.path, "--by-version")
@@ -457,7 +461,7 @@ def test_the_command_prints_terms_rules_and_balance(log: Log, rollbook: Any) -> 
     )
 
 
-def test_the_command_as_json(log: Log, rollbook: Any) -> None:
+def test_the_command_as_json(log: Log, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """The same for machines."""
     _biased(log)
     log.open("x")
@@ -480,7 +484,7 @@ def test_the_command_as_json(log: Log, rollbook: Any) -> None:
     assert lengths["p_value"] == pytest.approx(ks_p_value(1.0, 12, 12))
 
 
-def test_a_run_and_a_cut(log: Log, rollbook: Any) -> None:
+def test_a_run_and_a_cut(log: Log, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--run` picks one of several, `--as-of` an earlier cut; a run that is not there is an error."""
     _fork(log)
     log.add("other", kinds.TrajectoryOpened("o", "o"), run="else")
@@ -498,7 +502,10 @@ def test_a_run_and_a_cut(log: Log, rollbook: Any) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_ledger_that_does_not_balance(
-    log: Log, rollbook: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    log: Log,
+    rollbook: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
 ) -> None:
     """Where the terms are not what was generated the exit code is 1 and the difference is told."""
     _fork(log)

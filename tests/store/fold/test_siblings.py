@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes.stories.golden import digest_of
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.events import TurnRequested
 from rollbook.store.events.event_json import from_json
 from rollbook.store.fold.siblings import as_sibling, whole
@@ -92,7 +93,7 @@ def test_golden_files_are_unchanged() -> None:
 
 
 def test_golden_siblings_have_asked_all_that_their_first_turn_did(
-    golden: Store, root: Path, plain: Any
+    golden: Store, root: Path, plain: Callable[[Event], dict[str, Any]]
 ) -> None:
     """Out of a sealed unit and a segment, of two endpoints, and of a turn that was asked elsewhere."""
     lines = (root / "tests" / "data" / "format-1-siblings.jsonl").read_text().splitlines()

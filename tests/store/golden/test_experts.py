@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_golden_files_are_unchanged() -> None:
     assert digest_of("format-1-experts") == PINNED
 
 
-def test_every_event_is_what_was_written(golden: Store, plain: Any) -> None:
+def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event], dict[str, Any]]) -> None:
     """Out of a sealed unit and a segment, with experts beside the row, in it, and without."""
     events = list(golden.events())
     assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-experts")]

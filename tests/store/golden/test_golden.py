@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def written(root: Path) -> list[Event]:
 # Format 1 -------------------------------------------------------------------------------------------
 
 
-def test_every_event_is_what_was_written(golden: Store, written: list[Event], plain: Any) -> None:
+def test_every_event_is_what_was_written(
+    golden: Store, written: list[Event], plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """Out of row and batch frames and sealed units, of all kinds: each field, bit for bit, in its place."""
     assert golden.store_id == "01900000-0000-7000-8000-000000000001"
     assert golden.head() == HEAD
@@ -159,7 +162,9 @@ except PermissionError:
 """
 
 
-def test_a_store_that_cannot_be_written_is_read(golden: Store, run_python: Any) -> None:
+def test_a_store_that_cannot_be_written_is_read(
+    golden: Store, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """Every way of reading works without the right to write into the store, and changes nothing."""
     before = _files(golden.path)
     folders = [golden.path, *(p for p in golden.path.rglob("*") if p.is_dir())]
@@ -194,7 +199,9 @@ def test_a_golden_lane_is_written_on(golden: Store, written: list[Event], plain:
     assert back == expected
 
 
-def test_a_golden_store_is_sealed_on(golden: Store, written: list[Event], plain: Any) -> None:
+def test_a_golden_store_is_sealed_on(
+    golden: Store, written: list[Event], plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """This release seals what the older one left, removes the WAL, and reads the same events."""
     (golden.path / "store.toml").write_text("[seal]\nkeep_wal_bytes = 0\n")
     report = Sealer(golden).run_once()
@@ -248,7 +255,7 @@ def test_reading_format_0_changes_nothing(zero: Store) -> None:
 
 
 def test_the_marker_is_raised_before_anything_newer_is_written(
-    zero: Store, notes: Any, monkeypatch: pytest.MonkeyPatch
+    zero: Store, notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first writer makes STORE.json name format 1, durably, before it makes its first segment."""
     before = _marker(zero.path)

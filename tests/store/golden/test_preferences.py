@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.fakes.stories.golden import digest_of, written_in
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.events import PreferenceAdded
 
 PINNED = "ec2c49902f45cd83"
@@ -28,7 +29,7 @@ def test_golden_files_are_unchanged() -> None:
     assert digest_of("format-1-preferences") == PINNED
 
 
-def test_every_event_is_what_was_written(golden: Store, plain: Any) -> None:
+def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event], dict[str, Any]]) -> None:
     """Out of a sealed unit and a segment: each field in its place."""
     events = list(golden.events())
     assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-preferences")]

@@ -115,7 +115,11 @@ def _belongs(event: Event, ids: set[str]) -> bool:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
 @given(ids=st.sets(st.sampled_from(IDS)), share=st.floats(0, 1))
 def test_every_event_is_where_it_was(
-    source: Store, plain: Any, tmp_path_factory: pytest.TempPathFactory, ids: set[str], share: float
+    source: Store,
+    plain: Callable[[Event], dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    ids: set[str],
+    share: float,
 ) -> None:
     """What an excerpt holds is what the source holds of these trajectories, bit for bit, and nothing else."""
     made = _excerpt(source, tmp_path_factory.mktemp("made") / "excerpt", ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollbook.store.interchange.hub import ROWS, text_of
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Export a store and read the folder with `datasets.load_dataset`: split -> dataset."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -37,7 +38,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return export
 
 
-def test_load_dataset_reads_it(woods: Store, load: Any) -> None:
+def test_load_dataset_reads_it(woods: Store, load: Callable[..., Any]) -> None:
     """A split for each of ours; every column with its type; values of a forked trajectory."""
     read = load(woods)
     assert {name: len(split) for name, split in read.items()} == {"train": 3, "teacher": 1}
@@ -66,7 +67,7 @@ def test_load_dataset_reads_it(woods: Store, load: Any) -> None:
     assert row["turns"][1]["version_spans"] == [{"policy": "actor", "version": 3, "start": 0, "end": 1}]
 
 
-def test_arrays_are_typed_and_exact(woods: Store, load: Any) -> None:
+def test_arrays_are_typed_and_exact(woods: Store, load: Callable[..., Any]) -> None:
     """int32 ids, float32 logprobs with the log's bits; NaN and -1 where there is none."""
     read = load(woods, run="woods")
     features = read["train"].features
@@ -85,7 +86,7 @@ def test_arrays_are_typed_and_exact(woods: Store, load: Any) -> None:
     assert taught["loss_mask"].tolist() == [False, False, True]
 
 
-def test_the_card_says_what_the_library_finds(woods: Store, load: Any, tmp_path: Path) -> None:
+def test_the_card_says_what_the_library_finds(woods: Store, load: Callable[..., Any], tmp_path: Path) -> None:
     """The front matter is YAML; its features, splits and numbers are those of the loaded data."""
     import yaml
 
@@ -104,7 +105,9 @@ def test_the_card_says_what_the_library_finds(woods: Store, load: Any, tmp_path:
     assert "woods-late=1" in text
 
 
-def test_an_empty_store_and_a_cut(empty: Store, told: Store, load: Any, tmp_path: Path) -> None:
+def test_an_empty_store_and_a_cut(
+    empty: Store, told: Store, load: Callable[..., Any], tmp_path: Path
+) -> None:
     """A dataset without a row could not be loaded, so none is made; a cut gives what was known then."""
     for store, options, cut in ((empty, {}, "0 trajectories at empty"), (told, {"split": "eval"}, "1 traj")):
         with pytest.raises(
@@ -117,7 +120,7 @@ def test_an_empty_store_and_a_cut(empty: Store, told: Store, load: Any, tmp_path
 
 
 def test_a_split_is_cut_into_files(
-    woods: Store, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    woods: Store, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that has grown large is closed; names count from 0 of as many as there are."""
     monkeypatch.setattr(hub, "SHARD_BYTES", 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Any:
+def write(tmp_path: Path) -> Callable[..., Path]:
     """Write lines (objects, or bytes as they are) to a file."""
 
     def to_file(*lines: Any, name: str = "chats.jsonl") -> Path:
@@ -42,7 +43,7 @@ def write(tmp_path: Path) -> Any:
     return to_file
 
 
-def test_each_reply_is_a_turn_without_tokens(store: Store, write: Any) -> None:
+def test_each_reply_is_a_turn_without_tokens(store: Store, write: Callable[..., Path]) -> None:
     """Requests as deltas over the turn before, empty arrays, the flag; rewards and outcome at the end."""
     chat = {"id": "a", "messages": [USER, REPLY, *MORE], "tools": [TOOL], "model": "m", "group": "g"}
     file = write(chat | {"task": "t", "reward": 1, "success": True, "source": "web"})
@@ -77,7 +78,7 @@ def test_each_reply_is_a_turn_without_tokens(store: Store, write: Any) -> None:
     assert (opened.command, opened.config["lines"], opened.config["added"]) == ("import", 1, 1)
 
 
-def test_replies_that_their_owner_excludes_are_context(store: Store, write: Any) -> None:
+def test_replies_that_their_owner_excludes_are_context(store: Store, write: Callable[..., Path]) -> None:
     """`weight: 0` and `train: false`: later turns read them; what follows the last turn is a label."""
     unsaid = REPLY | {"weight": 0}
     tail = [{"role": "user", "content": "and?"}, REPLY | {"train": False}]
@@ -91,7 +92,7 @@ def test_replies_that_their_owner_excludes_are_context(store: Store, write: Any)
         import_chats(write({"id": "a", "messages": [USER, REPLY, *MORE, *tail]}), store.path, "r")
 
 
-def test_an_export_keeps_what_is_context(store: Store, write: Any, tmp_path: Path) -> None:
+def test_an_export_keeps_what_is_context(store: Store, write: Callable[..., Path], tmp_path: Path) -> None:
     """Replies that were given with a request are no turns after export and import either."""
     import_chats(write({"id": "a", "messages": [USER, REPLY, *MORE], "context": 2}), store.path, "r")
     export_store(store.path, tmp_path / "out.jsonl", "jsonl")
@@ -100,7 +101,7 @@ def test_an_export_keeps_what_is_context(store: Store, write: Any, tmp_path: Pat
     assert [turn.completed.reply for turn in trajectory.turns.values() if turn.completed] == [MORE[1]]
 
 
-def test_sql_can_tell_and_training_never_takes_them(store: Store, write: Any) -> None:
+def test_sql_can_tell_and_training_never_takes_them(store: Store, write: Callable[..., Path]) -> None:
     """The flag is a column of `turns`; no token, whatever splits a recipe takes: never a candidate."""
     import_chats(write({"messages": [USER, REPLY], "split": "train"}), store.path, "r")
     query = "SELECT count(*) FROM turns WHERE json_contains(flags, '\"without_tokens\"')"
@@ -114,7 +115,7 @@ def test_sql_can_tell_and_training_never_takes_them(store: Store, write: Any) ->
     assert not is_candidate(sample, RecipeConfig(splits=("train", "teacher")))
 
 
-def test_again_adds_nothing(store: Store, write: Any) -> None:
+def test_again_adds_nothing(store: Store, write: Callable[..., Path]) -> None:
     """The same file, the same lines in another order, a longer file: only what is new is added, once."""
     a, b = {"id": "a", "messages": [USER, REPLY]}, {"messages": [USER, *MORE]}
     first = import_chats(write(a, b, b), store.path, "r")
@@ -138,7 +139,7 @@ def test_again_adds_nothing(store: Store, write: Any) -> None:
     assert len(set(all_ids)) == len(all_ids)
 
 
-def test_a_name_is_taken_once(store: Store, write: Any) -> None:
+def test_a_name_is_taken_once(store: Store, write: Callable[..., Path]) -> None:
     """Other content under a name that the run has, or twice in a file, is refused; nothing is written."""
     import_chats(write({"id": "a", "messages": [USER, REPLY]}), store.path, "r")
     head = store.head()
@@ -160,7 +161,7 @@ def test_a_name_is_taken_once(store: Store, write: Any) -> None:
     assert store.head() == head
 
 
-def test_lines_of_one_trajectory(store: Store, write: Any) -> None:
+def test_lines_of_one_trajectory(store: Store, write: Callable[..., Path]) -> None:
     """As many paths as lines, whichever comes first, also where one goes on from another; one head only."""
     head = {"trajectory": "x", "trajectory_id": "of-an-export", "reward": 1.0}
     short, long = head | {"messages": [USER, REPLY]}, head | {"messages": [USER, REPLY, *MORE]}
@@ -235,7 +236,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_line_stops_all_of_it(tmp_path: Path, write: Any, what: str) -> None:
+def test_a_bad_line_stops_all_of_it(tmp_path: Path, write: Callable[..., Path], what: str) -> None:
     """The message names file, line, value and remedy; no store was even made."""
     line, message = BAD[what]
     with pytest.raises(InterchangeError, match=rf"chats\.jsonl, line 3: {message}") as caught:
@@ -251,7 +252,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             import_chats(path, tmp_path / "new", "r")
 
 
-def test_lane_run_and_split_are_checked(store: Store, write: Any) -> None:
+def test_lane_run_and_split_are_checked(store: Store, write: Callable[..., Path]) -> None:
     """A lane of a bad name or in use, an empty run, an unknown split: nothing is written."""
     file = write(GOOD)
     with pytest.raises(InterchangeError, match="the run has no name"):
@@ -268,7 +269,7 @@ def test_lane_run_and_split_are_checked(store: Store, write: Any) -> None:
 
 
 def test_what_a_crash_leaves_is_whole_and_is_completed(
-    store: Store, write: Any, monkeypatch: pytest.MonkeyPatch
+    store: Store, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import that stops in the middle has added whole trajectories; the next run adds the others."""
     lines = [{"id": f"c{i}", "messages": [USER, REPLY, *MORE], "reward": i} for i in range(5)]
@@ -295,7 +296,7 @@ def test_what_a_crash_leaves_is_whole_and_is_completed(
 
 
 def test_a_write_that_fails_at_the_very_end(
-    store: Store, write: Any, monkeypatch: pytest.MonkeyPatch
+    store: Store, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last trajectory's flush counts too: nothing is said to be added that is not durable."""
 
@@ -309,7 +310,9 @@ def test_a_write_that_fails_at_the_very_end(
         import_chats(write(GOOD), store.path, "r")
 
 
-def test_a_file_that_changes_meanwhile(store: Store, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_meanwhile(
+    store: Store, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was checked is what is written: a line that became another is refused."""
     file = write(GOOD)
     fresh = importing._fresh
@@ -326,7 +329,7 @@ def test_a_file_that_changes_meanwhile(store: Store, write: Any, monkeypatch: py
     assert store.trajectories() == {}
 
 
-def test_odd_files_are_imported(store: Store, write: Any) -> None:
+def test_odd_files_are_imported(store: Store, write: Callable[..., Path]) -> None:
     """A byte order mark, CRLF, no newline at the end, blank lines, numbers as ids, no line at all."""
     file = write(b"\xef\xbb\xbf" + GOOD + b"\r", b"   ", orjson.dumps({"id": 7, "messages": [REPLY]}))
     assert import_chats(file, store.path, "r")["lines"] == 2
@@ -337,14 +340,14 @@ def test_odd_files_are_imported(store: Store, write: Any) -> None:
     assert import_chats(write(b""), store.path, "r")["trajectories"] == 0
 
 
-def test_many_trajectories_wait_for_the_disk_together(store: Store, write: Any) -> None:
+def test_many_trajectories_wait_for_the_disk_together(store: Store, write: Callable[..., Path]) -> None:
     """More trajectories than may be in flight are all added, in the file's order."""
     count = importing.IN_FLIGHT * 2 + 1
     import_chats(write(*[{"id": i, "messages": [USER, REPLY]} for i in range(count)]), store.path, "r")
     assert [t.opened.name for t in store.trajectories().values()] == [str(i) for i in range(count)]
 
 
-def test_equal_numbers_of_different_type_are_not_shared(write: Any, store: Store) -> None:
+def test_equal_numbers_of_different_type_are_not_shared(write: Callable[..., Path], store: Store) -> None:
     """1, 1.0 and true are equal in Python and not in JSON: each request keeps its own."""
     lines = [
         {
@@ -360,7 +363,7 @@ def test_equal_numbers_of_different_type_are_not_shared(write: Any, store: Store
     assert got == [b"1", b"1.0", b"true"]
 
 
-def test_large_messages_come_out_whole(store: Store, write: Any, tmp_path: Path) -> None:
+def test_large_messages_come_out_whole(store: Store, write: Callable[..., Path], tmp_path: Path) -> None:
     """What the log keeps once and refers to (long prompts, tool schemas) is exported as it was sent."""
     long = {"role": "system", "content": "é" * 30_000}
     tool = {"type": "function", "function": {"name": "f", "description": "d" * 30_000, "$body": "mine"}}
@@ -375,7 +378,7 @@ def test_large_messages_come_out_whole(store: Store, write: Any, tmp_path: Path)
     assert orjson.loads(last["request"])["tools"] == [tool]
 
 
-def test_records_are_the_same_every_time(write: Any, store: Store) -> None:
+def test_records_are_the_same_every_time(write: Callable[..., Path], store: Store) -> None:
     """Ids follow from the trajectory's: two makings of the same chats give equal records."""
     from rollbook.store.interchange.chats import read_chat
 
@@ -387,7 +390,10 @@ def test_records_are_the_same_every_time(write: Any, store: Store) -> None:
 
 
 def test_the_commands_print_what_they_did(
-    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`rollbook import` and `rollbook export`: a sentence, JSON with --json, exit code 2 with the remedy."""
     file, log = write({"id": "a", "messages": [USER, REPLY]}), tmp_path / "log"

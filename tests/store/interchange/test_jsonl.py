@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.train.select.samples import samples_of
 
 
-def test_a_line_has_exactly_this(told: Store, chats: Any) -> None:
+def test_a_line_has_exactly_this(told: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Messages as sent and the final reply; head; turns; tokens. A superseded reward does not count."""
     [line] = chats(told)
     assert line == {
@@ -85,7 +86,7 @@ def test_a_line_has_exactly_this(told: Store, chats: Any) -> None:
     }
 
 
-def test_a_fork_is_two_lines(woods: Store, chats: Any) -> None:
+def test_a_fork_is_two_lines(woods: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Each leaf has a line with its own messages; the turn they share is trained in the first one only."""
     first, second = chats(woods, run="woods", split="train")
     call = first["messages"][2]
@@ -103,7 +104,7 @@ def test_a_fork_is_two_lines(woods: Store, chats: Any) -> None:
     assert heads == [("fork/ü", "truncated", False, -2.5)] * 2, "the later lane's reward is in force"
 
 
-def test_logprobs_come_back_bit_for_bit(woods: Store, chats: Any) -> None:
+def test_logprobs_come_back_bit_for_bit(woods: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """What JSON says of a float32 reads back to its very bits, by way of any float64."""
     first, _ = chats(woods, run="woods", split="train")
     stored = woods.trajectories(ids=["fork"])["fork"].turns["f1"].completed
@@ -116,7 +117,7 @@ def test_logprobs_come_back_bit_for_bit(woods: Store, chats: Any) -> None:
     assert inside.astype(np.float32).tobytes() == stored.logprobs.tobytes()
 
 
-def test_an_open_trajectory_of_a_teacher(woods: Store, chats: Any) -> None:
+def test_an_open_trajectory_of_a_teacher(woods: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """It is exported as far as it got; there is no logprob, no version and no outcome."""
     [line] = chats(woods, split="teacher")
     assert (line["status"], line["success"], line["reward"]) == ("open", None, None)
@@ -130,12 +131,12 @@ def test_an_open_trajectory_of_a_teacher(woods: Store, chats: Any) -> None:
     }
 
 
-def test_an_empty_store_gives_an_empty_file(empty: Store, chats: Any) -> None:
+def test_an_empty_store_gives_an_empty_file(empty: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Nothing is nothing, and no error."""
     assert chats(empty) == []
 
 
-def test_a_cut_is_what_was_known_then(told: Store, chats: Any) -> None:
+def test_a_cut_is_what_was_known_then(told: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Events after the cut do not count: turns, rewards, the outcome. A step names its own cut."""
     [line] = chats(told, as_of="serve=5")
     assert [m["content"] for m in line["messages"]] == ["be brief", "2+2?", "4"]
@@ -148,7 +149,7 @@ def test_a_cut_is_what_was_known_then(told: Store, chats: Any) -> None:
         chats(told, as_of="serve=99")
 
 
-def test_runs_and_splits_are_chosen(woods: Store, chats: Any) -> None:
+def test_runs_and_splits_are_chosen(woods: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Each line belongs to what was asked for; an unknown run names the known ones."""
     assert sorted(x["trajectory"] for x in chats(woods)) == ["alpha", "fork/ü", "fork/ü", "taught"]
     assert [x["trajectory"] for x in chats(woods, run="demo")] == ["alpha"]
@@ -255,7 +256,12 @@ def test_folders_on_the_way_are_made(told: Store, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_template_was_given(
-    empty: Store, chats: Any, tmp_path: Path, endpoint: str | None, sent: Any, given: Any
+    empty: Store,
+    chats: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    endpoint: str | None,
+    sent: Any,
+    given: Any,
 ) -> None:
     """Whatever API it came by; in a dataset as JSON text. A line without it was given nothing."""
     messages, reply = [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ NAMES = ["events", "rewards", "trajectories", "turns"]
 
 
 @pytest.fixture
-def tables(tmp_path: Path) -> Any:
+def tables(tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
     """Export a store and read every file: name -> list of rows."""
     count = 0
 
@@ -38,7 +39,9 @@ def tables(tmp_path: Path) -> Any:
     return export
 
 
-def test_a_turn_has_all_of_its_prompt(told: Store, tables: Any) -> None:
+def test_a_turn_has_all_of_its_prompt(
+    told: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]
+) -> None:
     """Whole prompt and delta, spans, messages and reply; what did not complete has nothing of an answer."""
     first, second, failed, running = tables(told)["turns"]
     assert first["prompt_ids"] == first["prompt_delta"] == [1, 2, 3]
@@ -65,7 +68,9 @@ def test_a_turn_has_all_of_its_prompt(told: Store, tables: Any) -> None:
     assert orjson.loads(running["messages"]) == [{"role": "user", "content": "hi"}]
 
 
-def test_types_and_bits(woods: Store, tables: Any, tmp_path: Path) -> None:
+def test_types_and_bits(
+    woods: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
     """Ids are int32 and logprobs float32, with the log's own bits."""
     tables(woods)
     table = pq.read_table(tmp_path / "tables-1" / "turns.parquet")
@@ -79,7 +84,9 @@ def test_types_and_bits(woods: Store, tables: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("view", ["trajectories", "rewards", "events"])
-def test_the_other_files_are_the_views(woods: Store, tables: Any, view: str) -> None:
+def test_the_other_files_are_the_views(
+    woods: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]], view: str
+) -> None:
     """Every row and column of the view; a superseded reward is there and marked."""
     found = tables(woods)[view]
     connection = rb.connect(woods.path)
@@ -95,7 +102,7 @@ def test_the_other_files_are_the_views(woods: Store, tables: Any, view: str) -> 
         }
 
 
-def test_a_cut_a_run_a_split(woods: Store, tables: Any) -> None:
+def test_a_cut_a_run_a_split(woods: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]) -> None:
     """Each file keeps to what was asked for; events of no trajectory stay unless a split is named."""
     demo = tables(woods, run="demo", as_of="serve=5,train=2,woods=3")
     assert [t["turn_id"] for t in demo["turns"]] == ["u1"]
@@ -114,12 +121,14 @@ def test_a_cut_a_run_a_split(woods: Store, tables: Any) -> None:
     assert len(both["events"]) == 14
 
 
-def test_an_empty_store(empty: Store, tables: Any) -> None:
+def test_an_empty_store(empty: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]) -> None:
     """Four files without rows, with their columns."""
     assert tables(empty) == {name: [] for name in NAMES}
 
 
-def test_events_of_no_known_trajectory(store: Store, tables: Any) -> None:
+def test_events_of_no_known_trajectory(
+    store: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]
+) -> None:
     """The whole log is exported when nothing is left out, also what names a trajectory never opened."""
     with store.writer("odd") as writer:
         records = [RunOpened("serve", {}), TurnFailed("nobody", "u", "text")]

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def _append(store: Store, lane: str, events: list[Event]) -> None:
         writer.append(events).result(30)
 
 
-def test_it_goes_on_where_it_committed(store: Store, notes: Any) -> None:
+def test_it_goes_on_where_it_committed(store: Store, notes: Callable[..., list[Event]]) -> None:
     """Handled and committed events do not come again; handled and uncommitted ones do."""
     _append(store, "a", notes(5))
     with store.consumer("c") as consumer:
@@ -52,7 +52,7 @@ def test_it_goes_on_where_it_committed(store: Store, notes: Any) -> None:
         assert len(other.poll()) == 7
 
 
-def test_a_commit_inside_a_round_is_exact(store: Store, notes: Any) -> None:
+def test_a_commit_inside_a_round_is_exact(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A commit after a poll with a limit covers what was handed out and no more."""
     for lane in "ab":
         with store.writer(lane) as writer:
@@ -67,7 +67,7 @@ def test_a_commit_inside_a_round_is_exact(store: Store, notes: Any) -> None:
     assert _places(seen) == [(lane, i) for lane in "ab" for i in range(612)]
 
 
-def test_what_a_commit_records(store: Store, notes: Any) -> None:
+def test_what_a_commit_records(store: Store, notes: Callable[..., list[Event]]) -> None:
     """One event in the lane `consumer.<name>`, naming the cut, the own lane before it included."""
     _append(store, "a", notes(3))
     with store.consumer("c") as consumer:
@@ -92,7 +92,7 @@ def test_what_a_commit_records(store: Store, notes: Any) -> None:
         store.cut(event.record.cut)  # the store holds it
 
 
-def test_cursors_wake_nobody(store: Store, notes: Any) -> None:
+def test_cursors_wake_nobody(store: Store, notes: Callable[..., list[Event]]) -> None:
     """Two consumers that commit after every poll come to rest: cursors are not handed out."""
     _append(store, "a", notes(3))
     with store.consumer("one") as one, store.consumer("two") as two:
@@ -108,7 +108,9 @@ def test_cursors_wake_nobody(store: Store, notes: Any) -> None:
         assert not one.wait(0)
 
 
-def test_a_name_is_one_process_at_a_time(store: Store, run_python: Any) -> None:
+def test_a_name_is_one_process_at_a_time(
+    store: Store, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """A second consumer of the name, here or in another process, is refused; after a close it is not."""
     code = "import sys\nfrom rollbook import store\nstore.open(sys.argv[1]).consumer('c').close()\n"
     with store.consumer("c"):
@@ -130,7 +132,7 @@ def test_names_that_are_no_lanes(store: Store, name: str) -> None:
     assert consumer_lane("x" * 54) == "consumer." + "x" * 54
 
 
-def test_a_cursor_may_stand_in_another_lane(store: Store, notes: Any) -> None:
+def test_a_cursor_may_stand_in_another_lane(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A consumer may keep its cursor in a lane with other events, of which it sees none."""
     _append(store, "a", notes(2))
     with store.writer("mine") as writer:
@@ -146,7 +148,7 @@ def test_a_cursor_may_stand_in_another_lane(store: Store, notes: Any) -> None:
     assert last_cursor(store.path, "never", "e") is None
 
 
-def test_finding_the_cursor_reads_no_other_lane(store: Store, notes: Any) -> None:
+def test_finding_the_cursor_reads_no_other_lane(store: Store, notes: Callable[..., list[Event]]) -> None:
     """Opening a consumer reads its own lane's end: damage elsewhere before the cursor is not even seen."""
     _append(store, "a", notes(4))
     with store.consumer("c") as consumer:
@@ -161,7 +163,7 @@ def test_finding_the_cursor_reads_no_other_lane(store: Store, notes: Any) -> Non
         assert _places(consumer.poll()) == [("a", 4)]
 
 
-def test_cursors_of_all_lanes(store: Store, notes: Any) -> None:
+def test_cursors_of_all_lanes(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A cursor is the union of what any lane says of it: sealed, removed, live, or the consumer's own."""
     cursors = Cursors(store.path)
     assert cursors.find("c") is None
@@ -224,7 +226,10 @@ def _begun(line: Any) -> dict[str, int]:
 
 @pytest.mark.crashes
 def test_kill_9_at_any_moment_skips_nothing(
-    store: Store, notes: Any, start_python: Any, tmp_path: Path
+    store: Store,
+    notes: Any,
+    start_python: Any,
+    tmp_path: Path,
 ) -> None:
     """Over many kills every event is handled, in order; one comes twice only if its commit was cut off."""
     out, end = tmp_path / "out", tmp_path / "end"
@@ -282,7 +287,7 @@ def test_kill_9_at_any_moment_skips_nothing(
 
 
 def test_a_commit_that_failed_is_made_once_the_disk_takes_it(
-    store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch
+    store: Store, notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cursor stays where it was; the same consumer moves it when there is room again."""
     monkeypatch.setattr("rollbook.store.log.writer.MEND_S", 0.01)

@@ -51,7 +51,7 @@ def _fill(log: Store, lane: str, first: int) -> None:
 
 
 @pytest.fixture(scope="module", params=["live", "sealed", "both"])
-def log(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two lanes of small segments, sealed, not sealed, or in part; only read it."""
     log = rb.open(tmp_path_factory.mktemp("filled") / "store", create=True)
     for half in (0, 60):
@@ -81,7 +81,9 @@ def _rows(events: Any) -> list[Any]:
 
 @pytest.mark.more_but("both-*", "sealed-step.committed")
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])
-def test_the_same_events_as_reading_all(log: Store, ranges: Any, wanted: Collection[str]) -> None:
+def test_the_same_events_as_reading_all(
+    log: Store, ranges: list[tuple[dict[str, int], dict[str, int], list[Event]]], wanted: Collection[str]
+) -> None:
     """At the head, at cuts within units and segments, and between two cuts: each in its place."""
     for cut, start, events in ranges:
         expected = [e for e in events if e.kind in wanted]

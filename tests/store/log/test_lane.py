@@ -7,6 +7,8 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,7 +255,9 @@ def test_a_closed_writer_takes_nothing(store: Store, notes: Any) -> None:
         writer.append(notes(1)).result(30)
 
 
-def test_a_second_writer_in_another_process_is_refused(store: Store, notes: Any, run_python: Any) -> None:
+def test_a_second_writer_in_another_process_is_refused(
+    store: Store, notes: Any, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """The lock names the process that holds it; another lane is free; after close the lane is too."""
     code = (
         "import sys\nfrom rollbook import store as rb\nfrom rollbook.store.errors import LaneLockedError\n"
@@ -309,7 +313,7 @@ def test_who_hands_over_several_is_no_company(store: Store, notes: Any) -> None:
     assert segment.read_bytes().count(MAGIC) == 1 + 40, "the header, and a frame for each pair"
 
 
-def test_opening_what_is_no_store(tmp_path: Any) -> None:
+def test_opening_what_is_no_store(tmp_path: Path) -> None:
     """A missing folder, a foreign folder and a newer format are each refused by name."""
     from rollbook.store.errors import FormatError, NotAStoreError
 

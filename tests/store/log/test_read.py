@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,9 @@ def _ask(process: subprocess.Popen[str]) -> list[str]:
     return [part for part in process.stdout.readline().strip().split(",") if part]
 
 
-def test_another_process_sees_what_was_acknowledged(store: Store, notes: Any, start_python: Any) -> None:
+def test_another_process_sees_what_was_acknowledged(
+    store: Store, notes: Any, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """While this process holds the lanes, another one reads each acknowledged event, once."""
     reader = start_python(READER, store.path)
     with store.writer("a", AppendSettings(segment_bytes=2500)) as a, store.writer("b") as b:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError, StoreError
 from rollbook.store.log.recovery import recover_lane
 from rollbook.store.wal.files import Watermark, quarantined
@@ -35,7 +35,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def lane(store: Store, notes: Any) -> Path:
+def lane(store: Store, notes: Callable[..., list[Event]]) -> Path:
     """Folder of a lane of three segments: 2 + 2 events, then three frames of one event each."""
     for start in (0, 2):
         with store.writer("a") as writer:
@@ -76,7 +76,9 @@ def test_a_torn_last_frame_is_cut_off_at_every_length(
     assert _errors(store) == [f"note {i}" for i in range(6)]
 
 
-def test_a_lane_goes_on_after_a_torn_tail(store: Store, notes: Any, lane: Path) -> None:
+def test_a_lane_goes_on_after_a_torn_tail(
+    store: Store, notes: Callable[..., list[Event]], lane: Path
+) -> None:
     """The next writer continues at the right number, and a later recovery finds one unbroken chain."""
     last = lane / "00000003.wal"
     frame = _frames(last)[-1]
@@ -202,7 +204,9 @@ def test_a_frame_that_was_moved_is_damage(lane: Path) -> None:
         recover_lane(lane.parents[1], lane.name)
 
 
-def test_an_empty_last_segment_is_removed(store: Store, notes: Any, lane: Path) -> None:
+def test_an_empty_last_segment_is_removed(
+    store: Store, notes: Callable[..., list[Event]], lane: Path
+) -> None:
     """A segment that was created but not written is removed, and its number used again."""
     (lane / "00000004.wal").touch()
     with store.writer("a") as writer:
@@ -212,7 +216,7 @@ def test_an_empty_last_segment_is_removed(store: Store, notes: Any, lane: Path) 
     assert _errors(store) == [f"note {i}" for i in range(8)]
 
 
-def test_a_lane_whose_first_opening_was_cut_short(store: Store, notes: Any) -> None:
+def test_a_lane_whose_first_opening_was_cut_short(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A lane folder with only a lock and an empty watermark is a new lane."""
     folder = store.path / "lanes" / "a"
     folder.mkdir()
@@ -251,7 +255,7 @@ ANY_SEGMENT = st.one_of(
 @example(data=_framed([b"", b"\xff\xff\xff\xff\x08\0\0\0junkjunk"]), acknowledged=256, events=1)
 @settings(max_examples=150)
 def test_arbitrary_bytes_raise_only_our_errors(
-    tmp_path_factory: Any, data: bytes, acknowledged: int, events: int
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, acknowledged: int, events: int
 ) -> None:
     """Any bytes as a segment, acknowledged or not, are read, recovered or refused; nothing else happens."""
     store = rb.open(tmp_path_factory.mktemp("any") / "s", create=True)
@@ -334,7 +338,9 @@ def _killed_writer(process: subprocess.Popen[str], number: int, after_s: float) 
 
 
 @pytest.mark.crashes
-def test_nothing_acknowledged_is_lost_when_a_writer_is_killed(store: Store, start_python: Any) -> None:
+def test_nothing_acknowledged_is_lost_when_a_writer_is_killed(
+    store: Store, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """15 writers are killed at random moments: every event they acknowledged is there, unchanged."""
     rng = random.Random(7)
     acknowledged: dict[int, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def _places(events: Any) -> list[tuple[str, int]]:
 # Heads ----------------------------------------------------------------------------------------------
 
 
-def test_a_head_is_closed(store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_closed(
+    store: Store, notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two lanes answer each other while the reader is slow between two watermarks: no head ever holds an
     answer without what it answers, either way."""
     done = threading.Event()
@@ -73,7 +76,7 @@ def test_a_head_takes_as_many_passes_as_it_needs(store: Store, monkeypatch: pyte
         store.head()
 
 
-def test_a_lane_whose_watermark_is_gone_is_damage(store: Store, notes: Any) -> None:
+def test_a_lane_whose_watermark_is_gone_is_damage(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A lane with segments and no watermark is no empty lane; one that was never begun is."""
     with store.writer("a") as writer:
         writer.append(notes(1)).result(30)
@@ -91,7 +94,7 @@ def test_a_lane_whose_watermark_is_gone_is_damage(store: Store, notes: Any) -> N
 # Where it starts ------------------------------------------------------------------------------------
 
 
-def test_nothing_before_the_start_is_read(store: Store, notes: Any) -> None:
+def test_nothing_before_the_start_is_read(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A tail from a cut works though earlier events, in its segment and before, are damaged."""
     with store.writer("a") as writer:
         writer.append(notes(3)).result(30)
@@ -120,7 +123,7 @@ def test_a_start_beyond_the_store_is_refused(told: Store) -> None:
     assert told.tail(told.head()).poll() == []
 
 
-def test_polls_of_any_size_and_restarts_skip_nothing(store: Store, notes: Any) -> None:
+def test_polls_of_any_size_and_restarts_skip_nothing(store: Store, notes: Callable[..., list[Event]]) -> None:
     """With random limits, and a new tail from `cut()` again and again, each event comes once."""
     rng = random.Random(5)
     for lane in "abc":
@@ -157,7 +160,7 @@ def test_filters_pass_over_and_move_on(told: Store) -> None:
 # While it waits -------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Any) -> None:
+def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Callable[..., list[Event]]) -> None:
     """`wait` is false after its time, true soon after an append, to a known lane or a new one."""
     tail = store.tail()
     begun = time.monotonic()
@@ -215,7 +218,9 @@ def _seal(store: Store, lanes: str, done: threading.Event, errors: list[Exceptio
         time.sleep(0.02)
 
 
-def test_each_event_once_while_lanes_roll_and_are_sealed_and_removed(store: Store, notes: Any) -> None:
+def test_each_event_once_while_lanes_roll_and_are_sealed_and_removed(
+    store: Store, notes: Callable[..., list[Event]]
+) -> None:
     """Slow, fast and late tails, over writers that roll and a sealer that removes: every event once."""
     count, lanes = 400, "ab"
     done, errors = threading.Event(), []  # type: ignore[var-annotated]
@@ -249,7 +254,9 @@ def test_each_event_once_while_lanes_roll_and_are_sealed_and_removed(store: Stor
         ]
 
 
-def test_a_listing_that_is_old_when_it_is_used(store: Store, notes: Any, monkeypatch: Any) -> None:
+def test_a_listing_that_is_old_when_it_is_used(
+    store: Store, notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Segments removed between listing and opening take nothing from what was not sealed."""
     from rollbook.store.log import reader as reader_module
 

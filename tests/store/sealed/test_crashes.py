@@ -148,7 +148,11 @@ def _is_tidy(store: Store) -> None:
 
 
 def test_a_sealer_killed_before_any_operation_loses_nothing(
-    ready: Store, before: list[Any], sealers: Any, plain: Any, tmp_path: Path
+    ready: Store,
+    before: list[Any],
+    sealers: subprocess.Popen[str],
+    plain: Callable[[Event], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     """Killed before an operation on a file, it leaves a store that reads the same; the next pass is clean."""
     assert {unit.generation for unit in all_units(ready.path, "a")} == {1}
@@ -171,7 +175,11 @@ def test_a_sealer_killed_before_any_operation_loses_nothing(
 
 
 def test_sealers_killed_at_any_time_lose_nothing(
-    ready: Store, before: list[Any], sealers: Any, plain: Any, tmp_path: Path
+    ready: Store,
+    before: list[Any],
+    sealers: subprocess.Popen[str],
+    plain: Callable[[Event], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     """One store, sealers killed after random times, until one gets through."""
     rng = random.Random(3)

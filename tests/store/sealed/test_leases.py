@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.sealed.leases import lease_units, leased, removing, take_lease
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.seal import seal_closed
@@ -20,7 +21,7 @@ from rollbook.store.upkeep.compact import merge, remove_superseded
 
 
 @pytest.fixture
-def units(store: Store, notes: Any) -> list[Unit]:
+def units(store: Store, notes: Callable[..., list[Event]]) -> list[Unit]:
     """Two sealed units of lane a, of three events each."""
     for start in (0, 3):
         with store.writer("a") as writer:

@@ -38,7 +38,7 @@ CUTS = {"head": None, **{str(n): {"serve": n} for n in (1, 4, 9, 14)}}
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, story: Any) -> Store:
+def written(tmp_path_factory: pytest.TempPathFactory, story: dict[str, list[Event]]) -> Store:
     """The story with one event a segment, and a trajectory whose requests refer to bodies; only read it."""
     store = rb.open(tmp_path_factory.mktemp("written") / "store", create=True)
     long = "you are careful. " * 40
@@ -102,7 +102,9 @@ def states(written: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.mark.more_but("sealed", "without WAL*")
 @pytest.mark.parametrize("state", ["live", *STATES])
-def test_a_trajectory_is_the_fold_of_its_events(states: Any, folds: Any, state: str) -> None:
+def test_a_trajectory_is_the_fold_of_its_events(
+    states: dict[str, Store], folds: dict[str, dict[str, Trajectory]], state: str
+) -> None:
     """For every trajectory and many cuts, the point read equals the fold of the whole cut."""
     assert set(folds["head"]) == {"t1", "t2", "t9"}
     for name, cut in CUTS.items():
@@ -132,7 +134,7 @@ def test_a_cut_beyond_the_store_is_refused(scattered: Store) -> None:
 
 
 @pytest.mark.parametrize("state", ["live", *STATES])
-def test_an_opening_is_found_by_its_name(scattered: Store, states: Any, state: str) -> None:
+def test_an_opening_is_found_by_its_name(scattered: Store, states: dict[str, Store], state: str) -> None:
     """In whatever state its lane is, also when it was opened after the store was asked; and no other."""
     names = {"alpha": "t1", "beta": "t2", "long": "t9"}
     openings = [e for e in scattered.events() if isinstance(e.record, kinds.TrajectoryOpened)]
@@ -150,7 +152,9 @@ def test_an_opening_is_found_by_its_name(scattered: Store, states: Any, state: s
         assert scattered.opening("demo", "new") == (opened, "late")
 
 
-def test_units_without_locations_are_read_once(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_without_locations_are_read_once(
+    states: dict[str, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asks for many trajectories does not read all of a unit for each, be it derived or not."""
     read: list[Any] = []
     whole = point_read.read_file

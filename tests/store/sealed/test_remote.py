@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pytest
@@ -35,6 +35,10 @@ from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.upload import remote_folder, upload_units
 from rollbook.store.upkeep.verify import verify_store
 
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
+
+
 pytestmark = pytest.mark.usefixtures("some_tokens_are_outliers")
 
 LANES = ("serve", "train", "upkeep")
@@ -47,7 +51,9 @@ def _configure(store: Store, storage: Any, uri: str | None = None, more: str = "
 
 
 @pytest.fixture(scope="module")
-def sealed_once(tmp_path_factory: pytest.TempPathFactory, story: Any, upkeep: Any) -> Store:
+def sealed_once(
+    tmp_path_factory: pytest.TempPathFactory, story: dict[str, list[Event]], upkeep: list[Event]
+) -> Store:
     """The story, one event a segment, most of it sealed five segments to a unit; only read it."""
     store = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     for lane in scatter(store, {**story, "upkeep": upkeep}).lanes():
@@ -62,7 +68,7 @@ def before(sealed_once: Store) -> Before:
 
 
 @pytest.fixture
-def sealed(sealed_once: Store, storage: Any, tmp_path: Path) -> Store:
+def sealed(sealed_once: Store, storage: ObjectStorage, tmp_path: Path) -> Store:
     """A copy of that store, of which nothing is uploaded yet."""
     store = rb.open(shutil.copytree(sealed_once.path, tmp_path / "store"))
     _configure(store, storage, more="[seal]\ncompact_bytes = 0\n")
@@ -88,7 +94,7 @@ def _without_wal(store: Store) -> None:
 @pytest.mark.more_but("some")
 @pytest.mark.parametrize("cuts", [CUTS, CUTS[::2]], ids=["all", "some"])
 def test_no_answer_changes(
-    sealed: Store, storage: Any, before: Before, plain: Callable[[Event], Any], cuts: list[str]
+    sealed: Store, storage: ObjectStorage, before: Before, plain: Callable[[Event], Any], cuts: list[str]
 ) -> None:
     """Every view at every cut, every event, trajectory and derived file: from object storage the same."""
     assert all(len(rows) > 0 for rows in before["head"].values())
@@ -121,7 +127,7 @@ def test_no_answer_changes(
         assert writer.append([again]).result(30) == 0
 
 
-def test_a_second_upload_does_nothing(sealed: Store, storage: Any) -> None:
+def test_a_second_upload_does_nothing(sealed: Store, storage: ObjectStorage) -> None:
     """What is there is not sent, read or removed again."""
     upload_units(sealed)
     keys = storage.objects()
@@ -132,7 +138,7 @@ def test_a_second_upload_does_nothing(sealed: Store, storage: Any) -> None:
     assert storage.objects() == keys
 
 
-def test_a_query_reads_each_file_once(sealed: Store, storage: Any) -> None:
+def test_a_query_reads_each_file_once(sealed: Store, storage: ObjectStorage) -> None:
     """A connection asks for no footer and no bytes that it has."""
     upload_units(sealed)
     connection = rb.connect(sealed.path)
@@ -143,7 +149,7 @@ def test_a_query_reads_each_file_once(sealed: Store, storage: Any) -> None:
     assert storage.requests == []
 
 
-def test_threads_share_a_handle(storage: Any) -> None:
+def test_threads_share_a_handle(storage: ObjectStorage) -> None:
     """What one thread reads of a file is where it sought, though others seek in it meanwhile."""
     storage.write("numbers", bytes(range(200)))
     settings = RemoteSettings(endpoint=storage.endpoint)
@@ -184,7 +190,7 @@ def test_leased_files_stay_until_they_are_released(sealed: Store) -> None:
 
 @pytest.mark.more
 def test_another_machine_reads_the_same(
-    sealed: Store, storage: Any, tmp_path: Path, plain: Callable[[Event], Any]
+    sealed: Store, storage: ObjectStorage, tmp_path: Path, plain: Callable[[Event], Any]
 ) -> None:
     """A store made from the manifests alone ends where the sealed units end; up to there it answers alike."""
     upload_units(sealed)
@@ -212,7 +218,9 @@ def test_another_machine_reads_the_same(
         attach(tmp_path / "third", storage.uri, storage.endpoint)
 
 
-def test_an_attached_store_can_take_over(sealed: Store, storage: Any, tmp_path: Path, notes: Any) -> None:
+def test_an_attached_store_can_take_over(
+    sealed: Store, storage: ObjectStorage, tmp_path: Path, notes: Callable[..., list[Event]]
+) -> None:
     """With `[remote] uri` set it writes on where the lane ended; the old one's uploads are refused then."""
     upload_units(sealed)
     uri = remote_folder(storage.uri, sealed.store_id)
@@ -231,7 +239,7 @@ def test_an_attached_store_can_take_over(sealed: Store, storage: Any, tmp_path: 
     assert "two copies upload to the same place" in report.damage["serve"]
 
 
-def test_a_unit_of_another_copy_stops_the_upload(sealed: Store, storage: Any) -> None:
+def test_a_unit_of_another_copy_stops_the_upload(sealed: Store, storage: ObjectStorage) -> None:
     """Nothing more of the lane is moved where a unit is that this copy does not know."""
     first, *_, last = current_units(sealed.path, "serve")
     base = f"some prefix/{sealed.store_id}/sealed/serve"
@@ -243,7 +251,9 @@ def test_a_unit_of_another_copy_stops_the_upload(sealed: Store, storage: Any) ->
     assert len(_parquet(sealed)) == sum(len(u.files) for u in _units(sealed))
 
 
-def test_a_missing_manifest_stops_the_attachment(sealed: Store, storage: Any, tmp_path: Path) -> None:
+def test_a_missing_manifest_stops_the_attachment(
+    sealed: Store, storage: ObjectStorage, tmp_path: Path
+) -> None:
     """Without one of the manifests in the middle nothing is attached."""
     upload_units(sealed)
     middle = current_units(sealed.path, "serve")[1]
@@ -259,7 +269,7 @@ def test_a_missing_manifest_stops_the_attachment(sealed: Store, storage: Any, tm
 
 
 @pytest.mark.more
-def test_units_in_object_storage_are_merged(sealed: Store, storage: Any, before: Any) -> None:
+def test_units_in_object_storage_are_merged(sealed: Store, storage: ObjectStorage, before: Before) -> None:
     """The sealer merges them, uploads what it made, and only then removes what it was made of."""
     upload_units(sealed)
     _without_wal(sealed)
@@ -278,7 +288,7 @@ def test_units_in_object_storage_are_merged(sealed: Store, storage: Any, before:
 
 @pytest.mark.crashes
 def test_what_was_merged_stays_until_the_merged_unit_is_there(
-    sealed: Store, storage: Any, tmp_path: Path
+    sealed: Store, storage: ObjectStorage, tmp_path: Path
 ) -> None:
     """While nothing can be stored, the lane in object storage stays whole for others."""
     upload_units(sealed)
@@ -293,7 +303,7 @@ def test_what_was_merged_stays_until_the_merged_unit_is_there(
     assert len(list(rb.open(tmp_path / "other").events())) == sum(ends.values())
 
 
-def test_erasure_reaches_object_storage(sealed: Store, storage: Any) -> None:
+def test_erasure_reaches_object_storage(sealed: Store, storage: ObjectStorage) -> None:
     """No object holds the text any more; what took the units' place is uploaded by the next call."""
     with sealed.writer("serve"):
         pass
@@ -326,7 +336,7 @@ def _stored_extra(store: Store) -> list[str]:
 
 
 @pytest.mark.crashes
-def test_an_upload_cut_short_leaves_no_text_behind(sealed: Store, storage: Any) -> None:
+def test_an_upload_cut_short_leaves_no_text_behind(sealed: Store, storage: ObjectStorage) -> None:
     """A unit whose upload failed in the middle is erased: what had been sent of it goes too."""
     half = next(unit for unit in current_units(sealed.path, "serve") if len(unit.files) == 2)
     storage.before = _failing(storage, lambda request: f"{half.name}/marks.parquet" in request)
@@ -350,7 +360,9 @@ def _failing(storage: Any, which: Callable[[str], bool]) -> Callable[[int], None
     return before
 
 
-def test_retention_reaches_object_storage(store: Store, storage: Any, tmp_path: Path, plain: Any) -> None:
+def test_retention_reaches_object_storage(
+    store: Store, storage: ObjectStorage, tmp_path: Path, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """A dropped unit leaves its manifest there, so that a store made from it has its whole history."""
     _configure(store, storage, more="[seal]\ncompact_bytes = 0\nkeep_wal_bytes = 0\n")
     for name in "abc":
@@ -383,7 +395,7 @@ def test_retention_reaches_object_storage(store: Store, storage: Any, tmp_path: 
 # Failures ----------------------------------------------------------------------------------------
 
 
-def test_a_bucket_that_is_not_there(sealed: Store, storage: Any) -> None:
+def test_a_bucket_that_is_not_there(sealed: Store, storage: ObjectStorage) -> None:
     """It is named, and everything stays here."""
     _configure(sealed, storage, "s3://no-such-bucket/x")
     files = _parquet(sealed)
@@ -394,7 +406,7 @@ def test_a_bucket_that_is_not_there(sealed: Store, storage: Any) -> None:
 
 
 @pytest.mark.parametrize("uri", ["http://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://b/x?y=1"])
-def test_addresses_that_cannot_be(sealed: Store, storage: Any, uri: str) -> None:
+def test_addresses_that_cannot_be(sealed: Store, storage: ObjectStorage, uri: str) -> None:
     """They are refused before anything is sent; what looks like a secret is not repeated."""
     _configure(sealed, storage, uri)
     with pytest.raises(ConfigError, match="use s3://bucket/prefix") as error:
@@ -415,7 +427,7 @@ def _command(root: Path, *words: object, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_wrong_credentials(sealed: Store, storage: Any, root: Path) -> None:
+def test_wrong_credentials(sealed: Store, storage: ObjectStorage, root: Path) -> None:
     """One line with the address and what to look at, exit code 2, and no secret; then all is as before."""
     storage.check_credentials(True)
     try:
@@ -436,7 +448,9 @@ def test_wrong_credentials(sealed: Store, storage: Any, root: Path) -> None:
 
 
 @pytest.mark.crashes
-def test_a_server_that_goes(sealed: Store, storage: Any, plain: Any) -> None:
+def test_a_server_that_goes(
+    sealed: Store, storage: ObjectStorage, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """In the middle of an upload: what was moved is there, the rest is here, and the next call finishes."""
     events = [plain(event) for event in sealed.events()]
     storage.before = _failing(storage, lambda request: "/train/" in request)
@@ -451,7 +465,9 @@ def test_a_server_that_goes(sealed: Store, storage: Any, plain: Any) -> None:
 
 
 @pytest.mark.crashes
-def test_a_server_that_is_gone(sealed: Store, storage: Any, root: Path, plain: Any) -> None:
+def test_a_server_that_is_gone(
+    sealed: Store, storage: ObjectStorage, root: Path, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """Reads, questions, verification and the sealer say so, and blame no file."""
     events = [plain(event) for event in sealed.events()]
     upload_units(sealed)
@@ -483,7 +499,9 @@ def test_a_server_that_is_gone(sealed: Store, storage: Any, root: Path, plain: A
 
 
 @pytest.mark.crashes
-def test_recording_goes_on_without_it(sealed: Store, storage: Any, notes: Any) -> None:
+def test_recording_goes_on_without_it(
+    sealed: Store, storage: ObjectStorage, notes: Callable[..., list[Event]]
+) -> None:
     """With its WAL files kept, a lane is written, sealed and read, and moved when the server is back."""
     upload_units(sealed)
     end = sealed.head()["serve"]
@@ -501,7 +519,7 @@ def test_recording_goes_on_without_it(sealed: Store, storage: Any, notes: Any) -
     assert current_units(sealed.path, "serve")[-1].remote is not None
 
 
-def test_what_is_stored_wrong_is_found(sealed: Store, storage: Any) -> None:
+def test_what_is_stored_wrong_is_found(sealed: Store, storage: ObjectStorage) -> None:
     """An object that is not the file is sent again; one that changed afterwards is damage, and is named."""
     unit = current_units(sealed.path, "serve")[0]
     key = f"some prefix/{sealed.store_id}/sealed/serve/{unit.name}/{unit.files[0].name}"
@@ -529,7 +547,7 @@ def test_a_damaged_file_is_not_moved(sealed: Store) -> None:
 
 
 def test_without_fsspec_sql_names_the_extra(
-    sealed: Store, storage: Any, monkeypatch: pytest.MonkeyPatch
+    sealed: Store, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQL names the extra that it needs; events are read without it."""
     upload_units(sealed)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,10 @@ from rollbook.store import Event, Store
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.upload import upload_units
+
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
+
 
 pytestmark = pytest.mark.crashes
 
@@ -74,7 +78,9 @@ endpoint = "{}"
 
 
 @pytest.fixture
-def uploaders(storage: Any, start_python: Callable[..., subprocess.Popen[str]]) -> Iterator[Any]:
+def uploaders(
+    storage: ObjectStorage, start_python: Callable[..., subprocess.Popen[str]]
+) -> Iterator[subprocess.Popen[str]]:
     """The process that forks uploaders."""
     process = start_python(UPLOADERS)
     yield process
@@ -89,7 +95,7 @@ def _run(uploaders: Any, store: Store, count: int, on_pid: Callable[[int], objec
 
 
 @pytest.fixture
-def ready(store: Store, storage: Any, notes: Any) -> Store:
+def ready(store: Store, storage: ObjectStorage, notes: Callable[..., list[Event]]) -> Store:
     """A lane with four units in object storage, to be merged, and events that are not sealed yet."""
     (store.path / "store.toml").write_text(SETTINGS.format(0, storage.uri, storage.endpoint))
     for i in range(4):
@@ -141,12 +147,12 @@ class _Start:
 
 
 @pytest.fixture
-def start(ready: Store, storage: Any, tmp_path: Path, plain: Callable[[Event], Any]) -> _Start:
+def start(ready: Store, storage: ObjectStorage, tmp_path: Path, plain: Callable[[Event], Any]) -> _Start:
     """Where each killed uploader begins."""
     return _Start(ready, storage, tmp_path / "copy", plain)
 
 
-def test_killed_before_any_operation_here(start: _Start, uploaders: Any) -> None:
+def test_killed_before_any_operation_here(start: _Start, uploaders: subprocess.Popen[str]) -> None:
     """For each operation on a file of the store."""
     count = 0
     while True:
@@ -179,7 +185,9 @@ class _Victim:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_request(start: _Start, uploaders: Any, storage: Any, when: str) -> None:
+def test_killed_at_any_request(
+    start: _Start, uploaders: subprocess.Popen[str], storage: ObjectStorage, when: str
+) -> None:
     """Before the server does what a request asks, or after it, with no answer heard; at random requests."""
     store = start.again()
     assert _run(uploaders, store, 0) == 0

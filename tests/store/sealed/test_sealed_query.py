@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.fakes.stories.scattered import SEAL, Before, answers, scatter, seal_in_units
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.sealed.derived import DERIVED, build_derived
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
@@ -21,7 +22,9 @@ CUTS = ["head", *[f"serve={n},train=4" for n in (3, 8, 13)]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, story: Any, upkeep: Any) -> Store:
+def written(
+    tmp_path_factory: pytest.TempPathFactory, story: dict[str, list[Event]], upkeep: list[Event]
+) -> Store:
     """The story with one event a segment, so that every turn and trajectory lies in several; only read it."""
     store = rb.open(tmp_path_factory.mktemp("written") / "store", create=True)
     return scatter(store, {**story, "upkeep": upkeep})
@@ -103,7 +106,9 @@ def test_sealed_files_are_what_any_reader_expects(scattered: Store) -> None:
     assert [-1.0, -2.0, -4.0] in table["logprobs"].to_pylist()
 
 
-def test_the_log_reads_the_same_from_sealed_files(scattered: Store, plain: Any) -> None:
+def test_the_log_reads_the_same_from_sealed_files(
+    scattered: Store, plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """events(), from any start, are bit for bit those of the WAL."""
     before = [plain(e) for e in scattered.events()]
     for lane in scattered.lanes():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError, ShortageError
 from rollbook.store.sealed import parquet
 from rollbook.store.sealed.seal import closed_segments, seal_segments
@@ -20,7 +20,7 @@ from rollbook.store.settings import AppendSettings, SealSettings
     [(errno.EMFILE, ShortageError), (errno.ENOMEM, ShortageError), (errno.EIO, CorruptionError)],
 )
 def test_what_is_short_is_said(
-    store: Store, story: Any, monkeypatch: pytest.MonkeyPatch, number: int, kind: type
+    store: Store, story: dict[str, list[Event]], monkeypatch: pytest.MonkeyPatch, number: int, kind: type
 ) -> None:
     """What comes back by itself is told from what does not."""
     lane, events = next(iter(story.items()))

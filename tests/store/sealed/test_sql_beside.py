@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,9 @@ def _merged(store: Store) -> bool:
 
 
 @pytest.mark.more
-def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) -> None:
+def test_every_answer_is_the_fold_at_its_cut(
+    store: Store, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """At the head and at an earlier cut, again and again, SQL says what folding the events says."""
     (store.path / "store.toml").write_text(SETTINGS)
     go = store.path / "go"
@@ -144,7 +148,9 @@ def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) ->
 
 
 @pytest.fixture(scope="module")
-def sealed(tmp_path_factory: pytest.TempPathFactory, start_python: Any) -> Store:
+def sealed(
+    tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
+) -> Store:
     """A store of several thousand events, sealed as far as it can be; only read it."""
     store = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     (store.path / "store.toml").write_text(SETTINGS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -232,7 +234,7 @@ def test_samples_lists_what_attempts_consumed(told: Store) -> None:
     ]
 
 
-def test_samples_whose_references_say_more(store: Store, story: Any) -> None:
+def test_samples_whose_references_say_more(store: Store, story: dict[str, list[Event]]) -> None:
     """A manifest may note more of each sample than its ids; the view reads what it needs."""
     from dataclasses import replace
 
@@ -270,7 +272,7 @@ def test_views_at_an_earlier_cut(told: Store) -> None:
         rb.connect(told.path, as_of="serve=99")
 
 
-def test_a_connection_keeps_its_cut(store: Store, notes: Any) -> None:
+def test_a_connection_keeps_its_cut(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A connection sees what was durable when it was made; a later one sees more."""
     with store.writer("a") as writer:
         writer.append(notes(1)).result(30)
@@ -280,7 +282,7 @@ def test_a_connection_keeps_its_cut(store: Store, notes: Any) -> None:
         assert _rows(store, "select count(*) from events") == [(2,)]
 
 
-def test_connecting_to_nothing(tmp_path: Any) -> None:
+def test_connecting_to_nothing(tmp_path: Path) -> None:
     """A folder that is no store raises NotAStoreError and stays as it was."""
     with pytest.raises(NotAStoreError):
         rb.connect(tmp_path)
@@ -288,7 +290,9 @@ def test_connecting_to_nothing(tmp_path: Any) -> None:
 
 
 @pytest.fixture
-def rollbook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def rollbook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run the `rollbook` command as its entry point does: (exit code, stdout, stderr)."""
 
     def run(*args: object) -> tuple[int, str, str]:
@@ -300,7 +304,7 @@ def rollbook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
-def test_sql_as_json(told: Store, rollbook: Any) -> None:
+def test_sql_as_json(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--format json` prints a list of objects with lists, times and nulls as JSON."""
     query = "select turn_id, completion_ids, requested, reward from turns order by seq limit 2"
     status, out, err = rollbook("sql", query, "--store", told.path, "--format", "json")
@@ -311,7 +315,7 @@ def test_sql_as_json(told: Store, rollbook: Any) -> None:
     ]
 
 
-def test_sql_as_csv(told: Store, rollbook: Any) -> None:
+def test_sql_as_csv(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--format csv` prints a header and rows that a CSV reader gives back."""
     query = "select turn_id, completion_ids, reward from turns order by seq limit 2"
     status, out, _ = rollbook("sql", query, "--store", told.path, "--format", "csv")
@@ -323,7 +327,7 @@ def test_sql_as_csv(told: Store, rollbook: Any) -> None:
     ]
 
 
-def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Any) -> None:
+def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """Rows that do not fit are printed a line per value, whole, instead of squeezed into columns."""
     query = "select turn_id, * exclude (turn_id) from turns order by seq limit 2"
     status, out, _ = rollbook("sql", query, "--store", told.path)
@@ -336,7 +340,7 @@ def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Any) -> None:
     assert ["completion_ids", "[12,13,14]"] in [line.split() for line in lines[second:]]
 
 
-def test_sql_as_table(told: Store, rollbook: Any) -> None:
+def test_sql_as_table(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """The default is a table, numbers to the right, long cells shortened, the count on stderr."""
     query = (
         "select turn_id, completion_length as n, repeat('x', 80) as long from turns where n > 0 order by seq"
@@ -349,13 +353,15 @@ def test_sql_as_table(told: Store, rollbook: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["[/]", "a[bold]b", "\\[/x]", "[red]"])
-def test_sql_prints_brackets_as_they_are(told: Store, rollbook: Any, text: str) -> None:
+def test_sql_prints_brackets_as_they_are(
+    told: Store, rollbook: Callable[..., tuple[int, str, str]], text: str
+) -> None:
     """What agents wrote is printed, never read as the table's markup."""
     status, out, _ = rollbook("sql", f"select '{text}' as said", "--store", told.path)
     assert (status, out.split()) == (0, ["said", text])
 
 
-def test_sql_as_of(told: Store, rollbook: Any) -> None:
+def test_sql_as_of(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--as-of` and `--run` choose the cut."""
     query = "select count(*) as n from events"
     for cut, count in (("serve=3,train=1", 4), ("step:0", 16), ("empty", 0)):
@@ -363,7 +369,7 @@ def test_sql_as_of(told: Store, rollbook: Any) -> None:
         assert rollbook("sql", query, *options)[:2] == (0, f"n\n{count}\n")
 
 
-def test_bad_sql_is_exit_code_2(told: Store, rollbook: Any) -> None:
+def test_bad_sql_is_exit_code_2(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """DuckDB's message is one error on stderr; nothing is printed as a result."""
     status, out, err = rollbook("sql", "select nope from turns", "--store", told.path)
     assert (status, out) == (2, "")
@@ -372,7 +378,9 @@ def test_bad_sql_is_exit_code_2(told: Store, rollbook: Any) -> None:
     assert "Traceback" not in err
 
 
-def test_bad_input_is_exit_code_2(told: Store, rollbook: Any, tmp_path: Any) -> None:
+def test_bad_input_is_exit_code_2(
+    told: Store, rollbook: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """No store, a bad cut and an unknown format each end with code 2 and a message that names them."""
     assert rollbook("sql", "select 1", "--store", tmp_path / "none") == (
         2,
@@ -389,20 +397,22 @@ def test_bad_input_is_exit_code_2(told: Store, rollbook: Any, tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize("query", ["", "  ;"])
-def test_an_empty_query(told: Store, rollbook: Any, query: str) -> None:
+def test_an_empty_query(told: Store, rollbook: Callable[..., tuple[int, str, str]], query: str) -> None:
     """Nothing to run is an error that says so."""
     status, _, err = rollbook("sql", query, "--store", told.path)
     assert (status, "the query is empty" in err) == (2, True)
 
 
-def test_python_variables_are_no_tables(told: Store, rollbook: Any) -> None:
+def test_python_variables_are_no_tables(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """A table that is not there is DuckDB's own error, whatever Python variables have that name."""
     status, _, err = rollbook("sql", "select * from store", "--store", told.path)
     assert status == 2
     assert "does not exist" in err
 
 
-def test_a_lane_without_its_watermark_is_refused(told: Store, rollbook: Any) -> None:
+def test_a_lane_without_its_watermark_is_refused(
+    told: Store, rollbook: Callable[..., tuple[int, str, str]]
+) -> None:
     """A lost watermark is damage: the lane's events are not passed over."""
     lane = told.lanes()[0]
     (told.path / "lanes" / lane / "WATERMARK").unlink()

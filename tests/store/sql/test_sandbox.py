@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollbook import store as rb
 from rollbook.cli.sql import run_query
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.errors import QueryError, RollbookError
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
@@ -137,7 +137,9 @@ def _grown(folder: Path, story: Any, *, sealed: bool) -> Store:
 
 
 @pytest.fixture(scope="module", params=["live", "sealed"])
-def log(request: Any, story: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def log(
+    request: pytest.FixtureRequest, story: dict[str, list[Event]], tmp_path_factory: pytest.TempPathFactory
+) -> Store:
     """The story, in WAL segments or in sealed units; beside the store lies a file that is no part of it."""
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "outside.txt").write_text(SECRET)
@@ -219,7 +221,9 @@ def test_another_cursor_has_the_same_walls(connection: Any) -> None:
         connection.execute(duckdb.extract_statements("copy turns to 'x.csv'")[0])
 
 
-def test_it_spills_into_a_folder_of_its_own(log: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_it_spills_into_a_folder_of_its_own(
+    log: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the system's place for temporary files, for its owner alone, bounded, gone with the connection."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -236,7 +240,7 @@ def test_it_spills_into_a_folder_of_its_own(log: Store, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_room_for_spilling_queries_run_in_memory(log: Store, monkeypatch: Any) -> None:
+def test_without_room_for_spilling_queries_run_in_memory(log: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no temporary folder can be made, a small question still has its answer."""
 
     def full(*_: Any, **__: Any) -> Any:
@@ -263,7 +267,7 @@ def test_outside_of_a_text_none_is(before: str) -> None:
         refuse_writing(f"select é{before}copy (select 1) to 'x'")
 
 
-def test_a_fork_leaves_the_folder(log: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_fork_leaves_the_folder(log: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that was forked and ends takes nothing from its parent."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     from rollbook.store.spill import Spill

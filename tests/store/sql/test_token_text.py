@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,9 @@ def test_who_does_not_ask_does_not_pay(store: Store, model: Path, monkeypatch: p
         _texts(store)
 
 
-def test_transformers_is_never_imported(store: Store, model: Path, run_python: Any) -> None:
+def test_transformers_is_never_imported(
+    store: Store, model: Path, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
     """Not by asking for text either; the tokenizers' own library is, and only then."""
     _write(store, _opened(model), *_sampled("demo", [0]))
     code = f"""

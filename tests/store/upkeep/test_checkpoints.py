@@ -259,7 +259,7 @@ def test_a_training_at_work(log: Store) -> None:
 
 
 @pytest.fixture
-def cli() -> Callable[..., Any]:
+def cli() -> Callable[..., tuple[int, str]]:
     """`rollbook store checkpoints` of a store: exit code and output."""
 
     def call(log: Store, *options: object) -> tuple[int, str]:
@@ -272,7 +272,7 @@ def cli() -> Callable[..., Any]:
     return call
 
 
-def test_the_command(log: Store, cli: Any) -> None:
+def test_the_command(log: Store, cli: Callable[..., tuple[int, str]]) -> None:
     """It lists, says what would go, and with --yes removes it."""
     code, said = cli(log)
     assert (code, "nothing needs 4 of them" in said, "the reference of step 3" in said) == (0, True, True)
@@ -289,7 +289,7 @@ def test_the_command(log: Store, cli: Any) -> None:
     assert (code, said.count("removed (keep_last 1)")) == (0, 4)
 
 
-def test_what_the_command_refuses(log: Store, cli: Any) -> None:
+def test_what_the_command_refuses(log: Store, cli: Callable[..., tuple[int, str]]) -> None:
     """Nothing to keep by, no such policy, no such run."""
     assert cli(log, "--yes")[0] == 2
     code, said = cli(log, "--policy", "critic")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -81,7 +82,9 @@ def _sealed(store: Store, parts: list[list[Event]]) -> list[Unit]:
     return current_units(store.path, "a")
 
 
-def test_merging_keeps_every_bit_and_the_lane_s_history(store: Store, story: Any, plain: Any) -> None:
+def test_merging_keeps_every_bit_and_the_lane_s_history(
+    store: Store, story: dict[str, list[Event]], plain: Callable[[Event], dict[str, Any]]
+) -> None:
     """Rows, segments, chain and erasures of the merged unit are those of its parts."""
     events = story["serve"]
     units = _sealed(store, [events[i : i + 4] for i in range(0, len(events), 4)])
@@ -112,7 +115,9 @@ def _values(unit: Unit) -> dict[str, Any]:
     return {name: getattr(unit, name) for name in Unit.__dataclass_fields__}
 
 
-def test_a_merged_unit_counts_before_its_parts_are_gone(store: Store, notes: Any) -> None:
+def test_a_merged_unit_counts_before_its_parts_are_gone(
+    store: Store, notes: Callable[..., list[Event]]
+) -> None:
     """Of overlapping units the widest counts, then the newest: nothing is read twice."""
     units = _sealed(store, [notes(2, i) for i in range(0, 8, 2)])
     new = merge(store.path, units, SealSettings())
@@ -123,7 +128,7 @@ def test_a_merged_unit_counts_before_its_parts_are_gone(store: Store, notes: Any
     assert len(list(store.events())) == 8
 
 
-def test_dropped_and_remote_units_are_left_alone(store: Store, notes: Any) -> None:
+def test_dropped_and_remote_units_are_left_alone(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A unit whose files are elsewhere or gone is not merged, and parts the units around it."""
     units = _sealed(store, [notes(2, i) for i in range(0, 12, 2)])
     units[2] = Unit(**_values(units[2]) | {"remote": f"s3://bucket/x/sealed/a/{units[2].name}"})
@@ -133,7 +138,7 @@ def test_dropped_and_remote_units_are_left_alone(store: Store, notes: Any) -> No
     assert [u.name for u in current_units(store.path, "a")] == [new.name, *(u.name for u in units[2:])]
 
 
-def test_a_damaged_unit_is_not_merged(store: Store, story: Any) -> None:
+def test_a_damaged_unit_is_not_merged(store: Store, story: dict[str, list[Event]]) -> None:
     """A file that cannot be read, or holds other events than its segments did, stops the merge."""
     units = _sealed(store, [story["serve"][i : i + 4] for i in range(0, 16, 4)])
     path = unit_folder(store.path, units[1]) / TURNS

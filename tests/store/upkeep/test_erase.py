@@ -281,7 +281,7 @@ def test_asking_again_changes_nothing(log: Store) -> None:
     assert {lane: current_units(log.path, lane) for lane in ("serve", "judge")} == units
 
 
-def test_manifests_and_the_lane_go_on(log: Store, notes: Any) -> None:
+def test_manifests_and_the_lane_go_on(log: Store, notes: Callable[..., list[Event]]) -> None:
     """The rewritten unit names the erasure, order and chain are unbroken, and writers go on."""
     before = current_units(log.path, "serve")[0]
     erase_trajectory(log, "bad", "a key leaked")

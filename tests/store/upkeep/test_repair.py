@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli.app import app
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import SegmentRepaired
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
@@ -29,7 +29,7 @@ Files = dict[str, tuple[bytes, int]]
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, notes: Any) -> Path:
+def template(tmp_path_factory: pytest.TempPathFactory, notes: Callable[..., list[Event]]) -> Path:
     """Lane a: unit of segment 1 (its WAL gone), unit of 2 and 3 (theirs there), segment 4 live; lane b."""
     store = rb.open(tmp_path_factory.mktemp("template") / "store", create=True)
     for number in (1, 2, 3, 4):

@@ -412,7 +412,10 @@ print("done", limit - left)
 
 @pytest.mark.crashes
 def test_a_killed_retention_is_finished_by_the_next(
-    store: Store, tmp_path: Path, run_python: Any, plain: Any
+    store: Store,
+    tmp_path: Path,
+    run_python: Callable[..., tuple[int, str, str]],
+    plain: Callable[[Event], dict[str, Any]],
 ) -> None:
     """Killed at any change to the folder, the next run finishes it and says it once; the rest is the same."""
     names = _story(store)
@@ -438,7 +441,9 @@ def test_a_killed_retention_is_finished_by_the_next(
 # Commands -----------------------------------------------------------------------------------------
 
 
-def test_the_commands_print_what_they_did(store: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_the_commands_print_what_they_did(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`retain`, `retire` and `erase` print what they did, for people and as JSON."""
     from rollbook.cli.app import main
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 from rollbook.cli.app import app
 from rollbook.cli.store import seal as watch
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.log import store as log
@@ -48,7 +50,7 @@ def _wal(store: Store, lane: str = "a") -> list[str]:
     return sorted(path.name for path in (store.path / "lanes" / lane).glob("*.wal"))
 
 
-def test_a_lane_without_a_writer_is_sealed_to_its_end(tidy: Store, notes: Any) -> None:
+def test_a_lane_without_a_writer_is_sealed_to_its_end(tidy: Store, notes: Callable[..., list[Event]]) -> None:
     """All of it becomes Parquet, derived files and a row of the catalog; a writer goes on where it ended."""
     with tidy.writer("a") as writer:
         writer.append(notes(3)).result(30)
@@ -75,7 +77,7 @@ def test_a_lane_without_a_writer_is_sealed_to_its_end(tidy: Store, notes: Any) -
     assert _errors(tidy) == [f"note {i}" for i in range(4)]
 
 
-def test_a_segment_that_is_written_stays(tidy: Store, notes: Any) -> None:
+def test_a_segment_that_is_written_stays(tidy: Store, notes: Callable[..., list[Event]]) -> None:
     """Beside a living writer only what is closed is sealed."""
     with tidy.writer("a", AppendSettings(segment_bytes=3000)) as writer:
         for i in range(20):
@@ -88,7 +90,7 @@ def test_a_segment_that_is_written_stays(tidy: Store, notes: Any) -> None:
     assert _errors(tidy) == [f"note {i}" for i in range(21)]
 
 
-def test_what_a_dead_writer_left_whole_counts(tidy: Store, notes: Any) -> None:
+def test_what_a_dead_writer_left_whole_counts(tidy: Store, notes: Callable[..., list[Event]]) -> None:
     """A torn tail is cut off; whole frames beyond the watermark are sealed, as a writer would keep them."""
     with tidy.writer("a") as writer:
         for i in range(3):
@@ -105,7 +107,9 @@ def test_what_a_dead_writer_left_whole_counts(tidy: Store, notes: Any) -> None:
     assert verify_lane(tidy.path, "a").fault is None
 
 
-def test_a_lane_that_ends_sealed_reads_while_its_wal_is_kept(store: Store, notes: Any) -> None:
+def test_a_lane_that_ends_sealed_reads_while_its_wal_is_kept(
+    store: Store, notes: Callable[..., list[Event]]
+) -> None:
     """A writer that opened the lane and died at once leaves a watermark that fits the sealed segment."""
     with store.writer("a") as writer:
         writer.append(notes(2)).result(30)
@@ -118,7 +122,9 @@ def test_a_lane_that_ends_sealed_reads_while_its_wal_is_kept(store: Store, notes
     assert _errors(store) == ["note 0", "note 1"]
 
 
-def test_a_writer_waits_for_the_sealer_and_for_nobody_else(store: Store, notes: Any) -> None:
+def test_a_writer_waits_for_the_sealer_and_for_nobody_else(
+    store: Store, notes: Callable[..., list[Event]]
+) -> None:
     """A lock that is held briefly is waited for; another writer's is refused at once, by its number."""
     import threading
 
@@ -139,7 +145,7 @@ def test_a_writer_waits_for_the_sealer_and_for_nobody_else(store: Store, notes: 
             take_lock(lock, "lane", "wait", briefly=True)
 
 
-def test_damage_stops_one_lane_only(tidy: Store, notes: Any) -> None:
+def test_damage_stops_one_lane_only(tidy: Store, notes: Callable[..., list[Event]]) -> None:
     """A damaged lane is left as it is, with a note, until it is verified whole; the others are sealed."""
     for lane in "abc":
         with tidy.writer(lane) as writer:
@@ -162,7 +168,7 @@ def test_damage_stops_one_lane_only(tidy: Store, notes: Any) -> None:
     assert _wal(tidy, "b") == []
 
 
-def test_wal_stays_beside_a_unit_that_lost_a_file(store: Store, notes: Any) -> None:
+def test_wal_stays_beside_a_unit_that_lost_a_file(store: Store, notes: Callable[..., list[Event]]) -> None:
     """Before WAL files go, their unit's files have to be there in their sizes."""
     with store.writer("a") as writer:
         writer.append(notes(9)).result(30)
@@ -180,7 +186,7 @@ def test_wal_stays_beside_a_unit_that_lost_a_file(store: Store, notes: Any) -> N
     assert sealer.run_once().lanes[0].wal_files == 1
 
 
-def test_one_process_at_a_time_changes_units(store: Store, notes: Any) -> None:
+def test_one_process_at_a_time_changes_units(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A second sealer is refused while the first one works; a single pass may wait for it."""
     with store.claim(CLAIM, "wait"):
         with pytest.raises(LaneLockedError, match="try again when it is done"):
@@ -193,7 +199,10 @@ def test_one_process_at_a_time_changes_units(store: Store, notes: Any) -> None:
 
 
 def test_a_broken_catalog_stops_no_sealing(
-    store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store,
+    notes: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The lane is sealed and the log says what the catalog does not know."""
     with store.writer("a") as writer:
@@ -205,7 +214,7 @@ def test_a_broken_catalog_stops_no_sealing(
     assert "lane a is sealed, but the catalog does not know" in caplog.text
 
 
-def test_the_command_prints_what_was_done(store: Store, notes: Any) -> None:
+def test_the_command_prints_what_was_done(store: Store, notes: Callable[..., list[Event]]) -> None:
     """A table for people, one JSON object for machines; a pass with nothing to do says so in both."""
     with store.writer("a") as writer:
         writer.append(notes(3)).result(30)
@@ -230,7 +239,12 @@ def _sealed_in_time(store: Store, count: int) -> None:
 
 @pytest.mark.more_but("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_watching_sealer_ends_cleanly(tidy: Store, notes: Any, start_python: Any, number: int) -> None:
+def test_a_watching_sealer_ends_cleanly(
+    tidy: Store,
+    notes: Callable[..., list[Event]],
+    start_python: Callable[..., subprocess.Popen[str]],
+    number: int,
+) -> None:
     """It seals what comes until it is interrupted, and then ends with exit code 0."""
     (tidy.path / "store.toml").write_text(KEEP_NOTHING + "poll_s = 0.1\n")
     process = start_python(WATCH, "store", "seal", "--watch", "--json", "--store", tidy.path)
@@ -302,7 +316,11 @@ def test_the_child_is_started_again_when_it_dies(store: Store, notes: Any, start
 
 @pytest.mark.parametrize("refused", ["lock", "query"])
 def test_a_watching_sealer_outlives_a_full_disk(
-    tidy: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, refused: str
+    tidy: Store,
+    notes: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: str,
 ) -> None:
     """It says what is wrong once, and seals when there is room again."""
     with tidy.writer("a") as writer:

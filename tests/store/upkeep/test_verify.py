@@ -25,7 +25,9 @@ from rollbook.store.wal.files import quarantine, quarantined, read_watermark
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, notes: Any, story: Any) -> Path:
+def template(
+    tmp_path_factory: pytest.TempPathFactory, notes: Callable[..., list[Event]], story: dict[str, list[Event]]
+) -> Path:
     """Lane a: units of segments 1-2 (their WAL gone) and 3, then segments 4 and 5; lane b is small."""
     store = rb.open(tmp_path_factory.mktemp("template") / "store", create=True)
     for number, events in enumerate([story["serve"], story["train"], notes(3), notes(4), notes(5)]):

@@ -174,7 +174,10 @@ def _until(what: Callable[[], bool]) -> None:
 )
 @settings(max_examples=40)
 def test_a_disk_that_fails_for_a_while(
-    tmp_path_factory: Any, spells: list[tuple[int, int, Fault]], counts: list[int], pipelined: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    spells: list[tuple[int, int, Fault]],
+    counts: list[int],
+    pipelined: bool,
 ) -> None:
     """Whatever call fails, for however long: the log holds what was acknowledged, once, in that order.
 
@@ -566,7 +569,9 @@ def _record(store: Store, appends: list[list[Event]], done: int) -> Recorder:
 
 @given(data=st.data())
 @settings(max_examples=120)
-def test_a_machine_that_stops(recording: Recording, tmp_path_factory: Any, data: Any) -> None:
+def test_a_machine_that_stops(
+    recording: Recording, tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     """Whatever of what was not flushed is on the disk after a power cut, no acknowledged event is missing."""
     moment = recording.moments[data.draw(st.integers(0, len(recording.moments) - 1), "moment")]
     store = rb.open(_after_the_cut(recording, tmp_path_factory.mktemp("cut") / "s", moment, data.draw))

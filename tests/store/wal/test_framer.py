@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_a_segment_begins_with_its_header() -> None:
     assert schema.metadata == {b"lane": b"a", b"segment": b"2", b"store": b"store-id"}
 
 
-def test_few_events_are_rows_and_more_are_a_batch(notes: Any) -> None:
+def test_few_events_are_rows_and_more_are_a_batch(notes: Callable[..., list[Event]]) -> None:
     """A commit of fewer than FEW events is a row frame; each append learns the number of its first event."""
     framer = _framer()
     jobs = [framer.begin_segment()]
@@ -73,7 +74,7 @@ def test_few_events_are_rows_and_more_are_a_batch(notes: Any) -> None:
     assert [job.next_seq for job in jobs] == [0, 7, 15]
 
 
-def test_what_is_held_already_is_not_framed(notes: Any) -> None:
+def test_what_is_held_already_is_not_framed(notes: Callable[..., list[Event]]) -> None:
     """A group of nothing new writes nothing, and its appends get the old numbers."""
     framer = _framer()
     framer.begin_segment()
@@ -83,7 +84,7 @@ def test_what_is_held_already_is_not_framed(notes: Any) -> None:
     assert (job.buffers, job.next_seq, [seq for _, seq in job.acknowledged]) == ([], 2, [1, 0])
 
 
-def test_a_bad_append_leaves_no_trace(notes: Any) -> None:
+def test_a_bad_append_leaves_no_trace(notes: Callable[..., list[Event]]) -> None:
     """Its future fails; the numbers and the chain go on as if it had not been there."""
     good, bad = _framer(), _framer()
     wrong = [Event(TurnFailed("t", "\ud800", "x"), "run")]
@@ -108,7 +109,9 @@ def test_a_bad_append_leaves_no_trace(notes: Any) -> None:
         Event("nothing", "run"),  # type: ignore[arg-type]
     ],
 )
-def test_what_has_no_form_is_refused_alone(notes: Any, wrong: Event, count: int) -> None:
+def test_what_has_no_form_is_refused_alone(
+    notes: Callable[..., list[Event]], wrong: Event, count: int
+) -> None:
     """However many events it comes with, its append fails and every other one is framed."""
     framer = _framer()
     jobs = [framer.begin_segment()]
@@ -121,7 +124,9 @@ def test_what_has_no_form_is_refused_alone(notes: Any, wrong: Event, count: int)
     assert job.acknowledged[0][1] == 5
 
 
-def test_a_group_that_is_too_much_is_framed_in_parts(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_too_much_is_framed_in_parts(
+    notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one frame does not hold, though each append could be framed, stops nobody."""
 
     def at_most_ten(rows: Any, first_seq: int) -> bytes:
@@ -153,7 +158,9 @@ def test_a_stored_body_is_an_event_like_others() -> None:
     assert (job.buffers, job.acknowledged[0][1]) == ([], 0)
 
 
-def test_segments_end_by_size_and_by_age(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_end_by_size_and_by_age(
+    notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A segment beyond its size ends before the next commit; one with an old event ends by itself."""
     framer = _framer(segment_bytes=2000, segment_age_s=60)
     framer.begin_segment()
@@ -188,7 +195,9 @@ def test_bodies_are_stored_once_a_segment() -> None:
     assert counts == [(2, 1), (3, 2), (5, 4)]
 
 
-def test_a_large_group_is_written_in_several_frames(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_group_is_written_in_several_frames(
+    notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No frame holds much more than its share, and appends stay in order."""
     size = framer_module._with_rows((notes(3, 10), Future())).bytes  # type: ignore[union-attr]
     monkeypatch.setattr(framer_module, "FRAME_BYTES", 2 * size)
@@ -199,7 +208,9 @@ def test_a_large_group_is_written_in_several_frames(notes: Any, monkeypatch: pyt
     assert [seq for job in jobs for _, seq in job.acknowledged] == [0, 3, 6, 9, 12]
 
 
-def test_an_append_beyond_any_frame_is_refused_alone(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_beyond_any_frame_is_refused_alone(
+    notes: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not put together with others first, nor encoded."""
     size = framer_module._with_rows((notes(3), Future())).bytes  # type: ignore[union-attr]
     monkeypatch.setattr(framer_module, "APPEND_BYTES", 2 * size)

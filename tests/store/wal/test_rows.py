@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_rows_that_are_cut_short_are_refused(cut: int) -> None:
             decode_rows(memoryview(wrong), count)
 
 
-def test_what_is_refused_names_no_row(notes: Any) -> None:
+def test_what_is_refused_names_no_row(notes: Callable[..., list[Event]]) -> None:
     """One value without a stored form refuses all rows of the frame."""
     bad = Event(RewardAssigned("t", None, 0.5), "run", time_us=2**63)
     with pytest.raises(Exception, match=r"format|range|int too large"):

@@ -77,7 +77,9 @@ def _config(**algorithm: Any) -> Any:
     return fabric.config(fabric.GRPO, steps=2, algorithm={"groups": 2, "group_size": 4} | algorithm)
 
 
-def test_a_surrogate_of_ones_own(recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_surrogate_of_ones_own(
+    recorded: Stores, module: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of REINFORCE's gradient; a replay is refused, until it is told to trust; another source is
     told."""
     file = module("own_surrogate", SURROGATE)
@@ -99,7 +101,9 @@ def test_a_surrogate_of_ones_own(recorded: Stores, module: Any, monkeypatch: pyt
     assert result.environment[0].startswith("parts.own_surrogate:halved: recorded '")
 
 
-def test_an_algorithm_of_ones_own(recorded: Stores, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_algorithm_of_ones_own(
+    recorded: Stores, module: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one file: it trains, resumes and replays; its keys are checked."""
     module("own_algorithm", ALGORITHM)
     log = recorded()
@@ -124,7 +128,7 @@ def test_an_algorithm_of_ones_own(recorded: Stores, module: Any, monkeypatch: py
         ({"name": "policy_gradient", "surrogate": "ppo clip"}, "algorithm.surrogate"),
     ],
 )
-def test_what_cannot_be_loaded_is_said(module: Any, algorithm: Any, said: str) -> None:
+def test_what_cannot_be_loaded_is_said(module: Callable[[str, str], Path], algorithm: Any, said: str) -> None:
     """When the CONFIG is read, before anything is written."""
     module("own_surrogate", SURROGATE)
     with pytest.raises(ConfigError, match=said):
@@ -192,7 +196,7 @@ text.needs = "entropy"
 POLICY_GRADIENT = {"name": "policy_gradient", "groups": 2, "group_size": 4}
 
 
-def test_a_part_is_given_what_it_needs(recorded: Stores, module: Any) -> None:
+def test_a_part_is_given_what_it_needs(recorded: Stores, module: Callable[[str, str], Path]) -> None:
     """The entropy with its gradient, the reference's logprobs, the engine's as recorded, and the counts of
     the whole batch, whatever micro-batch it sees; the step replays."""
     module("needy", NEEDY)
@@ -236,14 +240,14 @@ def _samples(log: Store, plan: StepPlanned) -> list[Any]:
         ),
     ],
 )
-def test_a_need_that_cannot_be_met(module: Any, keys: Any, said: str) -> None:
+def test_a_need_that_cannot_be_met(module: Callable[[str, str], Path], keys: Any, said: str) -> None:
     """It is said when the CONFIG is read, with what to set."""
     module("needy", NEEDY)
     with pytest.raises(ConfigError, match=re.escape(said)):
         fabric.config(fabric.GRPO, algorithm=POLICY_GRADIENT | keys)
 
 
-def test_needs_that_are_met_otherwise(module: Any) -> None:
+def test_needs_that_are_met_otherwise(module: Callable[[str, str], Path]) -> None:
     """By a key that is set, or by an algorithm that has a critic."""
     module("needy", NEEDY)
     keys = {"surrogate": "needy:old", "old": "trainer"}
@@ -251,7 +255,7 @@ def test_needs_that_are_met_otherwise(module: Any) -> None:
     fabric.config(fabric.GRPO, algorithm={"name": "ppo", "surrogate": "needy:values"})
 
 
-def test_an_algorithm_that_needs_what_nothing_gives(module: Any) -> None:
+def test_an_algorithm_that_needs_what_nothing_gives(module: Callable[[str, str], Path]) -> None:
     """Of one's own: its needs are held against those that there are."""
     module("needless_algorithm", ALGORITHM.replace('{"rewards"}', '{"reward"}'))
     with pytest.raises(

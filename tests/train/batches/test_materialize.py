@@ -8,7 +8,6 @@ import shutil
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(scope="module", params=["live", "sealed", "both"])
-def recorded_forests(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def recorded_forests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with 120 forests in two lanes: in the WAL, in sealed units, or in part. Never write to it."""
     rng = np.random.default_rng(7)
     log = rb.open(tmp_path_factory.mktemp("forests") / "store", create=True)

@@ -86,7 +86,11 @@ def test_it_is_locked_while_it_is_built(tmp_path: Path) -> None:
 @pytest.mark.more_but("28")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_at_a_checkpoint(
-    recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    recorded: Stores,
+    cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: int,
 ) -> None:
     """The error names disk and folder, nothing is left of it, the step stays, and the next start goes on."""
     log, write = recorded(), os.write
@@ -130,7 +134,9 @@ def _spoil(log: Store, version: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_passed_over(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """The steps since the one before are run again, and it ends as if nothing had happened."""
     log, plain = recorded(), recorded("plain")
     for held in (log, plain):
@@ -150,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over(recorded: Stores, cli: Any, tmp_pat
     assert _of(log, StepCommitted)[-1].digests == _of(plain, StepCommitted)[-1].digests
 
 
-def test_all_are_damaged(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_all_are_damaged(recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """An error that says so of each."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=4))

@@ -50,7 +50,7 @@ def test_transformers_loads_it(trained: Stores, tmp_path: Path, version: int) ->
     assert (manifest["policy_version"], manifest["weights_digest"]) == (version, done.weights_digest)
 
 
-def test_the_command(trained: Stores, cli: Any, tmp_path: Path) -> None:
+def test_the_command(trained: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """It says what it wrote; without --version it is the newest; an empty folder may be there."""
     log, out = trained(), tmp_path / "out"
     out.mkdir()

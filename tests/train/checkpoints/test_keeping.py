@@ -106,7 +106,9 @@ def test_steps_in_between_are_replayed(kept: Store) -> None:
         assert (replayed.bit_for_bit, replayed.from_version) == (True, base)
 
 
-def test_going_back_to_one_that_was_removed(settings: Any, kept: Store, cli: Any) -> None:
+def test_going_back_to_one_that_was_removed(
+    settings: Any, kept: Store, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """It is said that it was removed, what makes it again, and where one can go back to."""
     before = kept.head()
     with pytest.raises(
@@ -243,7 +245,7 @@ def engine() -> Iterator[tuple[ScriptedSGLang, str]]:
 @pytest.mark.more_but("whole")
 @pytest.mark.parametrize("way", [{}, {"sharded": True}], ids=["whole", "sharded"])
 def test_what_an_engine_loaded_goes_once_it_has_another(
-    recorded: Stores, engine: Any, way: dict[str, bool]
+    recorded: Stores, engine: tuple[ScriptedSGLang, str], way: dict[str, bool]
 ) -> None:
     """Of the weights that were written for it alone those of the newest version are left; it is synced again
     from there after a restart."""

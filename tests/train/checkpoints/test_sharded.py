@@ -202,7 +202,9 @@ def test_ranks(recorded: Stores, plain: Callable[..., Store], training: str, lay
 # What reads them ----------------------------------------------------------------------------------
 
 
-def test_a_model_and_an_adapter_are_exported(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_model_and_an_adapter_are_exported(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """The same files as of a whole checkpoint; transformers loads the model."""
     from transformers import AutoModelForCausalLM
 

@@ -204,7 +204,9 @@ def test_a_manifest_with_odd_factors(place: Path, lora: Any) -> None:
     _refused(place, MANIFEST)
 
 
-def test_an_engine_is_not_given_it(place: Path, cli: Any, tmp_path: Path) -> None:
+def test_an_engine_is_not_given_it(
+    place: Path, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Whatever reads a model directory says what this is, and what makes one of it."""
     with pytest.raises(ModelError, match=r"checkpoint\.sharded.*`rollbook export model`"):
         weight_files(place)

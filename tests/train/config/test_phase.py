@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
 
+from rollbook.store import Store
 from rollbook.store.fold.history import History, fold_history
 from rollbook.train.config.config import TrainConfig, parse_config
 from rollbook.train.config.phase import family_in, family_names
@@ -101,7 +103,7 @@ def test_a_new_key_that_is_used_is_another_training(given: dict[str, Any]) -> No
     assert names[0] not in family_names(parse_config(PLAIN, "test"), "cut")
 
 
-def test_a_store_keeps_the_name_that_it_began_with(trained: Any) -> None:
+def test_a_store_keeps_the_name_that_it_began_with(trained: Callable[..., Store]) -> None:
     """Steps under the earlier name are gone on after under it; another training begins under today's."""
     config = fabric.config(fabric.SFT)
     now, before = family_names(config, "cut")

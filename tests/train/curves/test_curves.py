@@ -56,7 +56,7 @@ def _check(log: Store, *, but: set[str] = frozenset()) -> Curves:  # type: ignor
 
 
 @pytest.fixture
-def command(cli: Any, tmp_path: Path) -> Callable[..., Any]:
+def command(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callable[..., Any]:
     """`rollbook train` of the teachers' conversations, evaluated every three steps."""
 
     def run(log: Store, *words: object, evaluate: bool = True) -> tuple[int, str, str]:
@@ -77,7 +77,7 @@ def log(recorded: Stores) -> Store:
     return made
 
 
-def test_a_training_writes_what_the_log_has(log: Store, command: Any) -> None:
+def test_a_training_writes_what_the_log_has(log: Store, command: Callable[..., Any]) -> None:
     """Steps and evaluations, and after a resume no step twice, nor one that was abandoned."""
     code, _, said = command(log, "--set", "steps=4")
     assert code == 0, said
@@ -98,7 +98,9 @@ def test_a_training_writes_what_the_log_has(log: Store, command: Any) -> None:
     assert len(list((log.path / "tensorboard/demo/actor").iterdir())) == 1
 
 
-def test_it_is_derived(log: Store, command: Any, cli: Any, tmp_path: Path) -> None:
+def test_it_is_derived(
+    log: Store, command: Callable[..., Any], cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Deleted, it comes back with the next start; `plot --tensorboard` writes the same elsewhere."""
     assert command(log)[0] == 0
     before = _read(log.path / "tensorboard/demo/actor")
@@ -149,7 +151,7 @@ class _FullFile:
 @pytest.mark.more
 @pytest.mark.parametrize("room", [0, 4])
 def test_a_full_disk_is_a_warning(
-    log: Store, command: Any, monkeypatch: pytest.MonkeyPatch, room: int
+    log: Store, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """At the beginning or later: said once, the training goes on, and the next start makes up for it."""
     with monkeypatch.context() as patch:
@@ -164,7 +166,9 @@ def test_a_full_disk_is_a_warning(
     assert len(_check(log, but=CLOCK)["metrics/loss"]) == 7
 
 
-def test_without_tensorboard(log: Store, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard(
+    log: Store, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The training runs, and the remedy is named."""
     import sys
 
@@ -191,7 +195,9 @@ def test_what_was_there_stays_until_the_new_is_written(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, "events.out.tfevents.1.other"}
 
 
-def test_a_sink_that_hangs_is_left(log: Store, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_hangs_is_left(
+    log: Store, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end of the training waits for a while, and says so."""
     import threading
 
@@ -206,7 +212,7 @@ def test_a_sink_that_hangs_is_left(log: Store, command: Any, monkeypatch: pytest
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install wandb")
 def test_weights_and_biases_offline(
-    log: Store, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    log: Store, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A real wandb keeps every point on disk, without a network; without its variables it is not asked."""
     monkeypatch.chdir(tmp_path)

@@ -180,7 +180,9 @@ def references(log: Store) -> Callable[..., References]:
 
 
 @pytest.fixture
-def read_once(connection: Connection, references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_once(
+    connection: Connection, references: Callable[..., References], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Configurations that ask the recorded store the same share one reading of it."""
     monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", lambda *_: nullcontext(connection))
     monkeypatch.setattr("rollbook.train.batches.recipe_result.find_references", references)
@@ -387,7 +389,7 @@ def test_the_command(log: Store, tmp_path: Path, cli: Callable[..., Any]) -> Non
     assert [c["name"] for c in orjson.loads(out)] == SOUND[:8]
 
 
-def test_what_the_model_cannot_be_given_is_counted(recorded: Any) -> None:
+def test_what_the_model_cannot_be_given_is_counted(recorded: Callable[..., Store]) -> None:
     """Ids beyond its vocabulary and paths beyond its context, each by its rule."""
     log = recorded()
     long, odd = fabric.T([1] * 70, [20]), fabric.T([1], [fabric.VOCAB])

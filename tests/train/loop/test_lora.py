@@ -121,7 +121,7 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_peft_loads_it(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_peft_loads_it(recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """The exported adapter beside the first model is the checkpoint, which has both in one."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -139,7 +139,9 @@ def test_peft_loads_it(recorded: Stores, cli: Any, tmp_path: Path) -> None:
     assert float((found - expected).abs().max()) < 1e-5
 
 
-def test_there_is_no_adapter(trained: Stores, cli: Any, tmp_path: Path) -> None:
+def test_there_is_no_adapter(
+    trained: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Of a version whose weights were trained; nothing is left."""
     log = trained()
     code, _, said = cli("export", "adapter", "--store", log.path, "--to", tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,9 @@ def test_another_trainings_steps_do_not_count() -> None:
         assert rate_change(config, opened, 5, lambda step, steps: 1.0 / steps) is None
 
 
-def test_it_is_said_before_training(recorded: Callable[..., Store], cli: Any, tmp_path: Any) -> None:
+def test_it_is_said_before_training(
+    recorded: Callable[..., Store], cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """With the rate that the next step then has."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=2, optimizer=COSINE)))

@@ -193,7 +193,9 @@ def test_online_waits_for_what_is_to_come(recorded: Stores) -> None:
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_a_lane_that_is_being_written(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_lane_that_is_being_written(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Another writer of the lane is exit code 2 with the remedy; another lane's name is one."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
@@ -207,7 +209,9 @@ def test_a_lane_that_is_being_written(recorded: Stores, cli: Any, tmp_path: Path
     assert fabric.steps_of(log).next_step == 1
 
 
-def test_inputs_that_cannot_be_used(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_used(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """No store, no model, a cut that is not held, nothing to train on: exit code 2 and what to mend."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT)))
@@ -225,7 +229,9 @@ def test_inputs_that_cannot_be_used(recorded: Stores, cli: Any, tmp_path: Path) 
     assert fabric.steps_of(log).next_step == 0
 
 
-def test_one_trainer_a_policy(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_one_trainer_a_policy(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """A second trainer of the same policy and run is refused, whatever lane it names."""
     log = recorded()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
@@ -236,7 +242,7 @@ def test_one_trainer_a_policy(recorded: Stores, cli: Any, tmp_path: Path) -> Non
     assert fabric.steps_of(log).next_step == 0
 
 
-def test_configurations_may_alternate(recorded: Stores, capsys: Any) -> None:
+def test_configurations_may_alternate(recorded: Stores, capsys: pytest.CaptureFixture[str]) -> None:
     """A, then B, then A again: A goes on from B's weights, with Adam anew; a finished A rests."""
     log = recorded()
     first, second = fabric.config(fabric.SFT, steps=2), fabric.config(fabric.SFT, steps=2, seed=9)

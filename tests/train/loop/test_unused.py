@@ -41,7 +41,9 @@ def test_a_mistyped_run(recorded: Stores, values: str) -> None:
     assert not (log.path / "checkpoints").exists()
 
 
-def test_no_step_where_steps_were_asked_for_is_a_failure(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_no_step_where_steps_were_asked_for_is_a_failure(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Steps were asked for, and none was taken: that is no success."""
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, run="dem0")))
     code, _, err = cli("train", tmp_path / "train.toml", "--store", recorded().path)
@@ -92,7 +94,7 @@ def test_every_reason_has_its_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_training_that_ends_early(recorded: Stores, capsys: Any) -> None:
+def test_a_training_that_ends_early(recorded: Stores, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps were taken, so it is well; what is left is told."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.GRPO, steps=9))

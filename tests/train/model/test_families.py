@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.fakes.stories import fabric
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.replay.step.step import replay_step
+from rollbook.store import Store
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
@@ -179,7 +181,7 @@ def _run(policy: TrainablePolicy, micro: MicroBatch) -> tuple[torch.Tensor, floa
 
 @pytest.mark.more_but("*-tied")
 @EACH
-def test_weights_survive_the_round_trip(models: Any, case: str) -> None:
+def test_weights_survive_the_round_trip(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """Hugging Face to Megatron and back is bit for bit, as is a trip through a live policy."""
     folder, _ = models[case]
     shape, tensors = read_shape(folder), read_weights(folder)
@@ -195,7 +197,7 @@ def test_weights_survive_the_round_trip(models: Any, case: str) -> None:
 
 
 @EACH
-def test_logits_are_transformers(models: Any, case: str) -> None:
+def test_logits_are_transformers(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """The logits are those of transformers within float32 rounding, over the true vocabulary."""
     folder, reference = models[case]
     micro = _micro()
@@ -210,7 +212,7 @@ def test_logits_are_transformers(models: Any, case: str) -> None:
 
 
 @EACH
-def test_gradients_are_transformers(models: Any, case: str) -> None:
+def test_gradients_are_transformers(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """The gradient of the supervised loss is that of transformers' autograd, for every tensor."""
     folder, reference = models[case]
     micro, policy = _micro(), _policy(folder)
@@ -229,7 +231,7 @@ def test_gradients_are_transformers(models: Any, case: str) -> None:
 
 
 @EACH
-def test_packed_samples_see_themselves_alone(models: Any, case: str) -> None:
+def test_packed_samples_see_themselves_alone(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """One after the other in a row, they get the logprobs, entropies and gradients that they get padded; only
     what precedes a trained token is computed."""
     lengths = np.array([11, 4, 7])
@@ -257,7 +259,7 @@ def test_packed_samples_see_themselves_alone(models: Any, case: str) -> None:
 
 @pytest.mark.more_but("llama-tied", "qwen2-untied", "qwen3_moe-untied", "gemma3_text-tied", "gpt_oss-untied")
 @EACH
-def test_a_step_trains(models: Any, case: str) -> None:
+def test_a_step_trains(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """A step lowers the loss, changes every tensor, and gives the same weights from the same start."""
     folder, _ = models[case]
     micro, before, digests = _micro(), read_weights(folder), []
@@ -275,7 +277,7 @@ def test_a_step_trains(models: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "gemma3_text-tied", "gpt_oss-tied"])
-def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> None:
+def test_recomputed_activations_give_the_same_bits(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """Logits and gradients, padded and packed."""
     folder, micro = models[case][0], _micro()
     packed = replace(micro, lengths=np.array([11, 11, 11]))
@@ -295,7 +297,9 @@ def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> No
 
 @pytest.mark.more_but("llama-tied", "qwen3_moe-untied", "gemma3_text-tied", "gpt_oss-untied")
 @EACH
-def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str) -> None:
+def test_transformers_loads_a_checkpoint(
+    models: dict[str, tuple[Path, Any]], tmp_path: Path, case: str
+) -> None:
     """After a step it computes what the policy does; also a checkpoint that begins a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -328,7 +332,9 @@ def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str)
 @pytest.mark.more_but("gpt_oss-untied-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["gemma3_text-tied", "gpt_oss-untied"])
-def test_its_steps_replay(recorded: Any, models: Any, case: str, dtype: str) -> None:
+def test_its_steps_replay(
+    recorded: Callable[..., Store], models: dict[str, tuple[Path, Any]], case: str, dtype: str
+) -> None:
     """Packed, with a reference: the bits of every recorded step come out again, in a training that goes on
     from a checkpoint, too."""
     log = recorded("stepped")
@@ -342,7 +348,7 @@ def test_its_steps_replay(recorded: Any, models: Any, case: str, dtype: str) -> 
         assert result.bit_for_bit, result.differs_in
 
 
-def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
+def test_splitting_into_micro_batches_keeps_the_gradient(models: dict[str, tuple[Path, Any]]) -> None:
     """Rows in one micro-batch, or each in its own, add up to the same gradient (to rounding)."""
     micro, policy = _micro(), _policy(models["qwen3-tied"][0])
 
@@ -361,7 +367,7 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen3-untied", "qwen2-untied"])
-def test_padded_rows_take_no_part(models: Any, case: str) -> None:
+def test_padded_rows_take_no_part(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """Rows that only pad the vocabulary change neither loss nor gradient, and stay zero in training."""
     policy, micro = _policy(models[case][0], lr=0.1, weight_decay=0.1), _micro()
     logits, loss = _run(policy, micro)
@@ -384,7 +390,7 @@ def test_padded_rows_take_no_part(models: Any, case: str) -> None:
 # Names --------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_stream(models: Any) -> None:
+def test_the_order_of_the_stream(models: dict[str, tuple[Path, Any]]) -> None:
     """Names come in the plan's order: what an engine merges is adjacent, biases after the weights."""
     attention = [f"self_attn.{x}_proj" for x in "qkv"]
     norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
@@ -405,7 +411,7 @@ def test_the_order_of_the_stream(models: Any) -> None:
         assert names == list(weight_shapes(read_shape(models[case][0])))
 
 
-def test_fused_experts_are_read(models: Any) -> None:
+def test_fused_experts_are_read(models: dict[str, tuple[Path, Any]]) -> None:
     """Experts stacked as transformers 5 holds them give the weights of the per-expert names."""
     folder, reference = models["qwen3_moe-untied"]
     fused = {name: p.detach() for name, p in reference.named_parameters()}
@@ -421,7 +427,9 @@ def test_fused_experts_are_read(models: Any) -> None:
         to_megatron(fused, shape)
 
 
-def test_a_fused_model_is_adopted_by_the_names_of_files(models: Any, tmp_path: Path) -> None:
+def test_a_fused_model_is_adopted_by_the_names_of_files(
+    models: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
     """Version 0 of a run has the names that engines know, whatever those of the model it starts from."""
     case = "qwen3_moe-untied"
     folder, reference = models[case]
@@ -467,7 +475,7 @@ EXPERT = LAYER + "mlp.experts.3."
         (EXPERT + "down_proj.weight", None),
     ],
 )
-def test_weights_that_do_not_fit(models: Any, name: str, rows: int | None) -> None:
+def test_weights_that_do_not_fit(models: dict[str, tuple[Path, Any]], name: str, rows: int | None) -> None:
     """A tensor that is missing, or has another shape, is named; nothing is padded or cut to fit."""
     folder, _ = models["qwen3_moe-untied" if "experts" in name else "qwen3-untied"]
     shape, tensors = read_shape(folder), read_weights(folder)
@@ -479,7 +487,7 @@ def test_weights_that_do_not_fit(models: Any, name: str, rows: int | None) -> No
         to_megatron(tensors, shape)
 
 
-def test_a_layer_without_its_experts(models: Any) -> None:
+def test_a_layer_without_its_experts(models: dict[str, tuple[Path, Any]]) -> None:
     """Of files that fuse experts the tensor of the file is named."""
     folder, _ = models["gpt_oss-untied"]
     shape, tensors = read_shape(folder), read_weights(folder)
@@ -491,7 +499,7 @@ def test_a_layer_without_its_experts(models: Any) -> None:
         to_megatron(tensors, shape)
 
 
-def test_transposed_weights_do_not_fit(models: Any) -> None:
+def test_transposed_weights_do_not_fit(models: dict[str, tuple[Path, Any]]) -> None:
     """As many numbers in another order are no match."""
     folder, _ = models["qwen3-untied"]
     shape, tensors = read_shape(folder), read_weights(folder)

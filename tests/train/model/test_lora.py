@@ -49,7 +49,9 @@ def test_the_product_is_that_of_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_are_the_same_however_it_is_computed(dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_the_bits_are_the_same_however_it_is_computed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With other threads, row by row, columns apart, the terms of the sums in another order: a plain float32
     product differs."""
     weight, a, b = (_random(r, c, i).to(dtype) for i, (r, c) in enumerate(((300, 200), (16, 200), (300, 16))))

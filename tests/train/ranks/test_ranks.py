@@ -176,7 +176,7 @@ def test_more_ranks_than_samples(recorded: Stores) -> None:
     assert [len(rank) for rank in _of(logs[1], StepPlanned)[0].partition] == [1, 0]
 
 
-def test_steps_between_are_of_another_layout(recorded: Stores, monkeypatch: Any) -> None:
+def test_steps_between_are_of_another_layout(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that was cut off goes on only where its steps come out the same, and says what differs."""
     log = recorded()
     changes = {"steps": 3, "checkpoint_every": 9}

@@ -151,7 +151,7 @@ def of_one(model_folders: Path) -> dict[str, Course]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def spread(request: pytest.FixtureRequest, of_one: Any) -> Iterator[tuple[str, Ranks]]:
+def spread(request: pytest.FixtureRequest, of_one: dict[str, Course]) -> Iterator[tuple[str, Ranks]]:
     """The ranks of a layout, started once for all tests of it."""
     count, sizes = LAYOUTS[request.param]
     with Ranks(ParallelConfig(**sizes, timeout_s=120.0), count) as ranks:

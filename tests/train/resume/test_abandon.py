@@ -140,7 +140,9 @@ def test_what_the_log_says_of_it(gone_back: Store) -> None:
     assert [row[0] for row in rows if row[1] == "committed"] == [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 
-def test_replay_of_what_counts_and_of_what_does_not(gone_back: Store, cli: Any) -> None:
+def test_replay_of_what_counts_and_of_what_does_not(
+    gone_back: Store, cli: Callable[..., tuple[int, str, str]]
+) -> None:
     """Steps before and after replay bit for bit; of the others it is said that they were abandoned."""
     for step, base in ((3, 0), (6, 7), (8, 7)):
         replayed = replay_step(gone_back, step)
@@ -151,7 +153,9 @@ def test_replay_of_what_counts_and_of_what_does_not(gone_back: Store, cli: Any) 
     assert (code, "was abandoned" in said) == (2, True)
 
 
-def test_what_was_consumed_is_waiting_again(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_what_was_consumed_is_waiting_again(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """In both ledgers; then it is consumed once more, so that all of it was consumed exactly once."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=1)
     before = _terms(log)
@@ -183,7 +187,9 @@ def _lengths(log: Store, refs: list[dict[str, str]]) -> dict[str, int]:
     }
 
 
-def test_said_again_it_changes_nothing(gone_back: Store, cli: Any, tmp_path: Path) -> None:
+def test_said_again_it_changes_nothing(
+    gone_back: Store, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """A batch job that is started again with the same command goes on; the new number means the new steps."""
     before = gone_back.head()
     said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
@@ -200,7 +206,9 @@ def test_said_again_it_changes_nothing(gone_back: Store, cli: Any, tmp_path: Pat
     assert "goes on from it as version 13" in said
 
 
-def test_further_back_than_before(gone_back: Store, cli: Any, tmp_path: Path) -> None:
+def test_further_back_than_before(
+    gone_back: Store, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """To version 0: the number under which 4 went on is on no line either."""
     _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT, steps=2), 0)
     history = fabric.steps_of(gone_back)
@@ -216,7 +224,9 @@ def test_further_back_than_before(gone_back: Store, cli: Any, tmp_path: Path) ->
     assert "it can from: 0, 13, 15" in said
 
 
-def test_no_such_checkpoint(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_no_such_checkpoint(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """The versions that it can go on from are named, and nothing is written."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=6))
@@ -230,7 +240,10 @@ def test_no_such_checkpoint(recorded: Stores, cli: Any, tmp_path: Path) -> None:
 
 
 def test_a_machine_that_computes_otherwise(
-    recorded: Stores, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Stores,
+    cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The resume that fails says how to go on, and that goes on, there and without the error."""
     log, settings = recorded(), fabric.config(fabric.SFT)
@@ -249,7 +262,9 @@ def test_a_machine_that_computes_otherwise(
     assert len(fabric.steps_of(log).steps) == 9
 
 
-def test_a_used_trajectory_was_erased(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_a_used_trajectory_was_erased(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """The steps since the checkpoint cannot be run again, so they are given up, and its sample is dropped."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=100)
     _stop(log, settings, 2)
@@ -264,7 +279,9 @@ def test_a_used_trajectory_was_erased(recorded: Stores, cli: Any, tmp_path: Path
     assert {(d.trajectory_id, d.rule) for d in _of(log, SampleDropped)} == {(used, "erased")}
 
 
-def test_another_configuration_from_there(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_another_configuration_from_there(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """A lower learning rate from version 4: a training of its own, with an optimizer that begins."""
     log = recorded()
     _stop(log, fabric.config(fabric.SFT), 6)
@@ -280,7 +297,7 @@ def test_another_configuration_from_there(recorded: Stores, cli: Any, tmp_path: 
     assert replay_step(log, 7).bit_for_bit
 
 
-def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Any) -> None:
+def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """The steps and the resume that need it; only with --yes is it done, and then once more without."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
     _stop(log, settings, 3)
@@ -303,7 +320,7 @@ def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Any) -> None:
     assert cli(*command, "teach3")[0] == 0, "no step needs it"
 
 
-def test_an_erasure_that_ends_a_resume(recorded: Stores, cli: Any) -> None:
+def test_an_erasure_that_ends_a_resume(recorded: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Steps since the last checkpoint have to be run again to go on; the remedy names its version."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
     with pytest.MonkeyPatch.context() as patch:

@@ -190,7 +190,9 @@ def test_resuming_elsewhere_is_refused(recorded: Stores) -> None:
     assert _final(log)[0] == 9
 
 
-def test_another_checkpoint_is_not_gone_on_from(recorded: Stores, tmp_path: Path, capsys: Any) -> None:
+def test_another_checkpoint_is_not_gone_on_from(
+    recorded: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that is whole, but not the one the log names, is passed over; without another it is an error."""
     log, other = recorded("store"), recorded("other")
     for held, seed in ((log, 3), (other, 9)):
@@ -225,7 +227,9 @@ def _kill_after(process: Any, log: Store, events: int) -> None:
 
 
 @pytest.mark.crashes
-def test_kill_9_and_restart(recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_kill_9_and_restart(
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """`rollbook train` killed in mid-run goes on when it is run again, to exactly the same weights."""
     settings = fabric.config(fabric.SFT, steps=60, checkpoint_every=7)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_what_is_wrong_with_a_condition_is_said(log: Store) -> None:
 
 
 @pytest.mark.more
-def test_several_runs_train_on_one_recording(log: Store, cli: Any) -> None:
+def test_several_runs_train_on_one_recording(log: Store, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Another run, with weights of its own, uses what this run recorded, which stays this run's to use."""
     fabric.append(log, fabric.records("x0", [fabric.T([5, 6], [20, 21])], group="a", reward=9.0), run="other")
     recipe = {"source_runs": [fabric.RUN]}

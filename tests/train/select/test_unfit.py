@@ -35,7 +35,7 @@ def _odd_group(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_a_group_with_members_that_the_model_cannot_be_given(
-    store: Store, source: str, cli: Any, tmp_path: Path
+    store: Store, source: str, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     """They are dropped with their numbers, and the others are compared, as after any other rule."""
     fabric.append(store, [*_odd_group("a"), *_odd_group("b")])
@@ -55,7 +55,7 @@ def test_a_group_with_members_that_the_model_cannot_be_given(
     assert _of(store, StepFailed) == []
 
 
-def test_supervised_samples(store: Store, cli: Any, tmp_path: Path) -> None:
+def test_supervised_samples(store: Store, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """The same without groups; where none is left, the training is not begun and says why."""
     fabric.append(store, _odd_group("a")[5:])
     fabric.append(store, fabric.records("first", [fabric.T((), (3,))]))

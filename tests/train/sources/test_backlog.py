@@ -31,7 +31,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["sealed", "live"])
-def filled(request: pytest.FixtureRequest, seed: int, tmp_path_factory: Any) -> Store:
+def filled(request: pytest.FixtureRequest, seed: int, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two lanes of forests, some of them open; half of them in sealed units, or none. Never write to it."""
     sealed, rng = request.param, np.random.default_rng(seed)
     log = rb.open(tmp_path_factory.mktemp("filled") / "store", create=True)
@@ -87,7 +87,7 @@ def _taken(source: QueueSource, version: int) -> list[Any]:
 @pytest.mark.parametrize("algorithm", [GRPO, SFT], ids=["groups", "samples"])
 @pytest.mark.parametrize("order", ["windowed", "fifo"])
 def test_the_same_as_from_events(
-    filled: Store, samples: Any, algorithm: dict[str, Any], order: str, seed: int
+    filled: Store, samples: list[list[Sample]], algorithm: dict[str, Any], order: str, seed: int
 ) -> None:
     """Whatever was used before: the same samples in the same steps, and the same drops."""
     grouped = "groups" in algorithm

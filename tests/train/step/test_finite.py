@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_weights_that_overflow(recorded: Stores, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_that_an_earlier_rollbook_committed_replays(
-    recorded: Stores, cli: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Stores, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with numbers that are none: what was, can be looked at."""
     log = recorded()
@@ -191,7 +192,11 @@ def _leaves(refs: Any) -> list[str]:
 
 @pytest.mark.parametrize("names", ["GRPO", "SFT"])
 def test_a_batch_that_is_skipped(
-    recorded: Stores, cli: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, names: str
+    recorded: Stores,
+    cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
 ) -> None:
     """Its samples are dropped by a rule, and its attempt failed; the next batches are trained, each once."""
     log, whole = recorded(), recorded("whole")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.sync.conftest import World
 
 from rollbook.store.errors import EngineError
 from rollbook.store.events import SyncFailed
@@ -40,7 +41,7 @@ def _syncer(world: Any, *engines: Any) -> Any:
     return world.syncer([engine.ready() for engine in engines], transport, timeout_s=TIMEOUT_S)
 
 
-def test_two_engines_sync_over_the_same_groups(world: Any, pair: list[Any]) -> None:
+def test_two_engines_sync_over_the_same_groups(world: World, pair: list[Any]) -> None:
     """Sync after sync over the same groups, also once one of the engines is gone."""
     syncer = _syncer(world, *pair)
     urls = [engine.url for engine in pair]
@@ -61,7 +62,7 @@ def test_two_engines_sync_over_the_same_groups(world: Any, pair: list[Any]) -> N
 )
 @pytest.mark.parametrize("kind", ["error", "die", "drop"])
 def test_an_engine_that_rejects_is_out_until_the_next_sync(
-    world: Any, pair: list[Any], timed: Callable[..., Any], route: str, after: int, kind: str
+    world: World, pair: list[Any], timed: Callable[..., Any], route: str, after: int, kind: str
 ) -> None:
     """At once it is out and the other served; the next sync heals it, over a new group."""
     bad, good = pair
@@ -81,7 +82,7 @@ def test_an_engine_that_rejects_is_out_until_the_next_sync(
 
 @pytest.mark.parametrize("route", [UPDATE, JOIN])
 def test_an_engine_that_hangs_ends_with_the_time_out(
-    world: Any, pair: list[Any], timed: Callable[..., Any], route: str
+    world: World, pair: list[Any], timed: Callable[..., Any], route: str
 ) -> None:
     """The wait for it ends with the time-out, and the other is served."""
     bad, good = pair
@@ -96,7 +97,7 @@ def test_an_engine_that_hangs_ends_with_the_time_out(
 
 @pytest.mark.parametrize("kind", ["error", "die"])
 def test_a_bucket_larger_than_the_sockets_reaches_the_other_engine(
-    world: Any, pair: list[Any], timed: Callable[..., Any], kind: str
+    world: World, pair: list[Any], timed: Callable[..., Any], kind: str
 ) -> None:
     """More than sockets hold: what an engine did not take is not waited for, and the other has all of it."""
     bad, good = pair
@@ -141,7 +142,7 @@ print(time.time(), flush=True)
 
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_trainer_ends_after_a_failed_broadcast(
-    world: Any, pair: list[Any], run_python: Callable[..., tuple[int, str, str]], kind: str
+    world: World, pair: list[Any], run_python: Callable[..., tuple[int, str, str]], kind: str
 ) -> None:
     """Nothing of it keeps the process alive or breaks its end, though the group was never closed."""
     bad, good = pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -79,7 +80,7 @@ def _colocated(url: str, **changes: Any) -> Any:
 CYCLE = ["release kv_cache+weights", "onload", "resume weights", "offload", "resume kv_cache"]
 
 
-def test_they_take_turns(recorded: Stores, engine: Any, turns: list[str]) -> None:
+def test_they_take_turns(recorded: Stores, engine: tuple[ScriptedSGLang, str], turns: list[str]) -> None:
     """An engine has its cache only while the training's state is away; a sync begins as it falls asleep, and
     ends as it serves the version that was made meanwhile; steps are those of a training that shares
     nothing."""
@@ -97,7 +98,9 @@ def test_they_take_turns(recorded: Stores, engine: Any, turns: list[str]) -> Non
     assert replay_step(log, 1).differs_in is None
 
 
-def test_with_a_critic_and_evaluations(recorded: Stores, engine: Any, turns: list[str]) -> None:
+def test_with_a_critic_and_evaluations(
+    recorded: Stores, engine: tuple[ScriptedSGLang, str], turns: list[str]
+) -> None:
     """Both policies are away; for an evaluation engines fall asleep once more."""
     (app, url), logs = engine, [recorded("together"), recorded("alone")]
     changes = {
@@ -117,7 +120,9 @@ def test_with_a_critic_and_evaluations(recorded: Stores, engine: Any, turns: lis
     assert (app.released, version_in(app.weight_version)) == (set(), 2)
 
 
-def test_a_trainer_that_was_killed_left_it_asleep(recorded: Stores, engine: Any) -> None:
+def test_a_trainer_that_was_killed_left_it_asleep(
+    recorded: Stores, engine: tuple[ScriptedSGLang, str]
+) -> None:
     """The next one gives back what the engine gave away, by what it calls its weights."""
     (app, url), log = engine, recorded()
     with fabric.killed_at(1, Killed):
@@ -128,7 +133,7 @@ def test_a_trainer_that_was_killed_left_it_asleep(recorded: Stores, engine: Any)
     assert len(_of(log, StepCommitted)) == 2
 
 
-def test_killed_between_weights_and_cache(recorded: Stores, engine: Any) -> None:
+def test_killed_between_weights_and_cache(recorded: Stores, engine: tuple[ScriptedSGLang, str]) -> None:
     """An engine that has its weights again, and not its cache, gives the weights away once more."""
     (app, url), log = engine, recorded()
     app.faults.add(Fault("/weights_checker", "error", after=2, times=-1))
@@ -142,7 +147,7 @@ def test_killed_between_weights_and_cache(recorded: Stores, engine: Any) -> None
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_another_name_than_it_was_given(
-    recorded: Stores, engine: Any, monkeypatch: pytest.MonkeyPatch, restarted: bool
+    recorded: Stores, engine: tuple[ScriptedSGLang, str], monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     """A proxy that was just comparing weights names them: the engine is asleep all the same. One that was
     started anew has the name that it starts with, and its memory."""
@@ -163,7 +168,9 @@ def test_another_name_than_it_was_given(
     assert len(_of(log, StepCommitted)) == 2
 
 
-def test_a_skipped_step_wakes_the_engine(recorded: Stores, engine: Any, monkeypatch: Any) -> None:
+def test_a_skipped_step_wakes_the_engine(
+    recorded: Stores, engine: tuple[ScriptedSGLang, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the version that it had: it would wait for ever for the one that is not made."""
     from rollbook.store.errors import NotFiniteError
     from rollbook.train.loop import trainer
@@ -193,7 +200,7 @@ def test_it_needs_engines() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_given_back(tmp_path: Any, dtype: str) -> None:
+def test_memory_is_given_back(tmp_path: Path, dtype: str) -> None:
     """Resident memory falls by what the policy holds, and steps afterwards are those of one that kept it."""
     fabric.make_model(tmp_path / "model")
     _widen(tmp_path / "model")

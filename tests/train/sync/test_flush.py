@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.train.sync.conftest import running, said_version
+from tests.train.sync.conftest import World, running, said_version
 from tests.train.sync.test_session import ACTIVATED, AFTER, DISOWNED, FAILED, FINISHED, STARTED, UPDATES
 
 from rollbook.bench.scripted.job import Answer, in_turn
@@ -18,7 +18,7 @@ from rollbook.train.sync.control import EMBEDDED, UNVERIFIED
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 @pytest.mark.parametrize("pause", ["retract", "abort", "drain"])
-def test_a_flush_that_is_refused_at_first(world: Any, transport: str, pause: str) -> None:
+def test_a_flush_that_is_refused_at_first(world: World, transport: str, pause: str) -> None:
     """It goes on with the weights that it has until it flushes; only then do any move."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport(transport), pause)
@@ -41,7 +41,7 @@ def test_a_flush_that_is_refused_at_first(world: Any, transport: str, pause: str
     assert (engine.version, engine.app.paused) == ("2", None)
 
 
-def test_a_flush_that_is_refused_for_ever(world: Any, timed: Callable[..., Any]) -> None:
+def test_a_flush_that_is_refused_for_ever(world: World, timed: Callable[..., Any]) -> None:
     """It is told why, and the engine goes on as it was: none of its weights has moved."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport("tensor"), timeout_s=3.0)
@@ -65,7 +65,7 @@ def test_a_flush_that_is_refused_for_ever(world: Any, timed: Callable[..., Any])
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_flush_of_unknown_weights(world: Any, anew: bool) -> None:
+def test_a_flush_of_unknown_weights(world: World, anew: bool) -> None:
     """What is made while an engine with half a version's weights goes on counts to no version.
 
     A trainer that was started anew cannot tell whether it has.
@@ -85,7 +85,7 @@ def test_a_flush_of_unknown_weights(world: Any, anew: bool) -> None:
     assert version_in(UNVERIFIED) is None
 
 
-def test_unknown_weights_stand_still_in_the_end(world: Any) -> None:
+def test_unknown_weights_stand_still_in_the_end(world: World) -> None:
     """Where the cache cannot be flushed, they are not served under any name."""
     engine = world.engine()
     engine.fault("/flush_cache", "error", times=-1)
@@ -100,7 +100,7 @@ def test_unknown_weights_stand_still_in_the_end(world: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["drop", "hang"])
-def test_a_flush_without_an_answer(world: Any, timed: Callable[..., Any], kind: str) -> None:
+def test_a_flush_without_an_answer(world: World, timed: Callable[..., Any], kind: str) -> None:
     """It stays paused, and the next sync heals it."""
     engine = world.engine()
     engine.fault("/flush_cache", kind, seconds=4.8)
@@ -112,7 +112,7 @@ def test_a_flush_without_an_answer(world: Any, timed: Callable[..., Any], kind: 
     assert (engine.version, engine.app.paused) == ("2", None)
 
 
-def test_the_embedded_engine_is_flushed_with_its_updates(world: Any) -> None:
+def test_the_embedded_engine_is_flushed_with_its_updates(world: World) -> None:
     """It compiles no grammars."""
     engine = world.engine()
     real = engine.app._routes["/server_info"]

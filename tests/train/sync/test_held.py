@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.engines.parallel import spread
-from tests.train.sync.conftest import BUCKET, LAYER, SHAPES, make_weights
+from tests.train.sync.conftest import BUCKET, LAYER, SHAPES, World, make_weights
 
 from rollbook.engines.weights.expected import Expected, expected_ranks_digest
 from rollbook.store.errors import EngineError
@@ -47,7 +47,7 @@ def _stream(dtype: str) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     ],
 )
 def test_checksums_follow_from_what_is_recorded(
-    world: Any, transport: str, size: int, kv_heads: int, held: str, sent: str
+    world: World, transport: str, size: int, kv_heads: int, held: str, sent: str
 ) -> None:
     """Of one rank and of two, which cut merged tensors and pad, in their own type or that of what comes."""
     engine = world.engine(dtype=held)
@@ -75,7 +75,7 @@ class _Skipping(FromTensors):
         )
 
 
-def test_a_tensor_that_was_never_sent(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_was_never_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the verification of the sync is wrong too, what is recorded does not follow from the weights."""
     engine = world.engine()
     syncer = world.syncer([engine.url], _Skipping(BUCKET))
@@ -88,7 +88,7 @@ def test_a_tensor_that_was_never_sent(world: Any, monkeypatch: pytest.MonkeyPatc
     assert expected_ranks_digest(make_weights(1).items(), record.held) != record.checksums
 
 
-def test_names_that_do_not_follow_from_the_models(world: Any) -> None:
+def test_names_that_do_not_follow_from_the_models(world: World) -> None:
     """A release that does not name its tensors: how they are held is not known."""
     engine = world.engine()
     record = _synced(world, world.syncer([engine.url], world.transport("tensor")), names=())

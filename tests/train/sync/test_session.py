@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.train.sync.conftest import running, said_version
+from tests.train.sync.conftest import World, running, said_version
 
 from rollbook.bench.scripted.job import Answer, in_turn
 from rollbook.engines.weights.name import MARK_LENGTH, NamedWeights, read_name
@@ -69,7 +69,7 @@ def test_the_order_of_calls(world: Any, transport: str, pause: str) -> None:
     assert 0 < finished.seconds < 30
 
 
-def test_what_it_holds_is_asked_once(world: Any) -> None:
+def test_what_it_holds_is_asked_once(world: World) -> None:
     """An engine that was verified need not hash its weights to say what it holds."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport("tensor"))
@@ -89,7 +89,7 @@ def test_what_it_holds_is_asked_once(world: Any) -> None:
 @pytest.mark.parametrize(("transport", "route"), CALLS)
 @pytest.mark.parametrize("kind", ["error", "drop", "hang"])
 def test_one_of_two_fails(
-    world: Any, timed: Callable[..., Any], transport: str, kind: str, route: str
+    world: World, timed: Callable[..., Any], transport: str, kind: str, route: str
 ) -> None:
     """At any call: the other is served, this one is named and stays paused, the next sync heals it."""
     bad, good = world.engine(), world.engine()
@@ -116,7 +116,7 @@ def test_one_of_two_fails(
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
-def test_a_wrong_value(world: Any, transport: str) -> None:
+def test_a_wrong_value(world: World, transport: str) -> None:
     """An engine that took one bit wrong is never renamed nor resumed, until a right sync."""
     engine = world.engine()
     engine.fault(UPDATES[transport][len(UPDATES[transport]) // 2], "wrong")
@@ -129,7 +129,7 @@ def test_a_wrong_value(world: Any, transport: str) -> None:
     assert (engine.version, engine.app.paused) == ("2", None)
 
 
-def test_no_engine_at_all(world: Any, timed: Callable[..., Any]) -> None:
+def test_no_engine_at_all(world: World, timed: Callable[..., Any]) -> None:
     """Dead at the start, or refusing: the error has every engine's reason, and so has the log."""
     refusing = world.engine()
     refusing.fault("/begin_weight_update", "error", times=-1)
@@ -142,7 +142,7 @@ def test_no_engine_at_all(world: Any, timed: Callable[..., Any]) -> None:
     assert [world.said(url) for url in (dead, refusing.url)] == [[STARTED, FAILED], [STARTED, FAILED]]
 
 
-def test_one_that_comes_back(world: Any) -> None:
+def test_one_that_comes_back(world: World) -> None:
     """An engine that dies between two buckets, while the other goes on; a new one in its place is served."""
     good = world.engine()
     dying = world.process('{"route": "/update_weights_from_tensor", "kind": "die", "after": 2}')
@@ -157,7 +157,7 @@ def test_one_that_comes_back(world: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
-def test_the_policy_itself_fails(world: Any, transport: str) -> None:
+def test_the_policy_itself_fails(world: World, transport: str) -> None:
     """An error of the trainer's own ends every engine's sync in the log, and comes out unchanged."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport(transport))
@@ -175,7 +175,7 @@ def test_the_policy_itself_fails(world: Any, transport: str) -> None:
     assert world.sync(syncer, 2) == [engine.url]
 
 
-def test_a_name_that_it_has_no_place_for(world: Any) -> None:
+def test_a_name_that_it_has_no_place_for(world: World) -> None:
     """Fused or another model's: the engine would take it without a word, so it is out."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport("tensor"))
@@ -192,7 +192,7 @@ def test_a_name_that_it_has_no_place_for(world: Any) -> None:
     assert "/continue_generation" not in engine.routes()
 
 
-def test_in_place_where_steps_overlap(world: Any) -> None:
+def test_in_place_where_steps_overlap(world: World) -> None:
     """Such an engine counts a token of the old weights to the new ones: refused, and it goes on as it was."""
     engine = world.engine()
     real = engine.app._routes["/server_info"]
@@ -222,7 +222,7 @@ def test_in_place_where_steps_overlap(world: Any) -> None:
         ("a fork", "tensor", True),
     ],
 )
-def test_servers_without_sessions(world: Any, version: str, transport: str, takes: bool) -> None:
+def test_servers_without_sessions(world: World, version: str, transport: str, takes: bool) -> None:
     """One that is too old for a transport is told of by both versions, and is not touched."""
     engine = world.engine()
     real = engine.app._routes["/server_info"]
@@ -248,7 +248,7 @@ def test_servers_without_sessions(world: Any, version: str, transport: str, take
         ("drain", ["0"], "stop"),
     ],
 )
-def test_a_request_that_runs(world: Any, pause: str, versions: list[str], finish: str) -> None:
+def test_a_request_that_runs(world: World, pause: str, versions: list[str], finish: str) -> None:
     """It goes on under the new version, ends early, or ends before: its spans say which."""
     engine = world.engine(in_turn([Answer(range(100, 160), token_s=0.01)]))
     wait = running(engine)
@@ -262,7 +262,7 @@ def test_a_request_that_runs(world: Any, pause: str, versions: list[str], finish
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
 
 
-def test_draining_takes_an_end(world: Any, timed: Callable[..., Any]) -> None:
+def test_draining_takes_an_end(world: World, timed: Callable[..., Any]) -> None:
     """Requests that do not end within `drain_s` are retracted; in an engine that stands still, at once."""
     engine = world.engine(in_turn([Answer(range(100, 160), token_s=0.08)]))
     wait = running(engine)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tests.train.sync.conftest import World
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.store.events import SyncFinished, SyncStarted
 from rollbook.train.sync.session import Release
 
 
-def test_one_that_was_started_anew_is_found(world: Any) -> None:
+def test_one_that_was_started_anew_is_found(world: World) -> None:
     """Only it: not one that serves what it was given, was given nothing, or cannot be reached."""
     kept, anew, away = world.engine(), world.engine(), world.process()
     syncer = world.syncer([kept.url, anew.url, away.ready()], world.transport("tensor"))
@@ -21,7 +21,7 @@ def test_one_that_was_started_anew_is_found(world: Any) -> None:
     assert syncer.lost() == [anew.url]
 
 
-def test_a_sync_of_one_engine(world: Any) -> None:
+def test_a_sync_of_one_engine(world: World) -> None:
     """It alone is paused and given weights; the other is not asked anything, and nothing is lost then."""
     kept, anew = world.engine(), world.engine()
     syncer = world.syncer([kept.url, anew.url], world.transport("disk"))
