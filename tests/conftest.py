@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import typer.testing
 from hypothesis import settings
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -220,25 +221,47 @@ def _turns() -> list[Any]:
     prompt_1, prompt_2 = [1, 2, 3], [1, 2, 3, 10, 11, 4, 5]
     f32, i32 = np.float32, np.int32
     return [
-        kinds.TurnRequested("t1", "u1", "r1", None, "first", None, 0, first, **ask),
-        kinds.TurnCompleted(
-            *("t1", "u1", "actor", 0, np.array(prompt_1, i32), np.array([10, 11], i32)),
-            np.array([-0.5, -0.25], f32),
-            (kinds.VersionSpan("actor", 0, 0, 2),),
-            *(3, prompt_sha256(np.array(prompt_1, i32)), "stop", {"role": "assistant", "content": "4"}),
+        turn_requested("t1", "u1", request_id="r1", root_reason="first", messages=first, **ask),
+        turn_completed(
+            "t1",
+            "u1",
+            policy_version=0,
+            prompt_ids=np.array(prompt_1, i32),
+            completion_ids=np.array([10, 11], i32),
+            logprobs=np.array([-0.5, -0.25], f32),
+            version_spans=(kinds.VersionSpan("actor", 0, 0, 2),),
+            prompt_length=3,
+            prompt_sha256=prompt_sha256(np.array(prompt_1, i32)),
+            reply={"role": "assistant", "content": "4"},
             **done,
         ),
         kinds.TurnDelivered("t1", "u1", "sent"),
-        kinds.TurnRequested("t1", "u2", "r2", "u1", None, "u1", 2, then, **ask),
-        kinds.TurnCompleted(
-            *("t1", "u2", "actor", 1, np.array([4, 5], i32), np.array([12, 13, 14], i32)),
-            np.array([-1.0, -2.0, -4.0], f32),
-            (kinds.VersionSpan("actor", 0, 0, 1), kinds.VersionSpan("actor", 1, 1, 3)),
-            *(7, prompt_sha256(np.array(prompt_2, i32)), "length", {"role": "assistant", "content": "yes"}),
+        turn_requested(
+            "t1",
+            "u2",
+            request_id="r2",
+            parent_turn_id="u1",
+            base_turn_id="u1",
+            shared_messages=2,
+            messages=then,
+            **ask,
+        ),
+        turn_completed(
+            "t1",
+            "u2",
+            policy_version=1,
+            prompt_ids=np.array([4, 5], i32),
+            completion_ids=np.array([12, 13, 14], i32),
+            logprobs=np.array([-1.0, -2.0, -4.0], f32),
+            version_spans=(kinds.VersionSpan("actor", 0, 0, 1), kinds.VersionSpan("actor", 1, 1, 3)),
+            prompt_length=7,
+            prompt_sha256=prompt_sha256(np.array(prompt_2, i32)),
+            finish_reason="length",
+            reply={"role": "assistant", "content": "yes"},
             **done,
         ),
         kinds.TurnDelivered("t1", "u2", "echoed"),
-        kinds.TurnRequested("t1", "u3", "r3", None, "history_changed", None, 0, first[1:], **ask),
+        turn_requested("t1", "u3", request_id="r3", root_reason="history_changed", messages=first[1:], **ask),
         kinds.TurnFailed("t1", "u3", "the engine is gone"),
     ]
 
@@ -256,7 +279,7 @@ def _serve_records() -> list[Any]:
         kinds.RewardAssigned("t1", None, 0.75, "judge"),
         kinds.TrajectoryFinished("t1", "completed", True),
         kinds.TrajectoryOpened("t2", "beta", None, None, "eval"),
-        kinds.TurnRequested("t2", "u4", "r4", None, "first", None, 0, asked, {}, None, {}, {}, "c"),
+        turn_requested("t2", "u4", request_id="r4", root_reason="first", messages=asked),
         kinds.PolicyActivated("actor", 1, "embedded", "w1", "checkpoints/1"),
     ]
 
@@ -265,9 +288,21 @@ def _train_records() -> list[Any]:
     """What a trainer's lane holds: a failed attempt, a committed one, and a planned step."""
 
     def planned(step: int, attempt: int, version: int, cut: str, samples: list[Any]) -> Any:
-        return kinds.StepPlanned(
-            *(step, attempt, "actor", version, "train", cut, {"mask": "all"}, "rd", samples),
-            *([[[0], [1]]], {"name": "grpo"}, {"name": "adam"}, 0.001, 7, {"weights": "w0"}, {}),
+        return step_planned(
+            step,
+            attempt=attempt,
+            policy_version=version,
+            phase="train",
+            cut=cut,
+            recipe={"mask": "all"},
+            recipe_digest="rd",
+            samples=samples,
+            partition=[[[0], [1]]],
+            algorithm={"name": "grpo"},
+            optimizer={"name": "adam"},
+            learning_rate=0.001,
+            seed=7,
+            input_digests={"weights": "w0"},
         )
 
     u2, u1 = {"trajectory_id": "t1", "turn_id": "u2"}, {"trajectory_id": "t1", "turn_id": "u1"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook.bench import loop
 from rollbook.bench.loop_agents import Habits
@@ -32,11 +33,20 @@ WITNESS = Witness([("a", "ua", "0a"), ("b", "ub", "0b")], ["a", "b"], [URL], 2)
 def _trajectory(name: str, version: int = 0) -> list[Any]:
     """One turn of two tokens that begin with the mark of the first engine."""
     turn, prompt, ids = f"u{name}", np.array([1], np.int32), np.array([5, 6], np.int32)
-    ask = kinds.TurnRequested(f"t{name}", turn, turn, None, "first", None, 0, [], {}, "m", {}, {}, "k")
-    done = kinds.TurnCompleted(
-        *(f"t{name}", turn, "actor", version, prompt, ids, np.zeros(2, np.float32)),
-        *((kinds.VersionSpan("actor", version, 0, 2),), 1, prompt_sha256(prompt), "stop"),
-        *({"role": "assistant", "content": f"0{name}"}, {}, [], {}),
+    ask = turn_requested(
+        f"t{name}", turn, request_id=turn, root_reason="first", requested_model="m", context_key="k"
+    )
+    done = turn_completed(
+        f"t{name}",
+        turn,
+        policy_version=version,
+        prompt_ids=prompt,
+        completion_ids=ids,
+        logprobs=np.zeros(2, np.float32),
+        version_spans=(kinds.VersionSpan("actor", version, 0, 2),),
+        prompt_length=1,
+        prompt_sha256=prompt_sha256(prompt),
+        reply={"role": "assistant", "content": f"0{name}"},
     )
     delivered = kinds.TurnDelivered(f"t{name}", turn, "sent")
     reward = kinds.RewardAssigned(f"t{name}", None, 0.5)
@@ -47,9 +57,14 @@ def _trajectory(name: str, version: int = 0) -> list[Any]:
 def _step(number: int, turns: list[str], begins: str, ends: str, cut: str = "serve=24") -> list[Any]:
     """A committed step, with its plan."""
     refs = [{"turn_id": turn, "trajectory_id": f"t{turn[1:]}"} for turn in turns]
-    plan = kinds.StepPlanned(
-        *(number, 1, "actor", number, "phase", cut, {}, "recipe", refs, [], {}, {}, 0.1, 0),
-        *({"input_weights": begins}, {}),
+    plan = step_planned(
+        number,
+        policy_version=number,
+        phase="phase",
+        cut=cut,
+        recipe_digest="recipe",
+        samples=refs,
+        input_digests={"input_weights": begins},
     )
     return [plan, kinds.StepCommitted(number, 1, "actor", number + 1, {"weights": ends}, {})]
 

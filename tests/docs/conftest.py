@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 from tokenizers import Tokenizer, models
 
 from rollbook import store as rb
@@ -28,11 +29,22 @@ def _trajectory(name: str, reward: float, version: int, *, logprob: float, deliv
     ask = ({"temperature": 1.0}, "m", {"max_new_tokens": 2, "temperature": 1.0, "seed": 0}, {}, "key")
 
     def done(turn_id: str, delta: Any, prompt: Any, ids: Any, text: str) -> Any:
-        return kinds.TurnCompleted(
-            *(key, turn_id, "actor", version, delta, ids, np.array([-0.5, logprob], np.float32), span),
-            *(len(prompt), prompt_sha256(prompt), "stop", {"role": "assistant", "content": text}),
-            *({"temperature": 1.0}, [], {"held_us": 0, "engine_us": 900}),
-            {"usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}} if version else {},
+        return turn_completed(
+            key,
+            turn_id,
+            policy_version=version,
+            prompt_ids=delta,
+            completion_ids=ids,
+            logprobs=np.array([-0.5, logprob], np.float32),
+            version_spans=span,
+            prompt_length=len(prompt),
+            prompt_sha256=prompt_sha256(prompt),
+            reply={"role": "assistant", "content": text},
+            logprob_semantics={"temperature": 1.0},
+            timings={"held_us": 0, "engine_us": 900},
+            upstream={"usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+            if version
+            else {},
         )
 
     return [
@@ -50,9 +62,21 @@ def _trajectory(name: str, reward: float, version: int, *, logprob: float, deliv
 
 def _step(step: int, attempt: int, names: list[str]) -> Any:
     refs = [{"trajectory_id": f"id-{name}", "turn_id": f"{name}-2"} for name in names]
-    return kinds.StepPlanned(
-        *(step, attempt, "actor", step, "phase", "serve=27", {"reward_source": "agent"}, "recipe", refs),
-        *([[[0, 1]]], {"name": "grpo"}, {"lr": 0.001}, 0.001, 7, {"input_weights": f"w{step}"}, {}),
+    return step_planned(
+        step,
+        attempt=attempt,
+        policy_version=step,
+        phase="phase",
+        cut="serve=27",
+        recipe={"reward_source": "agent"},
+        recipe_digest="recipe",
+        samples=refs,
+        partition=[[[0, 1]]],
+        algorithm={"name": "grpo"},
+        optimizer={"lr": 0.001},
+        learning_rate=0.001,
+        seed=7,
+        input_digests={"input_weights": f"w{step}"},
     )
 
 
@@ -177,9 +201,7 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
         *_trajectory("task-2-1", 1.0, 1, logprob=-0.1, delivered=True),
         kinds.RewardAssigned("id-task-2-1", "task-2-1-1", 0.5, "judge"),
         kinds.TrajectoryOpened("id-broken", "broken"),
-        kinds.TurnRequested(
-            "id-broken", "b1", "r-b1", None, "first_turn", None, 0, [], {}, None, {}, {}, "key"
-        ),
+        turn_requested("id-broken", "b1", request_id="r-b1", root_reason="first_turn", context_key="key"),
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
     ]
     lanes = {"serve": records, "train": _train_records(), "upkeep": _upkeep_records()}

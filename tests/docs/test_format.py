@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.fakes.stories.records import turn_completed
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, settings
-from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
+from rollbook.store.events import RECORDS, VersionSpan
 from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA, row_of
 from rollbook.store.events.upcast import UPCASTERS, version_of
 from rollbook.store.interchange import bundle
@@ -135,9 +136,17 @@ def test_a_row_is_read_at_the_documented_offsets(page: str) -> None:
     """Read at the documented offsets, types and order, a row gives what was put into it, nulls too."""
     table = _cells(_table(page, "| offset | bytes | type | field |", "**Row frame**"))
     numbers = np.array([7, 8], np.int32)
-    record = TurnCompleted(
-        *("t", "u", None, 5, numbers, numbers, np.array([-0.5, -1], np.float32)),
-        *((VersionSpan("é", 1, 0, 2),), 2, "sha", "stop", {}, {}, [], {}),
+    record = turn_completed(
+        "t",
+        "u",
+        policy=None,
+        policy_version=5,
+        prompt_ids=numbers,
+        completion_ids=numbers,
+        logprobs=np.array([-0.5, -1], np.float32),
+        version_spans=(VersionSpan("é", 1, 0, 2),),
+        prompt_length=2,
+        prompt_sha256="sha",
     )
     row = row_of(Event(record, "run", "id", 9))
     data = encode_rows([row])

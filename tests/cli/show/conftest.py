@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook.store import Event, Store
@@ -32,8 +33,16 @@ def _asked(
 ) -> Any:
     values: dict[str, Any] = {"request": {"temperature": 1.0}, "requested_model": "actor", "context_key": "k"}
     values |= {"sampling": {"temperature": 1.0, "max_new_tokens": 64}, "honoured": {}}
-    return kinds.TurnRequested(
-        "T-1", turn, f"r-{turn}", parent, reason, base, shared, messages, **(values | other)
+    return turn_requested(
+        "T-1",
+        turn,
+        request_id=f"r-{turn}",
+        parent_turn_id=parent,
+        root_reason=reason,
+        base_turn_id=base,
+        shared_messages=shared,
+        messages=messages,
+        **values | other,
     )
 
 
@@ -159,19 +168,34 @@ def long_tale() -> Callable[..., list[Event]]:
             messages = [{"role": "assistant", "content": f"answer {i - 1}"}] if i else []
             messages.append({"role": "user", "content": f"question {i} " + "lorem ipsum " * 40})
             records.append(
-                kinds.TurnRequested(
-                    *(key, turn, f"r-{turn}", parent, None if parent else "first_turn", parent),
-                    *(max(2 * i - 1, 0), messages, {}, "m", {}, {}, "k"),
+                turn_requested(
+                    key,
+                    turn,
+                    request_id=f"r-{turn}",
+                    parent_turn_id=parent,
+                    root_reason=None if parent else "first_turn",
+                    base_turn_id=parent,
+                    shared_messages=max(2 * i - 1, 0),
+                    messages=messages,
+                    requested_model="m",
+                    context_key="k",
                 )
             )
             delta = rng.integers(0, 250, context).astype(np.int32)
             ids = rng.integers(0, 250, sampled).astype(np.int32)
             length += context
             records.append(
-                kinds.TurnCompleted(
-                    *(key, turn, "actor", 7, delta, ids, -rng.exponential(0.5, sampled).astype(np.float32)),
-                    *((kinds.VersionSpan("actor", 7, 0, sampled),), length, "0" * 64, "stop"),
-                    *({"role": "assistant", "content": f"answer {i}"}, {}, [], {}),
+                turn_completed(
+                    key,
+                    turn,
+                    policy_version=7,
+                    prompt_ids=delta,
+                    completion_ids=ids,
+                    logprobs=-rng.exponential(0.5, sampled).astype(np.float32),
+                    version_spans=(kinds.VersionSpan("actor", 7, 0, sampled),),
+                    prompt_length=length,
+                    prompt_sha256="0" * 64,
+                    reply={"role": "assistant", "content": f"answer {i}"},
                 )
             )
             records.append(kinds.TurnDelivered(key, turn, "sent"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -31,7 +32,6 @@ from rollbook.store.events import (
     TurnCompleted,
     TurnDelivered,
     TurnFailed,
-    TurnRequested,
     VersionSpan,
     token_ids,
 )
@@ -83,7 +83,7 @@ def records(
     whole: dict[int, list[int]] = {}
     for i, turn in enumerate(turns):
         parent = None if turn.parent is None else f"{name}.{turn.parent}"
-        made.append(TurnRequested(name, f"{name}.{i}", "r", parent, None, None, 0, [], {}, None, {}, {}, "c"))
+        made.append(turn_requested(name, f"{name}.{i}", parent_turn_id=parent))
         sent = [*(whole[turn.parent] if turn.parent is not None else []), *turn.prompt]
         if turn.failed:
             made.append(TurnFailed(name, f"{name}.{i}", "gone"))
@@ -103,10 +103,17 @@ def _completed(name: str, turn_id: str, turn: T, sent: list[int]) -> TurnComplet
     count = len(turn.completion)
     logprobs = None if turn.logprobs is None else np.broadcast_to(np.float32(turn.logprobs), (count,)).copy()
     spans = () if turn.version is None else (VersionSpan("actor", turn.version, 0, count),)
-    return TurnCompleted(
-        *(name, turn_id, "actor", turn.version, token_ids(turn.prompt), token_ids(turn.completion)),
-        *(logprobs, spans, len(sent), prompt_sha256(token_ids(sent)), "stop", {}),
-        *({"temperature": turn.temperature}, [], {}),
+    return turn_completed(
+        name,
+        turn_id,
+        policy_version=turn.version,
+        prompt_ids=token_ids(turn.prompt),
+        completion_ids=token_ids(turn.completion),
+        logprobs=logprobs,
+        version_spans=spans,
+        prompt_length=len(sent),
+        prompt_sha256=prompt_sha256(token_ids(sent)),
+        logprob_semantics={"temperature": turn.temperature},
         routed_experts=turn.experts,
     )
 
@@ -333,9 +340,8 @@ def steps_of(log: Store, run: str = RUN) -> Any:
 def planned(step: int, version: int, phase: str = "p", *, attempt: int = 1, turns: Sequence[str] = ()) -> Any:
     """A manifest, as far as a history reads it."""
     samples = [{"trajectory_id": t.split(".")[0], "turn_id": t} for t in turns]
-    return StepPlanned(
-        *(step, attempt, "actor", version, phase, "serve=1", {}, "r", samples, [[[0]]]),
-        *({}, {}, 0.1, 0, {}, {}),
+    return step_planned(
+        step, attempt=attempt, policy_version=version, phase=phase, samples=samples, partition=[[[0]]]
     )
 
 

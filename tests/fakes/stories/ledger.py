@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from tests.fakes.stories.records import step_planned, turn_completed
 
 from rollbook.store import Event
 from rollbook.store import events as kinds
@@ -140,11 +141,20 @@ class History:
         semantics: Any = {"temperature": 1.0}
         if rng.random() < 0.3:
             semantics["altered"] = rng.choice(([], ["logit_bias"], False, None, True))
-        done = kinds.TurnCompleted(
-            *(told.id, turn_id, policy, version, np.array([7, 8], np.int32), np.array(ids, np.int32)),
-            *(None if erased else np.full(count, -1, np.float32), spans, len(sent)),
-            *(prompt_sha256(np.array(sent, np.int32)), "stop", {"content": 'say "altered" tokens_erased'}),
-            *(semantics, [TOKENS_ERASED] if erased else ["malformed_tool_call"], {}),
+        done = turn_completed(
+            told.id,
+            turn_id,
+            policy=policy,
+            policy_version=version,
+            prompt_ids=np.array([7, 8], np.int32),
+            completion_ids=np.array(ids, np.int32),
+            logprobs=None if erased else np.full(count, -1, np.float32),
+            version_spans=spans,
+            prompt_length=len(sent),
+            prompt_sha256=prompt_sha256(np.array(sent, np.int32)),
+            reply={"content": 'say "altered" tokens_erased'},
+            logprob_semantics=semantics,
+            flags=[TOKENS_ERASED] if erased else ["malformed_tool_call"],
         )
         return replace(done, completion_ids=np.full(count, -1, np.int32)) if erased else done
 
@@ -233,21 +243,17 @@ class History:
         samples = [{"trajectory_id": t, "turn_id": leaf} for t, leaf in names]
         if self._odd and self._rng.random() < 0.05:
             cut = {}  # one that says nothing of its samples
-        return kinds.StepPlanned(
-            *(
-                step,
-                attempt,
-                policy,
-                step,
-                "phase",
-                format_cut(cut),
-                recipe,
-                "digest",
-                samples,
-                [],
-                {"name": "sft"},
-            ),
-            *({}, 0.1, 0, {}, {}),
+        return step_planned(
+            step,
+            attempt=attempt,
+            policy=policy,
+            policy_version=step,
+            phase="phase",
+            cut=format_cut(cut),
+            recipe=recipe,
+            recipe_digest="digest",
+            samples=samples,
+            algorithm={"name": "sft"},
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook.store.events import (
     Record,
@@ -13,7 +14,6 @@ from rollbook.store.events import (
     StepCommitted,
     StepPlanned,
     TrajectoryOpened,
-    TurnCompleted,
     TurnDelivered,
     TurnRequested,
     VersionSpan,
@@ -47,16 +47,23 @@ def opened(name: str, group: str | None = None, split: str = "train") -> Traject
 
 def asked(name: str) -> TurnRequested:
     """The request of a trajectory's turn."""
-    return TurnRequested(name, f"{name}.0", f"r-{name}", None, "no_parent", None, 0, [], {}, None, {}, {}, "")
+    return turn_requested(name, f"{name}.0", request_id=f"r-{name}", root_reason="no_parent", context_key="")
 
 
 def answered(name: str, version: int | None = 0, *, delivered: bool = True, **semantics: Any) -> list[Record]:
     """A turn of two tokens, in the log and with its client."""
     spans = () if version is None else (VersionSpan("actor", version, 0, 2),)
     ids = token_ids([1, 2])
-    turn = TurnCompleted(
-        *(name, f"{name}.0", "actor", version, ids, ids, np.zeros(2, np.float32), spans, 2, "", "stop", {}),
-        *({"temperature": 1.0} | semantics, [], {}),
+    turn = turn_completed(
+        name,
+        f"{name}.0",
+        policy_version=version,
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.zeros(2, np.float32),
+        version_spans=spans,
+        prompt_length=2,
+        logprob_semantics={"temperature": 1.0} | semantics,
     )
     return [turn, TurnDelivered(name, f"{name}.0", "sent")] if delivered else [turn]
 
@@ -65,9 +72,7 @@ def planned(step: int, names: list[str], policy: str = "actor", version: int | N
     """A step on the trajectories' samples."""
     samples = [{"trajectory_id": name, "turn_id": f"{name}.0"} for name in names]
     version = step if version is None else version
-    return StepPlanned(
-        *(step, 1, policy, version, "p", "serve=1", {}, "r", samples, [[[0]]], {}, {}, 0.1, 0, {}, {})
-    )
+    return step_planned(step, policy=policy, policy_version=version, samples=samples, partition=[[[0]]])
 
 
 def committed(step: int, policy: str = "actor", version: int | None = None) -> StepCommitted:

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.fakes.clients.streamed import PATHS, asked
 from tests.fakes.proxies.in_process import InProcess
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store
 from rollbook.cli.terminal import LogFormatter
@@ -22,7 +23,7 @@ from rollbook.ingest.recording.redact import Redactor, changes_conversation
 from rollbook.ingest.routes.key_watch import KeyWatch
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
-from rollbook.store.events import TurnCompleted, TurnRequested, token_ids
+from rollbook.store.events import token_ids
 from rollbook.store.events.event_json import json_bytes
 from rollbook.store.redaction import PLACEHOLDER
 
@@ -243,8 +244,8 @@ def test_a_megabyte_is_looked_through_in_milliseconds(capsys: pytest.CaptureFixt
     watch = KeyWatch(CollectorRegistry())
     text = ("the agent asks for a token, and the desk says: risk-free. " * 18_000)[: 2**20]
     none = token_ids([])
-    record = TurnCompleted(
-        "t", "u", None, None, none, none, None, (), 0, "", "stop", {"content": text}, {}, [], {}
+    record = turn_completed(
+        "t", "u", policy=None, prompt_ids=none, completion_ids=none, reply={"content": text}
     )
     best = 1.0
     for _ in range(5):
@@ -263,10 +264,16 @@ def test_images_and_connections_are_not_looked_through(capsys: pytest.CaptureFix
         "metadata": {"x": key(3)},
     }
     for base in (None, "earlier"):
-        record = TurnRequested(
-            "t", "u", "q", None, "first_turn", base, 0, [{"role": "user", "content": content}], request,
-            None, {}, {}, "k", {},
-        )  # fmt: skip
+        record = turn_requested(
+            "t",
+            "u",
+            request_id="q",
+            root_reason="first_turn",
+            base_turn_id=base,
+            messages=[{"role": "user", "content": content}],
+            request=request,
+            context_key="k",
+        )
         watch.take([Event(record, "r")])
     assert watch.seen.labels("openai")._value.get() == 1  # the tool's description, once
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fakes.clients.exchange import Exchange
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.edge import memory
@@ -26,7 +27,7 @@ from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.routes import event_feed
 from rollbook.ingest.routes.event_feed import ArrowFeed, EventStreams, Feed, SseFeed
 from rollbook.store import Event, Store
-from rollbook.store.events import TurnCompleted, TurnFailed, TurnRequested
+from rollbook.store.events import TurnFailed
 from rollbook.store.events.codec import as_json
 from rollbook.store.sealed import parquet
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
@@ -45,11 +46,19 @@ def _turns(count: int, seed: int) -> list[Event]:
         key = f"t{rng.randrange(10)}"
         text = f"{seed} {i} " + "x" * rng.randrange(2000)
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-        asked = TurnRequested(key, f"u{i}", "r", None, "first_turn", None, 0, messages, {}, "m", {}, {}, "k")
+        asked = turn_requested(
+            key, f"u{i}", root_reason="first_turn", messages=messages, requested_model="m", context_key="k"
+        )
         ids = np.arange(rng.randrange(50), dtype=np.int32)
-        done = TurnCompleted(
-            *(key, f"u{i}", "actor", 0, ids, ids, None, (), len(ids), "0" * 64, "stop"),
-            *({"role": "assistant", "content": text}, {}, [], {}),
+        done = turn_completed(
+            key,
+            f"u{i}",
+            policy_version=0,
+            prompt_ids=ids,
+            completion_ids=ids,
+            prompt_length=len(ids),
+            prompt_sha256="0" * 64,
+            reply={"role": "assistant", "content": text},
         )
         events += [Event(asked, "r"), Event(done, "r")]
         if i % 2:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store import Event
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
@@ -18,9 +19,7 @@ from rollbook.store.events import (
     RewardAssigned,
     StepPlanned,
     TrajectoryOpened,
-    TurnCompleted,
     TurnFailed,
-    TurnRequested,
     VersionSpan,
 )
 from rollbook.store.fold.trajectory import prompt_sha256
@@ -40,14 +39,23 @@ def _errors(log: Log, *args: Any) -> list[str]:
 
 
 def _request(turn: str, messages: Any, request: Any) -> Event:
-    record = TurnRequested("t", turn, "r", None, "first", None, 0, messages, request, None, {}, {}, "key")
+    record = turn_requested(
+        "t", turn, root_reason="first", messages=messages, request=request, context_key="key"
+    )
     return Event(record, "run")
 
 
 def _turn(ids: Any, logprobs: Any = None, spans: Any = (), version: Any = 0) -> Event:
-    record = TurnCompleted(
-        *("t", "u", "actor", version, ids, ids, logprobs, spans, 1, prompt_sha256(np.array([1], np.int32))),
-        *("stop", {}, {}, [], {}),
+    record = turn_completed(
+        "t",
+        "u",
+        policy_version=version,
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=logprobs,
+        version_spans=spans,
+        prompt_length=1,
+        prompt_sha256=prompt_sha256(np.array([1], np.int32)),
     )
     return Event(record, "run")
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event
@@ -55,13 +56,18 @@ def sealed(critique: type[Any], tmp_path: Path) -> rb.Store:
     with log.writer("serve") as writer:
         for name in ("a", "b"):
             ids = np.array([1, 2], np.int32)
-            done = kinds.TurnCompleted(
-                *(name, f"{name}.0", "actor", 0, ids, ids, None, (kinds.VersionSpan("actor", 0, 0, 2),), 2),
-                *(prompt_sha256(ids), "stop", {"content": "hi"}, {}, [], {}),
+            done = turn_completed(
+                name,
+                f"{name}.0",
+                policy_version=0,
+                prompt_ids=ids,
+                completion_ids=ids,
+                version_spans=(kinds.VersionSpan("actor", 0, 0, 2),),
+                prompt_length=2,
+                prompt_sha256=prompt_sha256(ids),
+                reply={"content": "hi"},
             )
-            asked = kinds.TurnRequested(
-                name, f"{name}.0", "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "c"
-            )
+            asked = turn_requested(name, f"{name}.0", root_reason="first_turn")
             made = [
                 kinds.TrajectoryOpened(name, name),
                 asked,

@@ -8,10 +8,11 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store import Event
 from rollbook.store.errors import FormatError
-from rollbook.store.events import RECORDS, SampleDropped, TurnCompleted, TurnRequested
+from rollbook.store.events import RECORDS, SampleDropped
 from rollbook.store.events import upcast as module
 from rollbook.store.events.batches import to_batch
 from rollbook.store.events.codec import conform, decode
@@ -41,12 +42,14 @@ def test_a_dropped_sample_of_version_1() -> None:
 
 def test_turns_of_version_1() -> None:
     """Before version 2 every request was a chat completion, and every engine Rollbook's own."""
-    asked = TurnRequested("t", "u", "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "key")
+    asked = turn_requested("t", "u", root_reason="first_turn", context_key="key")
     [event] = decode(_batch(asked, "wire", schema_version=1), "a")
     assert event.record == asked
     assert event.record.wire == {}
     ids = np.array([1], np.int32)
-    done = TurnCompleted("t", "u", None, None, ids, ids, None, (), 1, "sha", "stop", {}, {}, [], {})
+    done = turn_completed(
+        "t", "u", policy=None, prompt_ids=ids, completion_ids=ids, prompt_length=1, prompt_sha256="sha"
+    )
     [event] = decode(_batch(done, "upstream", schema_version=1), "a")
     assert event.record.upstream == {}
     assert event.record.prompt_sha256 == "sha"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories.records import step_planned, turn_completed
 
 from rollbook import store as rb
 from rollbook.cli import app as cli
@@ -80,9 +81,15 @@ class Log:
         """Ask, answer and perhaps deliver a turn."""
         spans = () if version is None else (kinds.VersionSpan("actor", version, 0, length),)
         ids = np.arange(length, dtype=np.int32)
-        done = kinds.TurnCompleted(
-            *(name, turn_id, None if version is None else "actor", version, ids[:0], ids, None, spans),
-            *(0, "", "stop", {}, semantics or {}, [], {}),
+        done = turn_completed(
+            name,
+            turn_id,
+            policy=None if version is None else "actor",
+            policy_version=version,
+            prompt_ids=ids[:0],
+            completion_ids=ids,
+            version_spans=spans,
+            logprob_semantics=semantics or {},
         )
         sent = [kinds.TurnDelivered(name, turn_id, "sent")] if delivered else []
         self.add(lane, kinds.TurnRequested(name, turn_id, "r", parent, *ASK[1:]), done, *sent)
@@ -107,9 +114,7 @@ class Log:
         records: list[Any] = [kinds.SampleDropped(*ref, "staleness", "r", step, {}) for ref in drops]
         recipe = keys.pop("recipe", {})
         records += [
-            kinds.StepPlanned(
-                step, 1, policy, 0, "p", cut, recipe, "d", refs, [], {}, {}, 0.1, 0, {}, {}, **keys
-            )
+            step_planned(step, policy=policy, cut=cut, recipe=recipe, recipe_digest="d", samples=refs, **keys)
         ]
         if end == "committed":
             records += [kinds.StepCommitted(step, 1, policy, 1, {}, {})]
@@ -215,7 +220,7 @@ def test_another_runs_plan_between(log: Log) -> None:
     """A drop that no plan followed yet waits for one of its own run."""
     _fork(log)
     log.add("train", kinds.SampleDropped("t", "a-second", "staleness", "r", 0, {}))
-    plan = kinds.StepPlanned(0, 1, "critic", 0, "p", "empty", {}, "d", [], [], {}, {}, 0.1, 0, {}, {})
+    plan = step_planned(0, policy="critic", cut="empty", recipe_digest="d")
     log.add("train", plan, run="other")
     log.step([("t", "z-first")])
     assert log.terms() == {"trained": 11, "staleness": 2}

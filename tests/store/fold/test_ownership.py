@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store import Event
 from rollbook.store.events import (
@@ -17,8 +18,6 @@ from rollbook.store.events import (
     TrajectoryAdopted,
     TrajectoryFinished,
     TrajectoryOpened,
-    TurnCompleted,
-    TurnRequested,
     token_ids,
 )
 from rollbook.store.fold.ownership import OwnershipChain
@@ -32,10 +31,16 @@ def _turn(number: int) -> list[Record]:
     """Turn `number` of a chain: each adds one prompt token to the one before, and samples one."""
     parent = f"u{number - 1}" if number else None
     sent = token_ids([i for n in range(number) for i in (n, 100 + n)] + [number])
-    asked = TurnRequested("t", f"u{number}", "r", parent, None, parent, 0, [], {}, None, {}, {}, "c")
-    done = TurnCompleted(
-        *("t", f"u{number}", "actor", 0, token_ids([number]), token_ids([100 + number])),
-        *(np.zeros(1, np.float32), (), len(sent), prompt_sha256(sent), "stop", {}, {}, [], {}),
+    asked = turn_requested("t", f"u{number}", parent_turn_id=parent, base_turn_id=parent)
+    done = turn_completed(
+        "t",
+        f"u{number}",
+        policy_version=0,
+        prompt_ids=token_ids([number]),
+        completion_ids=token_ids([100 + number]),
+        logprobs=np.zeros(1, np.float32),
+        prompt_length=len(sent),
+        prompt_sha256=prompt_sha256(sent),
     )
     return [asked, done, RewardAssigned("t", None, float(number))]
 

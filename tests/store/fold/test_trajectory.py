@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import (
@@ -34,7 +35,9 @@ TURNS = st.lists(st.tuples(st.integers(-1, 6), IDS, IDS, WORDS, st.booleans()), 
 
 
 def _requested(trajectory: str, turn: str, parent: str | None, shared: int, new: list[Json]) -> TurnRequested:
-    return TurnRequested(trajectory, turn, "r", parent, None, parent, shared, new, {}, None, {}, {}, "c")
+    return turn_requested(
+        trajectory, turn, parent_turn_id=parent, base_turn_id=parent, shared_messages=shared, messages=new
+    )
 
 
 def _completed(
@@ -42,9 +45,16 @@ def _completed(
 ) -> TurnCompleted:
     spans = (VersionSpan("actor", 0, 0, len(made)),)
     logprobs = np.zeros(len(made), np.float32)
-    return TurnCompleted(
-        *(trajectory, turn, "actor", 0, token_ids(delta), token_ids(made), logprobs, spans, len(sent)),
-        *(prompt_sha256(token_ids(sent)), "stop", {}, {}, [], {}),
+    return turn_completed(
+        trajectory,
+        turn,
+        policy_version=0,
+        prompt_ids=token_ids(delta),
+        completion_ids=token_ids(made),
+        logprobs=logprobs,
+        version_spans=spans,
+        prompt_length=len(sent),
+        prompt_sha256=prompt_sha256(token_ids(sent)),
     )
 
 

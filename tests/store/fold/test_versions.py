@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.stories.records import turn_completed
 from tests.fakes.stories.versions import fold_versions
 
 from rollbook.store import Event
@@ -19,7 +20,6 @@ from rollbook.store.events import (
     PolicyPublished,
     StepCommitted,
     SyncStarted,
-    TurnCompleted,
     VersionSpan,
 )
 from rollbook.store.fold.versions import BINDING, Origin, VersionDigests, unversioned
@@ -99,7 +99,16 @@ def test_tokens_of_no_version() -> None:
     """Those that no span covers."""
     ids = np.arange(5, dtype=np.int32)
     spans = (VersionSpan("actor", 1, 0, 2), VersionSpan("actor", 2, 3, 4))
-    done = TurnCompleted("t", "u", "actor", 2, ids, ids, None, spans, 5, "sha", "stop", {}, {}, [], {})
+    done = turn_completed(
+        "t",
+        "u",
+        policy_version=2,
+        prompt_ids=ids,
+        completion_ids=ids,
+        version_spans=spans,
+        prompt_length=5,
+        prompt_sha256="sha",
+    )
     assert unversioned(done) == 2
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.fakes.stories.golden import digest_of, written_in
+from tests.fakes.stories.records import turn_completed
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -83,8 +84,15 @@ EXPERTS = pack(np.arange(600, dtype=np.int32).reshape(100, 3, 2) % 100, 0)
 
 def _completed(turn_id: str, routed: Any) -> Event:
     ids = token_ids([1])
-    record = TurnCompleted(
-        *("t", turn_id, None, None, ids, ids, None, (), 1, "sha", "stop", {"$body": "mine"}, {}, [], {}),
+    record = turn_completed(
+        "t",
+        turn_id,
+        policy=None,
+        prompt_ids=ids,
+        completion_ids=ids,
+        prompt_length=1,
+        prompt_sha256="sha",
+        reply={"$body": "mine"},
         routed_experts=routed,
     )
     return Event(record, "run")

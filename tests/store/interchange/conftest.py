@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -36,24 +37,31 @@ def _turn(
     ids, logprobs = made
     asked = {"tools": TOOLS, "temperature": 0.5}
     return [
-        kinds.TurnRequested(
-            *(
-                "fork",
-                turn,
-                f"r-{turn}",
-                parent,
-                None if parent else "first_turn",
-                parent,
-                shared,
-                new,
-                asked,
-            ),
-            *("gpt-x", {"temperature": 0.5}, {}, "c"),
+        turn_requested(
+            "fork",
+            turn,
+            request_id=f"r-{turn}",
+            parent_turn_id=parent,
+            root_reason=None if parent else "first_turn",
+            base_turn_id=parent,
+            shared_messages=shared,
+            messages=new,
+            request=asked,
+            requested_model="gpt-x",
+            sampling={"temperature": 0.5},
         ),
-        kinds.TurnCompleted(
-            *("fork", turn, "actor", 3, np.array(delta, np.int32), np.array(ids, np.int32), logprobs),
-            *((kinds.VersionSpan("actor", 3, 0, len(ids)),), len(whole)),
-            *(prompt_sha256(np.array(whole, np.int32)), "stop", reply, {"temperature": 0.5}, [], {}),
+        turn_completed(
+            "fork",
+            turn,
+            policy_version=3,
+            prompt_ids=np.array(delta, np.int32),
+            completion_ids=np.array(ids, np.int32),
+            logprobs=logprobs,
+            version_spans=(kinds.VersionSpan("actor", 3, 0, len(ids)),),
+            prompt_length=len(whole),
+            prompt_sha256=prompt_sha256(np.array(whole, np.int32)),
+            reply=reply,
+            logprob_semantics={"temperature": 0.5},
         ),
         kinds.TurnDelivered("fork", turn, "sent"),
     ]
@@ -79,24 +87,21 @@ def _taught() -> list[Any]:
     prompt = np.array([7, 8], np.int32)
     return [
         kinds.TrajectoryOpened("taught", "taught", split="teacher"),
-        kinds.TurnRequested("taught", "a1", "q1", None, "first_turn", None, 0, asked, {}, None, {}, {}, "c"),
-        kinds.TurnCompleted(
-            *(
-                "taught",
-                "a1",
-                None,
-                None,
-                prompt,
-                np.array([9], np.int32),
-                None,
-                (),
-                2,
-                prompt_sha256(prompt),
-            ),
-            *("stop", reply, {}, [], {}),
+        turn_requested("taught", "a1", request_id="q1", root_reason="first_turn", messages=asked),
+        turn_completed(
+            "taught",
+            "a1",
+            policy=None,
+            prompt_ids=prompt,
+            completion_ids=np.array([9], np.int32),
+            prompt_length=2,
+            prompt_sha256=prompt_sha256(prompt),
+            reply=reply,
         ),
         kinds.TurnDelivered("taught", "a1", "sent"),
-        kinds.TurnRequested("taught", "a2", "q2", "a1", None, "a1", 1, [], {}, None, {}, {}, "c"),
+        turn_requested(
+            "taught", "a2", request_id="q2", parent_turn_id="a1", base_turn_id="a1", shared_messages=1
+        ),
     ]
 
 

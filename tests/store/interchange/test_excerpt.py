@@ -11,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, connect
@@ -41,12 +42,16 @@ def _trajectory(name: str, turns: int) -> list[kinds.Record]:
         asked = [{"role": "user", "content": LONG}, {"role": "user", "content": f"{LONG} of {name}"}]
         ids = kinds.token_ids([1, 2, i])
         made += [
-            kinds.TurnRequested(
-                name, f"{name}.{i}", "r", None, "first", None, 0, asked, {}, "m", {}, {}, "c"
-            ),
-            kinds.TurnCompleted(
-                *(name, f"{name}.{i}", "actor", i, ids, ids, None, (kinds.VersionSpan("actor", i, 0, 3),)),
-                *(3, "", "stop", {"content": f"reply {i} of {name}"}, {}, [], {}),
+            turn_requested(name, f"{name}.{i}", root_reason="first", messages=asked, requested_model="m"),
+            turn_completed(
+                name,
+                f"{name}.{i}",
+                policy_version=i,
+                prompt_ids=ids,
+                completion_ids=ids,
+                version_spans=(kinds.VersionSpan("actor", i, 0, 3),),
+                prompt_length=3,
+                reply={"content": f"reply {i} of {name}"},
             ),
         ]
     place, output = (

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, InterchangeError
@@ -17,8 +18,6 @@ from rollbook.store.events import (
     RewardAssigned,
     TrajectoryFinished,
     TrajectoryOpened,
-    TurnCompleted,
-    TurnRequested,
     token_ids,
 )
 from rollbook.store.fold.trajectory import prompt_sha256
@@ -269,9 +268,15 @@ def test_what_a_template_was_given(
     none = token_ids([])
     records = [
         TrajectoryOpened("t", "t"),
-        TurnRequested("t", "u", "r", None, None, None, 0, messages, sent, None, {}, {}, "c", wire),
-        TurnCompleted(
-            *("t", "u", None, None, none, none, None, (), 0, prompt_sha256(none), "stop", reply, {}, [], {})
+        turn_requested("t", "u", messages=messages, request=sent, wire=wire),
+        turn_completed(
+            "t",
+            "u",
+            policy=None,
+            prompt_ids=none,
+            completion_ids=none,
+            prompt_sha256=prompt_sha256(none),
+            reply=reply,
         ),
     ]
     with empty.writer("serve") as writer:

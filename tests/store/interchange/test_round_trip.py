@@ -11,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -20,8 +21,6 @@ from rollbook.store.events import (
     RewardAssigned,
     TrajectoryFinished,
     TrajectoryOpened,
-    TurnCompleted,
-    TurnRequested,
     token_ids,
 )
 from rollbook.store.fold.trajectory import Trajectory, fold, prompt_sha256
@@ -85,10 +84,15 @@ def _records(name: str, trajectory: Any) -> list[Record]:
         # Every other one says that it is a root, although it shows an earlier conversation.
         parent = before[0] if before and i % 2 else None
         records += [
-            TurnRequested(name, turn, "r", parent, None, None, 0, messages, request, None, {}, {}, "c"),
-            TurnCompleted(
-                *(name, turn, None, None, NONE, NONE, None, (), 0, prompt_sha256(NONE), "stop", reply),
-                *({}, [], {}),
+            turn_requested(name, turn, parent_turn_id=parent, messages=messages, request=request),
+            turn_completed(
+                name,
+                turn,
+                policy=None,
+                prompt_ids=NONE,
+                completion_ids=NONE,
+                prompt_sha256=prompt_sha256(NONE),
+                reply=reply,
             ),
         ]
         if turn_reward is not None:

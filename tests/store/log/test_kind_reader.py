@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.stories.records import turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -31,10 +32,7 @@ def _turn(name: str, i: int) -> list[Any]:
     text = f"{name} says {i} " * 40
     return [
         kinds.TrajectoryOpened(name, name),
-        kinds.TurnRequested(
-            *(name, f"{name}.0", "r", None, "first", None, 0, [{"role": "user", "content": text}]),
-            *({}, None, {}, {}, "c"),
-        ),
+        turn_requested(name, f"{name}.0", root_reason="first", messages=[{"role": "user", "content": text}]),
         kinds.SampleDropped(name, f"{name}.0", "staleness", "digest", i, {"staleness": i}),
         kinds.TrajectoryFinished(name),
     ]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.fakes.stories.records import turn_requested
 
 from rollbook.store import Event, Store
-from rollbook.store.events import BodyStored, TurnFailed, TurnRequested
+from rollbook.store.events import BodyStored, TurnFailed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.verify import verify_lane
@@ -34,7 +35,7 @@ def _event(i: int) -> Event:
     if i % 3:
         return Event(TurnFailed("t", f"u{i}", f"note {i}"), "r", event_id=f"id-{i:08}")
     ask = [{"role": "user", "content": LONG[i % 7 % 3]}, {"role": "user", "content": str(i)}]
-    record = TurnRequested("t", f"u{i}", f"r{i}", None, "first", None, 0, ask, {}, None, {}, {}, "c")
+    record = turn_requested("t", f"u{i}", request_id=f"r{i}", root_reason="first", messages=ask)
     return Event(record, "r", event_id=f"id-{i:08}")
 
 

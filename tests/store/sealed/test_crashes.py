@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories.records import turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
-from rollbook.store.events import TurnRequested
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.verify import verify_store
@@ -82,7 +82,7 @@ def _fill(store: Store, lane: str, count: int) -> None:
                 {"role": "user", "content": "x" * 600},
                 {"role": "user", "content": f"{lane}{i}"},
             ]
-            record = TurnRequested("t", f"u{i}", f"r{i}", None, "first", None, 0, ask, {}, None, {}, {}, "c")
+            record = turn_requested("t", f"u{i}", request_id=f"r{i}", root_reason="first", messages=ask)
             writer.append([Event(record, "r")]).result(30)
 
 

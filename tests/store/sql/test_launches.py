@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from tests.fakes.stories.records import turn_requested
 from tests.fakes.stories.scattered import scatter, seal_in_units
 
 from rollbook import store as rb
@@ -169,7 +170,7 @@ def test_retention_drops_them_with_their_trajectory(store: Store) -> None:
 
 def test_a_query_reads_what_it_needs(launched: Store) -> None:
     """No turns, names only where they are asked for, and no file of what holds no launches."""
-    asked = kinds.TurnRequested("b", "b.0", "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "c")
+    asked = turn_requested("b", "b.0", root_reason="first_turn")
     with launched.writer("serve") as writer:
         writer.append([Event(asked, "demo")]).result(30)
     with launched.writer("train") as writer:

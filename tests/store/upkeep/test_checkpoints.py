@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stories.records import step_planned
 from typer.testing import CliRunner
 
 from rollbook import store as rb
@@ -55,10 +56,12 @@ def log(store: Store) -> Store:
     for step in range(6):
         algorithm = {"reference_version": 2 if step == 3 else 0}
         made.append(
-            kinds.StepPlanned(
-                *(step, 1, "actor", step, "p", "serve=1", {}, "r"),
-                *([{"trajectory_id": f"t{step}", "turn_id": f"t{step}.0"}], [[[0]]]),
-                *(algorithm, {}, 0.1, 0, {}, {}),
+            step_planned(
+                step,
+                policy_version=step,
+                samples=[{"trajectory_id": f"t{step}", "turn_id": f"t{step}.0"}],
+                partition=[[[0]]],
+                algorithm=algorithm,
             )
         )
         made.append(kinds.StepCommitted(step, 1, "actor", step + 1, {}, {}))

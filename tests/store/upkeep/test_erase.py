@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.fakes.stories.records import turn_completed
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -47,11 +48,18 @@ def _trajectory(name: str, prompt: tuple[int, ...], completion: tuple[int, ...],
     whole = (*prompt, *completion, 9)
 
     def done(turn: str, delta: tuple[int, ...], sent: tuple[int, ...]) -> Any:
-        return kinds.TurnCompleted(
-            *(name, turn, "actor", 3, np.array(delta, np.int32), np.array(completion, np.int32)),
-            np.array([-0.0, -1.5], np.float32),
-            *((kinds.VersionSpan("actor", 3, 0, 2),), len(sent), prompt_sha256(np.array(sent, np.int32))),
-            *("stop", {"role": "assistant", "content": f"it is {text}"}, {"temperature": 1.0}, [], {}),
+        return turn_completed(
+            name,
+            turn,
+            policy_version=3,
+            prompt_ids=np.array(delta, np.int32),
+            completion_ids=np.array(completion, np.int32),
+            logprobs=np.array([-0.0, -1.5], np.float32),
+            version_spans=(kinds.VersionSpan("actor", 3, 0, 2),),
+            prompt_length=len(sent),
+            prompt_sha256=prompt_sha256(np.array(sent, np.int32)),
+            reply={"role": "assistant", "content": f"it is {text}"},
+            logprob_semantics={"temperature": 1.0},
         )
 
     return [

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store
 from rollbook.cli.store.retention import run_secrets
@@ -35,15 +36,22 @@ PASSWORD = "hunter2-hunter2"
 
 
 def _requested(turn: str, content: Any, **request: Any) -> TurnRequested:
-    return TurnRequested(
-        "t", turn, "q", None, "first_turn", None, 0, [{"role": "user", "content": content}], request,
-        "m", {}, {}, "k", {"endpoint": "/v1/chat/completions"},
-    )  # fmt: skip
+    return turn_requested(
+        "t",
+        turn,
+        request_id="q",
+        root_reason="first_turn",
+        messages=[{"role": "user", "content": content}],
+        request=request,
+        requested_model="m",
+        context_key="k",
+        wire={"endpoint": "/v1/chat/completions"},
+    )
 
 
 def _completed(turn: str, content: str) -> TurnCompleted:
     none, reply = token_ids([]), {"role": "assistant", "content": content}
-    return TurnCompleted("t", turn, None, None, none, none, None, (), 0, "", "stop", reply, {}, [], {})
+    return turn_completed("t", turn, policy=None, prompt_ids=none, completion_ids=none, reply=reply)
 
 
 def _written(path: Path) -> Store:

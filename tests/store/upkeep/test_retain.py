@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -42,10 +43,18 @@ def turns(name: str, version: int | None = 0, *, finished: bool = True) -> list[
     spans = () if version is None else (kinds.VersionSpan("actor", version, 0, 2),)
     return [
         kinds.TrajectoryOpened(name, name, "g", "task", "train"),
-        kinds.TurnRequested(name, f"{name}.0", "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "c"),
-        kinds.TurnCompleted(
-            *(name, f"{name}.0", None if version is None else "actor", version, ids, ids, None, spans, 2),
-            *(prompt_sha256(ids), "stop", {"content": f"of {name}"}, {}, [], {}),
+        turn_requested(name, f"{name}.0", root_reason="first_turn"),
+        turn_completed(
+            name,
+            f"{name}.0",
+            policy=None if version is None else "actor",
+            policy_version=version,
+            prompt_ids=ids,
+            completion_ids=ids,
+            version_spans=spans,
+            prompt_length=2,
+            prompt_sha256=prompt_sha256(ids),
+            reply={"content": f"of {name}"},
         ),
         *([kinds.TrajectoryFinished(name)] if finished else []),
     ]
@@ -54,9 +63,17 @@ def turns(name: str, version: int | None = 0, *, finished: bool = True) -> list[
 def planned(step: int, version: int, names: Sequence[str], attempt: int = 1, phase: str = "p") -> Any:
     """The manifest of a step that trains these trajectories."""
     refs = [{"trajectory_id": name, "turn_id": f"{name}.0"} for name in names]
-    return kinds.StepPlanned(
-        *(step, attempt, "actor", version, phase, "serve=0", {}, "rd", refs),
-        *([[[0]]], {"name": "grpo"}, {}, 0.1, 7, {}, {}),
+    return step_planned(
+        step,
+        attempt=attempt,
+        policy_version=version,
+        phase=phase,
+        cut="serve=0",
+        recipe_digest="rd",
+        samples=refs,
+        partition=[[[0]]],
+        algorithm={"name": "grpo"},
+        seed=7,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.stories.records import turn_completed, turn_requested
 from typer.testing import CliRunner
 
 from rollbook import store as rb
@@ -244,11 +245,13 @@ def test_turns_that_lack_what_they_rest_on_are_named(store: Store, sealed: bool)
     """A completed turn without its request, and a turn without its trajectory's opening; others are not."""
 
     def asked(trajectory: str, turn: str) -> TurnRequested:
-        return TurnRequested(trajectory, turn, "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "key")
+        return turn_requested(trajectory, turn, root_reason="first_turn", context_key="key")
 
     def done(trajectory: str, turn: str) -> TurnCompleted:
         ids = token_ids([1])
-        return TurnCompleted(trajectory, turn, None, None, ids, ids, None, (), 1, "", "stop", {}, {}, [], {})
+        return turn_completed(
+            trajectory, turn, policy=None, prompt_ids=ids, completion_ids=ids, prompt_length=1
+        )
 
     records = [
         *(TrajectoryOpened("t1", "one"), asked("t1", "u1"), done("t1", "u1"), done("t1", "u2")),

@@ -9,10 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.fakes.stories.records import turn_requested
 
 from rollbook.store import Event
 from rollbook.store.errors import UnstorableError
-from rollbook.store.events import BodyStored, RewardAssigned, TurnFailed, TurnRequested
+from rollbook.store.events import BodyStored, RewardAssigned, TurnFailed
 from rollbook.store.events.batches import encode_batch
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal import framer as framer_module
@@ -150,7 +151,7 @@ def test_a_stored_body_is_an_event_like_others() -> None:
     framer = _framer(body_bytes=256)
     framer.begin_segment()
     long = [{"role": "system", "content": "x" * 1000}]
-    record = TurnRequested("t", "u", "r", None, "first", None, 0, long, {}, None, {}, {}, "key")
+    record = turn_requested("t", "u", root_reason="first", messages=long, context_key="key")
     jobs = framer.jobs(_group([Event(record, "run")]))
     payload = memoryview(b"".join(bytes(b) for b in jobs[0].buffers))
     event_id = decode_rows(read_frame(payload, 0).payload, 2)[0][0]
@@ -181,7 +182,7 @@ def test_bodies_are_stored_once_a_segment() -> None:
     long = [{"role": "system", "content": "x" * 1000}]
 
     def ask(turn: str) -> list[Event]:
-        record = TurnRequested("t", turn, "r", None, "first", None, 0, long, {}, None, {}, {}, "key")
+        record = turn_requested("t", turn, root_reason="first", messages=long, context_key="key")
         return [Event(record, "run")]
 
     framer.begin_segment()

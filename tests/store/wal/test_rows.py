@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.storage.arrow_rows import by_pyarrow
+from tests.fakes.stories.records import turn_completed
 
 from rollbook.store import Event
-from rollbook.store.events import LabelAdded, RewardAssigned, TurnCompleted, VersionSpan
+from rollbook.store.events import LabelAdded, RewardAssigned, VersionSpan
 from rollbook.store.events.batches import encode_batch, to_batch
 from rollbook.store.events.schema import LOG_SCHEMA, REQUIRED, ROW_NAMES, row_of
 from rollbook.store.sealed.parquet import same_bits
@@ -41,7 +42,17 @@ LOGPROBS = (
 SPANS = st.none() | st.lists(st.builds(VersionSpan, TEXT, NUMBER, NUMBER, NUMBER), max_size=2).map(tuple)
 EVENTS = st.builds(
     lambda t, u, p, v, ids, done, logprobs, spans, run, time: Event(
-        TurnCompleted(t, u, p, v, ids, done, logprobs, spans, 1, "", "stop", {}, {}, [], {}),
+        turn_completed(
+            t,
+            u,
+            policy=p,
+            policy_version=v,
+            prompt_ids=ids,
+            completion_ids=done,
+            logprobs=logprobs,
+            version_spans=spans,
+            prompt_length=1,
+        ),
         run,
         "id",
         time,
@@ -100,7 +111,16 @@ def test_a_row_takes_80_bytes_and_its_values() -> None:
 def test_a_span_that_no_column_takes_is_not_written(span: VersionSpan) -> None:
     """It would be acknowledged, and then no reader could make a batch of it."""
     ids = np.array([1], np.int32)
-    record = TurnCompleted("t", "u", "a", 0, ids, ids, None, (span,), 1, "", "stop", {}, {}, [], {})
+    record = turn_completed(
+        "t",
+        "u",
+        policy="a",
+        policy_version=0,
+        prompt_ids=ids,
+        completion_ids=ids,
+        version_spans=(span,),
+        prompt_length=1,
+    )
     with pytest.raises(REFUSALS):
         encode_rows([row_of(Event(record, "run"))])
 
@@ -141,7 +161,9 @@ def test_a_later_change_of_an_array_changes_no_frame() -> None:
 
 
 def _turn(ids: Any) -> Event:
-    record = TurnCompleted("t", "u", "a", 0, ids, ids, None, (), 1, "", "stop", {}, {}, [], {})
+    record = turn_completed(
+        "t", "u", policy="a", policy_version=0, prompt_ids=ids, completion_ids=ids, prompt_length=1
+    )
     return Event(record, "run", "id", 9)
 
 
