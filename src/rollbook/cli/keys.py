@@ -53,9 +53,8 @@ def print_keys(file: Path, as_json: bool) -> None:
         ConfigError: it cannot be used.
     """
     import orjson
-    from rich.table import Table
 
-    from rollbook.cli.terminal import Console, json_for_terminal
+    from rollbook.cli.terminal import Console, json_for_terminal, table_of
     from rollbook.edge.keys import read_keys
 
     keys, _ = read_keys(file)
@@ -64,9 +63,7 @@ def print_keys(file: Path, as_json: bool) -> None:
         rows = [{"name": k.name, "role": k.role.value, "expires": k.expires} for k in keys]
         sys.stdout.write(json_for_terminal(orjson.dumps(rows, option=orjson.OPT_UTC_Z)) + "\n")
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "role", "expires"):
-        table.add_column(column)
+    table = table_of("name", "role", "expires")
     for key in keys:
         until = "" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M} UTC"
         table.add_row(key.name, key.role.value, f"{until}, expired" if key.expired(now) else until)

@@ -92,15 +92,10 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
 
 
 def _print_table(samples: list[Sample]) -> None:
-    from rich.table import Table
+    from rollbook.cli.terminal import Console, table_of
 
-    from rollbook.cli.terminal import Console
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("trajectory", "split", "group"):
-        table.add_column(name)
-    for name in ("turns", "tokens", "trained", "versions", "logprob", "reward"):
-        table.add_column(name, justify="right")
+    numbers = (">turns", ">tokens", ">trained", ">versions", ">logprob", ">reward")
+    table = table_of("trajectory", "split", "group", *numbers)
     for s in samples:
         versions = s.versions[s.versions >= 0]
         span = f"{versions.min()}..{versions.max()}" if versions.size else ""
@@ -155,10 +150,8 @@ def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, 
         ConfigError: a recipe cannot be used.
         CutError: no such run or cut.
     """
-    from rich.table import Table
-
     from rollbook import store
-    from rollbook.cli.terminal import Console, print_json, visible
+    from rollbook.cli.terminal import Console, print_json, table_of, visible
     from rollbook.train.config.files import load_recipe
 
     log, named = store.open(path), (load_recipe(a), load_recipe(b))
@@ -177,11 +170,7 @@ def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, 
             }
         )
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("kept by")
-    for name in ("samples", "trained tokens"):
-        table.add_column(name, justify="right")
-    table.add_column("the other drops them by")
+    table = table_of("kept by", ">samples", ">trained tokens", "the other drops them by")
     table.add_row("both", str(len(both)), str(sum(ref.trained for ref in both)), "")
     for one, refs, why in zip(named, only, reasons, strict=True):
         rules = sorted(set(why.values()))
@@ -221,17 +210,12 @@ def _counted(applied: Applied) -> str:
 
 
 def _print_rules(applied: Applied) -> None:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console, visible
+    from rollbook.cli.terminal import Console, table_of, visible
     from rollbook.train.select.sample_ref import SampleRef
 
     if not applied.drops:
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("dropped by")
-    table.add_column("samples", justify="right")
-    table.add_column("the first of them")
+    table = table_of("dropped by", ">samples", "the first of them")
     for rule, count in applied.rules.most_common():
         first = next(drop for drop in applied.drops if drop.rule == rule)
         assert isinstance(first.sample, SampleRef)
@@ -241,17 +225,11 @@ def _print_rules(applied: Applied) -> None:
 
 
 def _print_samples(refs: list[SampleRef]) -> None:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console, say, visible
+    from rollbook.cli.terminal import Console, say, table_of, visible
 
     if not refs:
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("kept", "group"):
-        table.add_column(name)
-    for name in ("tokens", "trained", "versions", "reward"):
-        table.add_column(name, justify="right")
+    table = table_of("kept", "group", ">tokens", ">trained", ">versions", ">reward")
     for ref in refs[:SHOWN]:
         versions = "" if ref.oldest_version is None else f"{ref.oldest_version}..{ref.newest_version}"
         reward = "" if ref.reward is None else f"{ref.reward:g}"

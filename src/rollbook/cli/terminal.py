@@ -111,6 +111,20 @@ def print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     Console(stderr=True).tell((f"{len(rows)} rows", "dim"))
 
 
+def table_of(*names: str, **column: Any) -> Table:
+    """A table without lines.
+
+    Args:
+        names: of its columns; `>` stands before those of numbers, which are right-aligned.
+        column: what else holds of every column.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        justify: Any = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, **column)
+    return table
+
+
 def draw_table(
     console: Console, names: list[str], rows: list[tuple[Any, ...]], cell: int = CELL_WIDTH
 ) -> None:
@@ -119,7 +133,7 @@ def draw_table(
     Args:
         cell: a value's longest text, in characters; longer ones are cut.
     """
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = table_of()
     numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(names))]
     for name, number in zip(names, numeric, strict=True):
         table.add_column(name, justify="right" if number and rows else "left", overflow="fold")

@@ -132,15 +132,12 @@ def _by_log(
 
 
 def _show(found: Contributions, recorded: object, top: int) -> None:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console
+    from rollbook.cli.terminal import Console, table_of
 
     console = Console()
     console.tell("step ", (str(found.step), "bold red"), f" is the first: {found.metric} {recorded}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("sample", "trajectory", "group", "reward", "tokens", "without it", "change"):
-        table.add_column(name, justify="left" if name in ("trajectory", "group") else "right")
+    numbers = (">reward", ">tokens", ">without it", ">change")
+    table = table_of(">sample", "trajectory", "group", *numbers)
     for one in found.samples[:top]:
         without = "none" if one.without is None else f"{one.without:.4g}"
         named = (str(one.sample), one.trajectory, one.group or "")

@@ -170,9 +170,7 @@ def run_rollout(
 
 
 def _print(result: RolloutReplay) -> None:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console
+    from rollbook.cli.terminal import Console, table_of
 
     console = Console()
     version = "weights of no version" if result.policy_version is None else f"version {result.policy_version}"
@@ -180,9 +178,7 @@ def _print(result: RolloutReplay) -> None:
         (result.trajectory, "bold"),
         f" of run {result.run}, {result.how} with {version} of policy {result.policy} ({result.engine})",
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("turn", "prompt", "recorded", "now", "largest gap"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(">turn", ">prompt", ">recorded", ">now", ">largest gap", no_wrap=True)
     table.add_column("tokens")
     for turn in result.turns:
         gap = "" if turn.largest_gap is None else f"{turn.largest_gap:.6f}"

@@ -217,9 +217,9 @@ def show(console: Console, result: StepReplay) -> None:
 
 def stage_table(stages: Iterable[StageReplay]) -> Table:
     """A row for each stage."""
-    from rich.table import Table
     from rich.text import Text
 
+    from rollbook.cli.terminal import table_of
     from rollbook.replay.verdict import Verdict
 
     colours = {
@@ -229,9 +229,7 @@ def stage_table(stages: Iterable[StageReplay]) -> Table:
         Verdict.not_recorded: "dim",
         Verdict.not_proven: "yellow",
     }
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("stage", "recorded", "replayed", ""):
-        table.add_column(name, overflow="fold")
+    table = table_of("stage", "recorded", "replayed", "", overflow="fold")
     for one in stages:
         mark = Text(str(one.verdict), colours[one.verdict])
         why = [one.why] if one.why else []

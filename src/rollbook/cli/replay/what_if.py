@@ -230,12 +230,9 @@ def _show_step(console: Console, sides: StepSides) -> None:
 
 
 def _metric_table(sides: StepSides) -> Table:
-    from rich.table import Table
+    from rollbook.cli.terminal import table_of
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("metric")
-    for name in (*SIDES, "difference"):
-        table.add_column(name, justify="right")
+    table = table_of("metric", *(f">{side}" for side in SIDES), ">difference")
     names = dict.fromkeys(name for side in SIDES for name in sides.metrics[side] or {})
     for name in names:
         first, second = (sides.metric(side, name) for side in SIDES)
@@ -258,14 +255,9 @@ def _show_gradients(console: Console, sides: StepSides) -> None:
 
 def _show_samples(console: Console, samples: Sequence[SampleSides]) -> None:
     """The samples that differ the most first: those of one side, then by the advantage."""
-    from rich.table import Table
+    from rollbook.cli.terminal import table_of, visible
 
-    from rollbook.cli.terminal import visible
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("sample of")
-    for name in ("reward", "other", "advantage", "other", "tokens", "other"):
-        table.add_column(name, justify="right")
+    table = table_of("sample of", ">reward", ">other", ">advantage", ">other", ">tokens", ">other")
     table.add_column("", no_wrap=True)
     for one in sorted(samples, key=_alike)[:SHOWN]:
         first, second = one.recorded, one.other

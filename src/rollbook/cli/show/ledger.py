@@ -143,14 +143,10 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
 
 
 def _terms(ledger: RunLedger) -> Table:
-    from rich.table import Table
-
+    from rollbook.cli.terminal import table_of
     from rollbook.store.sql.balance import TERMS
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("term")
-    for name in ("tokens", "turns", "share"):
-        table.add_column(name, justify="right")
+    table = table_of("term", ">tokens", ">turns", ">share")
     whole = ledger.generated
     for term in ("generated", *TERMS):
         of_term = [whole] if term == "generated" else [a for a in ledger.amounts if a.term == term]
@@ -168,14 +164,10 @@ def _percent(tokens: int, of: int) -> str:
 
 
 def _by_version(ledger: RunLedger) -> Table:
-    from rich.table import Table
-
+    from rollbook.cli.terminal import table_of
     from rollbook.store.sql.balance import TERMS
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("policy")
-    for name in ("version", "generated", *TERMS):
-        table.add_column(name, justify="right")
+    table = table_of("policy", ">version", ">generated", *(f">{term}" for term in TERMS))
     for v in ledger.versions:
         version = "" if v.policy_version is None else str(v.policy_version)
         numbers = [v.generated, *(v.tokens[term] for term in TERMS)]

@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from rollbook.cli.progress import progress
 from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import Console, print_json, visible
+from rollbook.cli.terminal import Console, print_json, table_of, visible
 from rollbook.store.errors import UpkeepError
 from rollbook.store.open import open_store
 from rollbook.store.redaction import Scrubber
@@ -186,9 +185,9 @@ def _print(console: Console, path: Path, found: Secrets) -> None:
     if not found.formats:
         console.print(f"no secrets in {found.events:,} events")
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("format", "digest", "count", "trajectory", "turn", "kind", "field"):
-        table.add_column(name, overflow="fold", no_wrap=name == "digest")
+    names = ("format", "digest", "count", "trajectory", "turn", "kind", "field")
+    table = table_of(*names, overflow="fold")
+    table.columns[names.index("digest")].no_wrap = True
     for place, count in list(found.places.items())[:SHOWN]:
         where = (place.trajectory_id or f"run {place.run}", place.turn_id or "", place.kind, place.field)
         shown = (place.format, place.digest.removeprefix("[secret:").rstrip("]"), f"{count:,}", *where)

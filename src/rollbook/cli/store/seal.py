@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from rollbook.cli.terminal import Console, print_json
+from rollbook.cli.terminal import Console, print_json, table_of
 from rollbook.store.errors import LaneLockedError, RollbookError
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
@@ -114,10 +113,8 @@ def _print(report: SealReport, as_json: bool) -> None:
         print_json(report.as_json(), indent=False)
         return
     console = Console()
-    names = ("lane", "sealed", "merged", "removed", "WAL files removed", "log MiB", "Parquet MiB")
-    table = Table(*names, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    units = (">sealed", ">merged", ">removed")
+    table = table_of("lane", *units, ">WAL files removed", ">log MiB", ">Parquet MiB")
     for lane in report.lanes:
         counts = (len(lane.sealed), len(lane.merged), len(lane.removed), lane.wal_files)
         sizes = (lane.log_bytes / _MIB, lane.written_bytes / _MIB)

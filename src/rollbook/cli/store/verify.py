@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from rollbook.cli.progress import progress
-from rollbook.cli.terminal import Console, print_json
+from rollbook.cli.terminal import Console, print_json, table_of
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
@@ -131,9 +130,7 @@ def _progress(log: Store) -> Iterator[Callable[[str, int], None]]:
 
 def _print_repaired(lanes: list[LaneRepaired]) -> None:
     console = Console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("lane", "repaired", "whole"):
-        table.add_column(name, justify="right" if name == "repaired" else "left")
+    table = table_of("lane", ">repaired", "whole")
     for lane in lanes:
         whole = Text("yes") if lane.fault is None else Text("no", "red")
         table.add_row(lane.lane, str(len(lane.repaired)), whole)
@@ -158,11 +155,7 @@ def _remedy(path: Path, fault: Fault) -> str:
 
 def _print(path: Path, found: list[LaneVerified]) -> None:
     console = Console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("lane")
-    for name in ("events", "units", "WAL files", "MiB"):
-        table.add_column(name, justify="right")
-    table.add_column("whole")
+    table = table_of("lane", ">events", ">units", ">WAL files", ">MiB", "whole")
     for lane in found:
         counts = (lane.events, lane.units, lane.wal_files)
         whole = Text("yes") if lane.fault is None else Text("no", "red")

@@ -115,11 +115,10 @@ def run_preflight(
         CutError: no such cut.
         BadParameter: a reward function has no completions to be tried on.
     """
-    from rich.table import Table
     from rich.text import Text
 
     from rollbook import store
-    from rollbook.cli.terminal import Console, print_json
+    from rollbook.cli.terminal import Console, print_json, table_of
 
     if reward is not None and path is None:
         raise typer.BadParameter(
@@ -135,9 +134,7 @@ def run_preflight(
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for name in ("check", "", "found"):
-            table.add_column(name)
+        table = table_of("check", "", "found")
         for check in checks:
             levers = "" if check.verdict == "green" else f"\nlevers: {check.lever}"
             table.add_row(check.name, Text(check.verdict, check.verdict), Text(check.said + levers))

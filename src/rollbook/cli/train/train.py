@@ -177,13 +177,12 @@ def _as_json(need: Need, count: int, copies: int, longest: int) -> Any:
 
 def _table(need: Need) -> Table:
     """A column for one rank of each pipeline stage."""
-    from rich.table import Table
+    from rollbook.cli.terminal import table_of
 
     small = max(rank.total for rank in need.stages) < 1 << 30
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(f"{'MiB' if small else 'GiB'} of a rank")
-    for stage in range(len(need.stages)):
-        table.add_column(f"stage {stage + 1}" if len(need.stages) > 1 else "", justify="right")
+    count = len(need.stages)
+    stages = (f">stage {stage + 1}" if count > 1 else ">" for stage in range(count))
+    table = table_of(f"{'MiB' if small else 'GiB'} of a rank", *stages)
     for part in PARTS:
         sizes = (getattr(rank, part) / (1 << 20 if small else 1 << 30) for rank in need.stages)
         table.add_row(part, *(f"{size:.2f}" for size in sizes))
