@@ -21,7 +21,7 @@ from tests.fakes.proxies.settings import settings_of
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app as command
-from rollbook.cli.keys import print_keys
+from rollbook.cli.keys import list_
 from rollbook.edge import keys as module
 from rollbook.edge.guard import Guard
 from rollbook.edge.keys import (
@@ -275,7 +275,7 @@ def test_a_made_key_opens_and_is_stored_as_a_hash(tmp_path: Path, capsys: pytest
             add_key(file, name, role, None)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
-    print_keys(file, False)
+    list_(file)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["name", "role", "expires"],
         ["ops", "operator"],

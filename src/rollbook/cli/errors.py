@@ -21,7 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollbook.store.sql.sandbox import Connection
 
 NO, BAD, UNFORESEEN, AGAIN = 1, 2, 70, 75
 LOST = ("RankLostError", "EngineLostError", "ProxyLostError")
@@ -81,11 +84,26 @@ def run(command: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def interrupted_with(interrupt: Callable[[], object]) -> Iterator[None]:
-    """Call this when a signal stops the command: DuckDB's own threads would go on with a query."""
+def querying(connection: Connection) -> Iterator[None]:
+    """Context of queries. A signal that stops the command stops them, for DuckDB's own threads would go on.
+
+    Raises:
+        QueryError: the SQL is wrong; the message is DuckDB's.
+        RemoteError: the object storage is away.
+    """
+    import duckdb
+
+    from rollbook.store.sql.object_storage import outage
+    from rollbook.store.sql.sandbox import explained
+
+    interrupt = connection.interrupt
     _interrupts.append(interrupt)
     try:
         yield
+    except duckdb.InterruptException:
+        raise KeyboardInterrupt from None
+    except duckdb.Error as error:
+        raise outage(error) or explained(error) from error
     finally:
         _interrupts.remove(interrupt)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rollbook.cli.options import AsJson, AsOf, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.train.checkpoints.export import ExportedModel
@@ -61,7 +61,20 @@ def trajectories(
     json: AsJson = False,
 ) -> None:
     """Write trajectories: Parquet tables, JSONL chats, or a Hugging Face dataset."""
-    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
+    from rollbook.cli.progress import progress
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.store.interchange.export import export_store
+    from rollbook.store.open import open_store
+
+    only = None if split == "all" else split
+    with of_run(open_store(store), run):
+        done = export_store(store, to, format.value, as_of=as_of, run=run, split=only, progress=progress)
+    if json:
+        print_json(done)
+        return
+    rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
+    say(f"wrote {to}: {rows}, as of {done['cut']}")
 
 
 NewFolder = Annotated[
@@ -71,7 +84,6 @@ Version = Annotated[
     int | None, typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint.")
 ]
 OfRun = Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")]
-OfPolicy = Annotated[str, typer.Option(help="Which line of weights.")]
 
 
 @export_app.command("model")
@@ -80,7 +92,7 @@ def model(
     to: NewFolder,
     version: Version = None,
     run: OfRun = None,
-    policy: OfPolicy = "actor",
+    policy: Policy = "actor",
     json: AsJson = False,
 ) -> None:
     """Write a trained version as a Hugging Face model directory: config, tokenizer, safetensors.
@@ -89,7 +101,15 @@ def model(
 
     rollbook export model --store runs --version 50 -o my-model-50
     """
-    run_export_model(store, to, version, run, policy, json)
+    from rollbook.cli.runs import of_run
+    from rollbook.store.open import open_store
+    from rollbook.train.checkpoints.export import export_model
+
+    log = open_store(store)
+    with of_run(log, run):
+        done = export_model(log, to, version, run, policy)
+    size = f"({done.bytes / 2**20:.1f} MiB)"
+    _say(done, "", f"{size}; its weights are those that the log names", as_json=json)
 
 
 @export_app.command("adapter")
@@ -98,7 +118,7 @@ def adapter(
     to: NewFolder,
     version: Version = None,
     run: OfRun = None,
-    policy: OfPolicy = "actor",
+    policy: Policy = "actor",
     json: AsJson = False,
 ) -> None:
     """Write the factors of a training with [lora] as an adapter for PEFT, vLLM or SGLang.
@@ -107,55 +127,14 @@ def adapter(
 
     rollbook export adapter --store runs --version 50 -o my-adapter-50
     """
-    run_export_adapter(store, to, version, run, policy, json)
-
-
-def run_export(
-    store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
-) -> None:
-    """Export trajectories, and print a summary."""
-    from rollbook.cli.progress import progress
-    from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_json, say
-    from rollbook.store.interchange.export import export_store
-    from rollbook.store.open import open_store
-
-    with of_run(open_store(store), run):
-        done = export_store(store, out, format_, as_of=as_of, run=run, split=split, progress=progress)
-    if as_json:
-        print_json(done)
-        return
-    rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
-    say(f"wrote {out}: {rows}, as of {done['cut']}")
-
-
-def run_export_model(
-    store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
-) -> None:
-    """Export a model, and print what it is."""
-    from rollbook.cli.runs import of_run
-    from rollbook.store.open import open_store
-    from rollbook.train.checkpoints.export import export_model
-
-    log = open_store(store)
-    with of_run(log, run):
-        done = export_model(log, out, version, run, policy)
-    size = f"({done.bytes / 2**20:.1f} MiB)"
-    _say(done, "", f"{size}; its weights are those that the log names", as_json=as_json)
-
-
-def run_export_adapter(
-    store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
-) -> None:
-    """Export an adapter, and print what it is."""
     from rollbook.cli.runs import of_run
     from rollbook.store.open import open_store
     from rollbook.train.checkpoints.export import export_adapter
 
     log = open_store(store)
     with of_run(log, run):
-        done = export_adapter(log, out, version, run, policy)
-    _say(done, "the adapter of ", f"({done.bytes / 2**20:.2f} MiB)", as_json=as_json)
+        done = export_adapter(log, to, version, run, policy)
+    _say(done, "the adapter of ", f"({done.bytes / 2**20:.2f} MiB)", as_json=json)
 
 
 def _say(done: ExportedModel, what: str, end: str, *, as_json: bool) -> None:

@@ -18,19 +18,26 @@ if TYPE_CHECKING:
     from rollbook.train.config.config import TrainConfig
 
 
+Chats = Annotated[
+    Path,
+    typer.Argument(
+        help='JSONL of {"messages": [...]}; with --model any file, folder or pattern of common shapes.'
+    ),
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Model folder whose tokenizer and chat template make tokens to train on."),
+]
+Show = Annotated[
+    int | None, typer.Option(min=0, help="Show so many of the first samples, trained tokens marked.")
+]
+
+
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help='JSONL of {"messages": [...]}; with --model any file, folder or pattern of common shapes.'
-        ),
-    ],
+    file: Chats,
     store: StoreOption,
     run: Annotated[str, typer.Option(help="Run to add the chats to.")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Model folder whose tokenizer and chat template make tokens to train on."),
-    ] = None,
+    model: Model = None,
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
     split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
     skip_bad: SkipBad = False,
@@ -38,9 +45,7 @@ def import_(
     format: RowFormat = "auto",
     key: RowKeys = None,
     chat_template_kwargs: TemplateKwargs = "",
-    show: Annotated[
-        int | None, typer.Option(min=0, help="Show so many of the first samples, trained tokens marked.")
-    ] = None,
+    show: Show = None,
     json: AsJson = False,
 ) -> None:
     """Add chats, and with --model prompts with completions and preferences, as trajectories with tokens.
@@ -51,21 +56,25 @@ def import_(
     rollbook import chats.jsonl.gz --store runs --run sft --model ./my-model
     rollbook import math.parquet --store runs --run sft --model ./my-model --key completion=solution
     """
-    run_import(
-        file,
-        store,
-        run,
-        lane,
-        split,
-        model,
-        skip_bad,
-        leave_out,
-        format,
-        key or [],
-        show,
-        json,
-        chat_template_kwargs,
-    )
+    from rollbook.cli.progress import progress
+    from rollbook.cli.terminal import print_json
+    from rollbook.engines.hub import model_folder
+    from rollbook.store.errors import InterchangeError
+    from rollbook.store.interchange.importing import import_chats
+
+    as_told: dict[str, Any] = {"lane": lane, "split": split, "progress": progress}
+    if model is not None:
+        from rollbook.ingest.datasets.importing import import_dataset
+
+        first = (0 if json else 1) if show is None else show
+        folder = model_folder(model, weights=False)
+        reading = reading_of(format, key or [], first, leave_out, chat_template_kwargs)
+        done = import_dataset(file, store, run, folder, skip_bad=skip_bad, reading=reading, **as_told)
+    elif what := _of_rows(file, skip_bad, leave_out, format, key, show, chat_template_kwargs):
+        raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
+    else:
+        done = import_chats(file, store, run, **as_told)
+    print_json(done) if json else _sum_up(done, store)
 
 
 TRAINED, CONTEXT = "bold green", "dim"
@@ -75,58 +84,6 @@ SPLIT = "teacher"
 """Split of what is imported."""
 PIECE = 600
 """Characters of a piece that are shown: of a longer one its beginning and its end."""
-
-
-def run_import(
-    file: Path,
-    store: Path,
-    run: str,
-    lane: str,
-    split: str,
-    model: Path | None,
-    skip_bad: bool,
-    leave_out: str,
-    shape: str,
-    keys: Sequence[str],
-    show: int | None,
-    as_json: bool,
-    kwargs: str = "",
-) -> None:
-    """Import, and print a summary.
-
-    Args:
-        show: how many of the first chats are shown; None: one, beside a summary for people.
-
-    Raises:
-        InterchangeError: the file cannot be used.
-        ModelError: the model folder cannot.
-    """
-    from rollbook.cli.progress import progress
-    from rollbook.cli.terminal import print_json
-    from rollbook.engines.hub import model_folder
-    from rollbook.store.errors import InterchangeError
-    from rollbook.store.interchange.importing import import_chats
-
-    first = (0 if as_json else 1) if show is None else show
-    if model is not None:
-        from rollbook.ingest.datasets.importing import import_dataset
-
-        done = import_dataset(
-            file,
-            store,
-            run,
-            model_folder(model, weights=False),
-            lane=lane,
-            split=split,
-            skip_bad=skip_bad,
-            reading=reading_of(shape, keys, first, leave_out, kwargs),
-            progress=progress,
-        )
-    elif (what := _of_rows(file, skip_bad, leave_out, shape, keys, show, kwargs)) is not None:
-        raise InterchangeError(f"{what} needs --model DIR, whose tokenizer makes the tokens of its rows")
-    else:
-        done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
-    print_json(done) if as_json else _sum_up(done, store)
 
 
 def training_data(
@@ -189,7 +146,7 @@ def _of_rows(
     skip_bad: bool,
     leave_out: str,
     shape: str,
-    keys: Sequence[str],
+    keys: Sequence[str] | None,
     show: int | None,
     kwargs: str,
 ) -> str | None:
@@ -277,15 +234,10 @@ def _drawn(sample: Pieces, *, coloured: bool) -> list[str | tuple[str, str]]:
     """A sample's text, what is trained in a colour or between marks."""
     drawn: list[str | tuple[str, str]] = []
     for text, trained in sample:
-        short = _shortened(text)
+        left, half = len(text) - PIECE, PIECE // 2
+        short = text if left <= 0 else f"{text[:half]} ... {left:,} characters more ... {text[-half:]}"
         if coloured:
             drawn.append((short, TRAINED if trained else CONTEXT))
         else:
             drawn.append(f"{MARKS[0]}{short}{MARKS[1]}" if trained else short)
     return drawn
-
-
-def _shortened(text: str) -> str:
-    left = len(text) - PIECE
-    half = PIECE // 2
-    return text if left <= 0 else f"{text[:half]} ... {left:,} characters more ... {text[-half:]}"

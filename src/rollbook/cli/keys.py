@@ -43,15 +43,6 @@ def add(
 @keys_app.command("list")
 def list_(file: KeysFile, json: AsJson = False) -> None:
     """Show the keys of a file: name, role, and until when each is good."""
-    print_keys(file, json)
-
-
-def print_keys(file: Path, as_json: bool) -> None:
-    """Print names, roles and expiry of a file's keys.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
     import orjson
 
     from rollbook.cli.terminal import Console, json_for_terminal, table_of
@@ -59,7 +50,7 @@ def print_keys(file: Path, as_json: bool) -> None:
 
     keys, _ = read_keys(file)
     now = datetime.now(UTC)
-    if as_json:
+    if json:
         rows = [{"name": k.name, "role": k.role.value, "expires": k.expires} for k in keys]
         sys.stdout.write(json_for_terminal(orjson.dumps(rows, option=orjson.OPT_UTC_Z)) + "\n")
         return

@@ -21,6 +21,9 @@ RunOfStep = Annotated[
     str | None, typer.Option("--run", help="Run of --as-of step:N, where several have that step.")
 ]
 Policy = Annotated[str, typer.Option(help="Which line of weights.")]
+Named = Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")]
+FirstStep = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
+LastStep = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
 TrustParts = Annotated[
     bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
 ]

@@ -43,6 +43,19 @@ def _like(name: str, wanted: str) -> float:
     return SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
 
 
+def cut_of(log: Store, as_of: str, run: str | None) -> Cut:
+    """The cut that `--as-of` names; it holds the run, where one is named.
+
+    Raises:
+        CutError: there is no such cut, or no such run in it.
+    """
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
+    if run is not None:
+        check_run(log, run, cut)
+    return cut
+
+
 @contextlib.contextmanager
 def of_run(log: Store, run: str | None) -> Iterator[None]:
     """Context: turns an error within it into an error about the run, if the run is not in the store.

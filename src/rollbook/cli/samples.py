@@ -44,7 +44,24 @@ def samples(
             )
         print_recipe(store, recipe, as_of, run, json)
         return
-    print_samples(store, trajectory, as_of, run, json)
+    from rollbook.cli.runs import cut_of
+    from rollbook.cli.show.finding import openings_of
+    from rollbook.cli.terminal import print_json
+    from rollbook.store.errors import CutError
+    from rollbook.store.open import open_store
+    from rollbook.train.select.samples import all_samples
+
+    log = open_store(store)
+    cut = cut_of(log, as_of, run)
+    ids = None if trajectory is None else [o.trajectory_id for o in openings_of(log, cut, trajectory)]
+    trajectories = [t for t in log.trajectories(cut, ids).values() if run in (None, t.run)]
+    if trajectory is not None and not trajectories:
+        raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
+    samples = all_samples(trajectories)
+    if json:
+        print_json([sample.as_json() for sample in samples])
+        return
+    _print_table(samples)
 
 
 def recipe_diff(
@@ -59,36 +76,35 @@ def recipe_diff(
 
     rollbook recipe diff grpo.toml fresh.toml --store runs --as-of step:12
     """
-    print_difference(store, a, b, as_of, run, json)
+    from rollbook.cli.terminal import Console, print_json, table_of, visible
+    from rollbook.store.open import open_store
+    from rollbook.train.config.files import load_recipe
 
-
-def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | None, as_json: bool) -> None:
-    """Print every root-to-leaf path at a cut as an aligned sample.
-
-    Raises:
-        CutError: no such run, or no such trajectory at that cut.
-    """
-    from rollbook import store
-    from rollbook.cli.runs import check_run, of_run
-    from rollbook.cli.show.finding import openings_of
-    from rollbook.cli.terminal import print_json
-    from rollbook.store.errors import CutError
-    from rollbook.train.select.samples import all_samples
-
-    log = store.open(path)
-    with of_run(log, run):
-        cut = log.cut(as_of, run)
-    if run is not None:
-        check_run(log, run, cut)
-    ids = None if trajectory is None else [o.trajectory_id for o in openings_of(log, cut, trajectory)]
-    trajectories = [t for t in log.trajectories(cut, ids).values() if run in (None, t.run)]
-    if trajectory is not None and not trajectories:
-        raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
-    samples = all_samples(trajectories)
-    if as_json:
-        print_json([s.as_json() for s in samples])
+    log, named = open_store(store), (load_recipe(a), load_recipe(b))
+    (first, where), (second, _) = (_applied(log, one, as_of, run) for one in named)
+    kept = [{ref.leaf_turn_id: ref for ref in one.kept} for one in (first, second)]
+    only = [[ref for leaf, ref in mine.items() if leaf not in other] for mine, other in (kept, kept[::-1])]
+    both = [ref for leaf, ref in kept[0].items() if leaf in kept[1]]
+    reasons = [_reasons(refs, other) for refs, other in zip(only, (second, first), strict=True)]
+    if json:
+        print_json(
+            where
+            | {
+                "both": [ref.reference for ref in both],
+                "only_a": _with_reasons(only[0], reasons[0]),
+                "only_b": _with_reasons(only[1], reasons[1]),
+            }
+        )
         return
-    _print_table(samples)
+    table = table_of("kept by", ">samples", ">trained tokens", "the other drops them by")
+    table.add_row("both", str(len(both)), str(sum(ref.trained for ref in both)), "")
+    for one, refs, why in zip(named, only, reasons, strict=True):
+        rules = sorted(set(why.values()))
+        told = ", ".join(f"{rule} ({list(why.values()).count(rule)})" for rule in rules)
+        table.add_row(
+            f"{visible(one.name)} alone", str(len(refs)), str(sum(ref.trained for ref in refs)), told
+        )
+    Console().print(table)
 
 
 def _print_table(samples: list[Sample]) -> None:
@@ -143,56 +159,16 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
     _print_samples(applied.kept)
 
 
-def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, as_json: bool) -> None:
-    """Print how the samples that two recipes keep at a cut differ, and by which rules of the other.
-
-    Raises:
-        ConfigError: a recipe cannot be used.
-        CutError: no such run or cut.
-    """
-    from rollbook import store
-    from rollbook.cli.terminal import Console, print_json, table_of, visible
-    from rollbook.train.config.files import load_recipe
-
-    log, named = store.open(path), (load_recipe(a), load_recipe(b))
-    (first, where), (second, _) = (_applied(log, one, as_of, run) for one in named)
-    kept = [{ref.leaf_turn_id: ref for ref in one.kept} for one in (first, second)]
-    only = [[ref for leaf, ref in mine.items() if leaf not in other] for mine, other in (kept, kept[::-1])]
-    both = [ref for leaf, ref in kept[0].items() if leaf in kept[1]]
-    reasons = [_reasons(refs, other) for refs, other in zip(only, (second, first), strict=True)]
-    if as_json:
-        print_json(
-            where
-            | {
-                "both": [ref.reference for ref in both],
-                "only_a": _with_reasons(only[0], reasons[0]),
-                "only_b": _with_reasons(only[1], reasons[1]),
-            }
-        )
-        return
-    table = table_of("kept by", ">samples", ">trained tokens", "the other drops them by")
-    table.add_row("both", str(len(both)), str(sum(ref.trained for ref in both)), "")
-    for one, refs, why in zip(named, only, reasons, strict=True):
-        rules = sorted(set(why.values()))
-        told = ", ".join(f"{rule} ({list(why.values()).count(rule)})" for rule in rules)
-        table.add_row(
-            f"{visible(one.name)} alone", str(len(refs)), str(sum(ref.trained for ref in refs)), told
-        )
-    Console().print(table)
-
-
 def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tuple[Applied, dict[str, Any]]:
     """What a recipe makes of a run's samples, and where: run, cut, version."""
-    from rollbook.cli.runs import check_run, of_run, only_run
+    from rollbook.cli.runs import cut_of, only_run
     from rollbook.store import format_cut
     from rollbook.train.batches.recipe_result import apply_recipe
     from rollbook.train.doctor.check import limits_of
 
     config = named.config
     run = run or (config.run if config else only_run(log))
-    with of_run(log, run):
-        cut = log.cut(as_of, run)
-    check_run(log, run, cut)
+    cut = cut_of(log, as_of, run)
     policy, limits = (config.policy, limits_of(config)) if config else ("actor", None)
     applied = apply_recipe(log, cut, run, policy, named.recipe, named.algorithm, limits=limits)
     held = None if limits is None else {"vocabulary": limits.vocabulary, "context": limits.context}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollbook.cli.errors import interrupted_with
+from rollbook.cli.errors import querying
 from rollbook.cli.options import AsOf, RunOfStep, StoreOption
 
 
@@ -42,53 +42,28 @@ def sql(
     samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
-    run_query(store, query, format.value, as_of, run, allow_files, model)
-
-
-def run_query(
-    store: Path,
-    query: str,
-    format_: str,
-    as_of: str,
-    run: str | None,
-    allow_files: bool = False,
-    model: Path | None = None,
-) -> None:
-    """Run one query and print its rows.
-
-    Raises:
-        QueryError: the SQL is wrong; the message is DuckDB's.
-        ModelError: the model directory has no tokenizer.
-    """
     import duckdb
 
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_table
+    from rollbook.cli.terminal import print_json, print_table
     from rollbook.engines.hub import model_folder
     from rollbook.store.errors import QueryError
     from rollbook.store.open import open_store
-    from rollbook.store.sql.object_storage import outage
     from rollbook.store.sql.query import connect_at
-    from rollbook.store.sql.sandbox import explained
 
     model = None if model is None else model_folder(model, weights=False)
     log = open_store(store)
     with of_run(log, run):
         connection = connect_at(log, as_of, run, allow_files=allow_files, model=model)
-    try:
+    with querying(connection):
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")
-        with interrupted_with(connection.interrupt):
-            result = connection.execute(query)
-            names = [column[0] for column in result.description or ()]
-            rows = result.fetchall()
-    except duckdb.InterruptException:
-        raise KeyboardInterrupt from None
-    except duckdb.Error as error:
-        raise outage(error) or explained(error) from error
-    if format_ == "json":
-        _print_json(names, rows)
-    elif format_ == "csv":
+        result = connection.execute(query)
+        names = [column[0] for column in result.description or ()]
+        rows = result.fetchall()
+    if format is Format.json:
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+    elif format is Format.csv:
         _print_csv(names, rows)
     else:
         print_table(names, rows)
@@ -104,20 +79,9 @@ def _print_csv(names: list[str], rows: list[tuple[Any, ...]]) -> None:
 
 def _plain(value: Any) -> Any:
     """A value as CSV has it: exact, but on a terminal with no character that would drive it."""
-    from rollbook.cli.terminal import visible
-
-    plain = _dumps(value) if isinstance(value, (list, dict)) else value
-    return visible(plain, lines=True) if isinstance(plain, str) and sys.stdout.isatty() else plain
-
-
-def _dumps(value: Any) -> str:
     import orjson
 
-    return orjson.dumps(value, default=str).decode()
+    from rollbook.cli.terminal import visible
 
-
-def _print_json(names: list[str], rows: list[tuple[Any, ...]]) -> None:
-    from rollbook.cli.terminal import print_json
-
-    objects = [dict(zip(names, row, strict=True)) for row in rows]
-    print_json(objects)
+    plain = orjson.dumps(value, default=str).decode() if isinstance(value, (list, dict)) else value
+    return visible(plain, lines=True) if isinstance(plain, str) and sys.stdout.isatty() else plain

@@ -18,26 +18,29 @@ if TYPE_CHECKING:
 POLL_EVENTS = 256
 
 
+Here = Annotated[
+    Path | None,
+    typer.Option(help=f"Folder of the store, if it is on this machine; without --url: {STORE_VARIABLE}."),
+]
+Start = Annotated[
+    str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
+]
+Kinds = Annotated[
+    str, typer.Option(help="Only events of these kinds, such as turn.completed,turn.failed; a line each.")
+]
+ByEvent = Annotated[bool, typer.Option("--events", help="A line per event instead of one per turn.")]
+Key = Annotated[str | None, typer.Option(envvar="ROLLBOOK_API_KEY", help="For --url: the proxy's API key.")]
+
+
 def tail(
-    store: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder of the store, if it is on this machine; without --url: {STORE_VARIABLE}."),
-    ] = None,
+    store: Here = None,
     url: Annotated[str | None, typer.Option(help="Or the address of a `rollbook serve`.")] = None,
-    start: Annotated[
-        str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
-    ] = "empty",
-    kinds: Annotated[
-        str, typer.Option(help="Only events of these kinds, such as turn.completed,turn.failed; a line each.")
-    ] = "",
+    start: Start = "empty",
+    kinds: Kinds = "",
     run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
     follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
-    events: Annotated[
-        bool, typer.Option("--events", help="A line per event instead of one per turn.")
-    ] = False,
-    key: Annotated[
-        str | None, typer.Option(envvar="ROLLBOOK_API_KEY", help="For --url: the proxy's API key.")
-    ] = None,
+    events: ByEvent = False,
+    key: Key = None,
     json: Annotated[bool, typer.Option("--json", help="JSON for machines: an event per line.")] = False,
 ) -> None:
     """Watch agents: a line per turn as it becomes durable, and per outcome, reward and new version.
@@ -46,9 +49,34 @@ def tail(
     extends or why it is a root, prompt + completion tokens, policy version,
     finish reason, latency, mean logprob, and how the reply begins.
     """
+    from rollbook.cli.show.traffic import KINDS, EventLines, TurnLines
+    from rollbook.store.errors import ConfigError
+    from rollbook.store.log.tail import Filter
+    from rollbook.store.open import open_store
+
     if store is None and url is None and (named := os.environ.get(STORE_VARIABLE)):
         store = Path(named)
-    run_tail(store, url, start, kinds, run, follow, events, json, key)
+    if (store is None) == (url is None):
+        raise ConfigError("rollbook tail: give --store DIR or --url URL, and not both")
+    wanted = _kinds(kinds)
+    show: Any = _print_json if json else EventLines()
+    if not (json or events or wanted):
+        show, wanted = TurnLines(), KINDS
+    try:
+        if url is not None:
+            from rollbook.client.tail import HttpTail
+
+            with HttpTail(url, start, wanted or {"*"}, run, key=key) as remote:
+                _pump(remote, show, follow)
+        else:
+            assert store is not None
+            log = open_store(store)
+            if run is not None:
+                _look_for(log, run, follow)
+            with log.tail(log.cut(start), Filter(wanted, run=run)) as local:
+                _pump(local, show, follow)
+    except KeyboardInterrupt:
+        return
 
 
 class AnyTail(Protocol):
@@ -68,55 +96,19 @@ class AnyTail(Protocol):
         """Whether the last poll reached the head."""
 
 
-def run_tail(
-    store: Path | None,
-    url: str | None,
-    start: str,
-    kinds: str,
-    run: str | None,
-    follow: bool,
-    by_event: bool,
-    as_json: bool,
-    key: str | None = None,
-) -> None:
-    """Print turns, or events, from a cut on; with `follow`, until interrupted.
-
-    Args:
-        kinds: of events; a line per event then, since a turn's line is made of several kinds.
+def _kinds(kinds: str) -> frozenset[str] | None:
+    """The kinds of events that are wanted; None: those that a turn's line is made of.
 
     Raises:
-        ConfigError: not exactly one of store and url is given, or a kind is unknown.
-        RollbookError: the tail cannot be read.
+        ConfigError: a kind is unknown.
     """
-    from rollbook.cli.show.traffic import KINDS, EventLines, TurnLines
     from rollbook.store.errors import ConfigError
     from rollbook.store.events import RECORDS
-    from rollbook.store.log.tail import Filter
-    from rollbook.store.open import open_store
 
-    if (store is None) == (url is None):
-        raise ConfigError("rollbook tail: give --store DIR or --url URL, and not both")
     wanted = frozenset(kind.strip() for kind in kinds.split(",")) if kinds else None
     if unknown := sorted((wanted or set()) - set(RECORDS)):
         raise ConfigError(f"--kinds {unknown[0]!r}: use some of {', '.join(sorted(RECORDS))}")
-    show: Any = _print_json if as_json else EventLines()
-    if not (as_json or by_event or wanted):
-        show, wanted = TurnLines(), KINDS
-    try:
-        if url is not None:
-            from rollbook.client.tail import HttpTail
-
-            with HttpTail(url, start, wanted or {"*"}, run, key=key) as remote:
-                _pump(remote, show, follow)
-        else:
-            assert store is not None
-            log = open_store(store)
-            if run is not None:
-                _look_for(log, run, follow)
-            with log.tail(log.cut(start), Filter(wanted, run=run)) as local:
-                _pump(local, show, follow)
-    except KeyboardInterrupt:
-        return
+    return wanted
 
 
 def _look_for(log: Store, run: str, follow: bool) -> None:

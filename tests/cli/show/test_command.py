@@ -187,8 +187,8 @@ def test_a_trajectory_among_many_is_shown_without_torch(
             writer.append(long_tale(64, key=f"F-{i}"))
         writer.append(long_tale(128, 50, 50)).result(60)
     code = (
-        "import sys\nfrom rollbook.cli.show.command import run_show\nfrom pathlib import Path\n"
-        "run_show(Path(sys.argv[1]), 'long-L-1', 'head', None, True, None, None, False, False)\n"
+        "import sys\nfrom rollbook.cli.show.command import show\nfrom pathlib import Path\n"
+        "show('long-L-1', Path(sys.argv[1]), tokens=True)\n"
         "heavy = {'torch', 'transformers', 'megatron'} & set(sys.modules)\n"
         "print('DONE', sorted(heavy))\n"
     )

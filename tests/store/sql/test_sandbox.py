@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.cli.sql import run_query
+from rollbook.cli.sql import sql
 from rollbook.store import Event, Store
 from rollbook.store.errors import QueryError, RollbookError
 from rollbook.store.sealed.derived import build_derived
@@ -204,7 +204,7 @@ def test_every_door_has_a_key(log: Store, tmp_path: Path) -> None:
 def test_the_command_names_the_key(log: Store, query: str) -> None:
     """Who meant it is told of --allow-files."""
     with pytest.raises(RollbookError, match="--allow-files"):
-        run_query(log.path, query, "table", "head", None)
+        sql(query, log.path)
 
 
 def test_another_cursor_has_the_same_walls(connection: Any) -> None:

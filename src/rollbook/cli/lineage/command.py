@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Named, Policy, Run, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
@@ -23,7 +23,6 @@ lineage_app = typer.Typer(
     "See docs/lineage.md.",
 )
 Full = Annotated[bool, typer.Option("--full", help="Shorten no list.")]
-PolicyName = Annotated[str, typer.Option("--policy", help="Which line of weights.")]
 
 
 @lineage_app.command("token")
@@ -90,7 +89,7 @@ def lineage_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
-    policy: PolicyName = "actor",
+    policy: Policy = "actor",
     as_of: AsOf = "head",
     full: Full = False,
     json: AsJson = False,
@@ -116,7 +115,7 @@ def lineage_policy(
     version: Annotated[int, typer.Argument(help="Number of the policy version.")],
     store: StoreOption,
     run: Run = None,
-    policy: PolicyName = "actor",
+    policy: Policy = "actor",
     as_of: AsOf = "head",
     full: Full = False,
     json: AsJson = False,
@@ -135,7 +134,7 @@ def lineage_policy(
 
 @lineage_app.command("trajectory")
 def lineage_trajectory(
-    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    trajectory: Named,
     store: StoreOption,
     run: Run = None,
     as_of: AsOf = "head",
@@ -242,27 +241,15 @@ class _Asked:
 
 @contextlib.contextmanager
 def _asked(store: Path, run: str | None, as_of: str, model: Path | None = None) -> Iterator[_Asked]:
-    import duckdb
-
-    from rollbook.cli.errors import interrupted_with
-    from rollbook.cli.runs import check_run, of_run
+    from rollbook.cli.errors import querying
+    from rollbook.cli.runs import cut_of
     from rollbook.engines.hub import model_folder
     from rollbook.store.cut import format_cut
     from rollbook.store.open import open_store
-    from rollbook.store.sql.object_storage import outage
     from rollbook.store.sql.query import connect_at
-    from rollbook.store.sql.sandbox import explained
 
     model = None if model is None else model_folder(model, weights=False)
     log = open_store(store)
-    with of_run(log, run):
-        cut = log.cut(as_of, run)
-    if run is not None:
-        check_run(log, run, cut)
-    with connect_at(log, format_cut(cut), model=model) as connection, interrupted_with(connection.interrupt):
-        try:
-            yield _Asked(log, cut, connection, run)
-        except duckdb.InterruptException:
-            raise KeyboardInterrupt from None
-        except duckdb.Error as error:
-            raise outage(error) or explained(error) from error
+    cut = cut_of(log, as_of, run)
+    with connect_at(log, format_cut(cut), model=model) as connection, querying(connection):
+        yield _Asked(log, cut, connection, run)

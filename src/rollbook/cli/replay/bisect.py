@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
 
 if TYPE_CHECKING:
     from rollbook.replay.stretch.contributions import Contributions
@@ -27,8 +27,8 @@ def replay_bisect(
         str | None, typer.Option(help='A step is bad where this SQL holds: "kl > 0.1 and reward < 0.2".')
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Samples to show.")] = 10,
-    first: Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")] = None,
-    last: Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")] = None,
+    first: FirstStep = None,
+    last: LastStep = None,
     run: Run = None,
     policy: Policy = "actor",
     trust_parts: TrustParts = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.replay.bundles.bundle import Exported
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rollbook.store.interchange.bundle import Bundle
 
 _MIB = 1 << 20
-Policy = Annotated[str, typer.Option(help="Which line of weights.")]
 
 
 class Without(StrEnum):

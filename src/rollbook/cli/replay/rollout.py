@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, StoreOption
+from rollbook.cli.options import AsJson, Named, StoreOption
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rollbook.replay.rollouts.rollout import RolloutReplay, Weights
     from rollbook.replay.rollouts.source import Draws
 
-Named = Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")]
 OfPolicy = Annotated[
     str | None,
     typer.Option(help="Version whose weights sample, from its checkpoint: 12; of another policy: NAME:12."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.errors import interrupted_with
+from rollbook.cli.errors import querying
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
 
 if TYPE_CHECKING:
@@ -118,22 +118,13 @@ def read_cassette(
 
 def _queried(log: Store, as_of: str, run: str | None, query: str) -> list[str]:
     """The ids that a query gives: its column `trajectory_id`, or its only one."""
-    import duckdb
-
     from rollbook.store.errors import QueryError
-    from rollbook.store.sql.object_storage import outage
     from rollbook.store.sql.query import connect_at
-    from rollbook.store.sql.sandbox import explained
 
-    try:
-        with connect_at(log, as_of, run) as connection, interrupted_with(connection.interrupt):
-            result = connection.execute(query)
-            names = [column[0] for column in result.description or ()]
-            rows = result.fetchall()
-    except duckdb.InterruptException:
-        raise KeyboardInterrupt from None
-    except duckdb.Error as error:
-        raise outage(error) or explained(error) from error
+    with connect_at(log, as_of, run) as connection, querying(connection):
+        result = connection.execute(query)
+        names = [column[0] for column in result.description or ()]
+        rows = result.fetchall()
     if COLUMN not in names and len(names) != 1:
         raise QueryError(
             f"--query gives the columns {', '.join(names)}: select {COLUMN} alone, or under that name"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
 
 if TYPE_CHECKING:
     from rollbook.cli.terminal import Console
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from rollbook.replay.stretch.stretch import Break, VerifiedStep
     from rollbook.replay.verdict import StepReplay
 
-First = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
-Last = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
-
 
 def replay_run(
     store: StoreOption,
-    first: First = None,
-    last: Last = None,
+    first: FirstStep = None,
+    last: LastStep = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, each from checkpoints of its own.")] = 1,
     run: Run = None,
     policy: Policy = "actor",
@@ -49,7 +46,7 @@ def replay_run(
 
     log = stores.open(store)
     history = history_of(log, run, policy)
-    ends = _ends(history.steps, first, last)
+    ends = min(history.steps) if first is None else first, max(history.steps) if last is None else last
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total, shown=not json) as advance:
         found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
@@ -133,10 +130,6 @@ def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
     console.print(f"weights {found.weights_digest}", soft_wrap=True)
     if found.path is not None:
         console.print(f"written to {found.path}", soft_wrap=True)
-
-
-def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[int, int]:
-    return min(steps) if first is None else first, max(steps) if last is None else last
 
 
 def _as_steps(replays: list[StepReplay]) -> list[VerifiedStep]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Named, Run, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
@@ -16,21 +16,26 @@ if TYPE_CHECKING:
     from rollbook.store.log.store import Store
 
 
+Tokens = Annotated[
+    bool | None,
+    typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
+]
+Model = Annotated[
+    Path | None, typer.Option(help="Model, or its name at the hub, whose tokenizer has the tokens' text.")
+]
+OneTurn = Annotated[
+    str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")
+]
+
+
 def show(
-    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    trajectory: Named,
     store: StoreOption,
     as_of: AsOf = "head",
     run: Run = None,
-    tokens: Annotated[
-        bool | None,
-        typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Model, or its name at the hub, whose tokenizer has the tokens' text.")
-    ] = None,
-    turn: Annotated[
-        str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")
-    ] = None,
+    tokens: Tokens = None,
+    model: Model = None,
+    turn: OneTurn = None,
     full: Annotated[bool, typer.Option("--full", help="Shorten nothing.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -44,31 +49,6 @@ def show(
     rollbook show task-7 --store runs
     rollbook show task-7 --store runs --turn 3 --model ./my-model
     rollbook show task-7 --store runs --as-of step:12 --json
-    """
-    run_show(store, trajectory, as_of, run, tokens, model, turn, full, json)
-
-
-def run_show(
-    store: Path,
-    trajectory: str,
-    as_of: str,
-    run: str | None,
-    tokens: bool | None,
-    model: Path | None,
-    turn: str | None,
-    full: bool,
-    as_json: bool,
-) -> None:
-    """Print one trajectory, or one turn of it.
-
-    Args:
-        tokens: whether to show them; by default where there is a model.
-
-    Raises:
-        NotFoundError: no such trajectory or turn at that cut, or several.
-        CutError: no such run.
-        ModelError: the model directory has no tokenizer.
-        CorruptionError: a file that may hold the trajectory is damaged.
     """
     from rollbook.cli.runs import of_run
     from rollbook.cli.show.draw import TokenText, View, draw
@@ -84,7 +64,7 @@ def run_show(
     facts = read_facts(log, cut, found.trajectory_id)
     with_tokens = (model is not None) if tokens is None else tokens
     chosen = None if turn is None else find_turn(facts, turn)
-    if as_json:
+    if json:
         shown = facts if chosen is None else replace(facts, turns=(chosen,))
         print_json(shown.as_json(tokens=with_tokens))
         return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.errors import interrupted_with
+from rollbook.cli.errors import querying
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
 
 if TYPE_CHECKING:
@@ -31,7 +30,29 @@ def ledger(
     + in flight (still open) + kept out (for a reason), at every cut. The last
     line says that it balances; exit code 1: it does not. See docs/ledger.md.
     """
-    raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
+    from rollbook.cli.runs import check_run, of_run
+    from rollbook.cli.terminal import Console, print_json
+    from rollbook.store.cut import format_cut
+    from rollbook.store.errors import CutError
+    from rollbook.store.open import open_store
+    from rollbook.store.sql.balance import read_ledger
+    from rollbook.store.sql.query import connect_at
+
+    log = open_store(store)
+    with of_run(log, run):
+        cut = format_cut(log.cut(as_of, run))
+    with connect_at(log, cut) as connection, querying(connection):
+        ledgers = read_ledger(connection)
+    if run is not None and run not in {ledger.run for ledger in ledgers}:
+        check_run(log, run)
+        known = ", ".join(ledger.run for ledger in ledgers) or "none"
+        raise CutError(f"run {run!r} has no completed turn at {as_of!r}; runs that have: {known}")
+    ledgers = [ledger for ledger in ledgers if run in (None, ledger.run)]
+    if json:
+        print_json(_as_json(cut, ledgers))
+    else:
+        _print(Console(), cut, ledgers, by_version)
+    raise typer.Exit(0 if all(ledger.balances for ledger in ledgers) else 1)
 
 
 SIGNIFICANT = 0.05
@@ -39,47 +60,6 @@ SIGNIFICANT = 0.05
 
 NAMED = 10
 """Omitted trajectories that are named one by one."""
-
-
-def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_json: bool) -> int:
-    """Print where the sampled tokens at a cut went; the exit code: 0 if all are accounted for, else 1.
-
-    Raises:
-        CutError: no such cut, or the run has no completed turn in it.
-    """
-    import duckdb
-
-    from rollbook.cli.runs import check_run, of_run
-    from rollbook.cli.terminal import Console, print_json
-    from rollbook.store.cut import format_cut
-    from rollbook.store.errors import CutError
-    from rollbook.store.open import open_store
-    from rollbook.store.sql.balance import read_ledger
-    from rollbook.store.sql.object_storage import outage
-    from rollbook.store.sql.query import connect_at
-    from rollbook.store.sql.sandbox import explained
-
-    log = open_store(path)
-    with of_run(log, run):
-        cut = format_cut(log.cut(as_of, run))
-    connection = connect_at(log, cut)
-    try:
-        with interrupted_with(connection.interrupt):
-            ledgers = read_ledger(connection)
-    except duckdb.Error as error:
-        raise outage(error) or explained(error) from error
-    finally:
-        connection.close()
-    if run is not None and run not in {ledger.run for ledger in ledgers}:
-        check_run(log, run)
-        known = ", ".join(ledger.run for ledger in ledgers) or "none"
-        raise CutError(f"run {run!r} has no completed turn at {as_of!r}; runs that have: {known}")
-    ledgers = [ledger for ledger in ledgers if run in (None, ledger.run)]
-    if as_json:
-        print_json(_as_json(cut, ledgers))
-    else:
-        _print(Console(), cut, ledgers, by_version)
-    return 0 if all(ledger.balances for ledger in ledgers) else 1
 
 
 def _as_json(cut: str, ledgers: list[RunLedger]) -> dict[str, Any]:

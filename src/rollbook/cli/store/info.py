@@ -154,9 +154,6 @@ def _row(one: HeldCheckpoint, verb: str | None) -> tuple[object, ...]:
     return (one.run, one.policy, one.policy_version, one.step, size, path, needed)
 
 
-_MIB = 1 << 20
-
-
 def run_upload(path: Path, as_json: bool) -> None:
     """Move the store's sealed units to object storage and print what was done.
 
@@ -171,10 +168,10 @@ def run_upload(path: Path, as_json: bool) -> None:
         report = upload_units(log, lambda name, size: progress.update(task, advance=size))
     address = remote_folder(log.settings().remote.uri or "", log.store_id)
     if as_json:
-        _print_json({"address": address} | report.as_json())
+        print_json({"address": address} | report.as_json())
         return
-    say(f"{address}: {len(report.units)} units more, {report.bytes / _MIB:.1f} MiB, read back and compared")
-    say(f"{report.freed / _MIB:.1f} MiB of local files removed")
+    say(f"{address}: {len(report.units)} units more, {report.bytes / MIB:.1f} MiB, read back and compared")
+    say(f"{report.freed / MIB:.1f} MiB of local files removed")
     for name in report.kept:
         say(f"{name}: a reader still has its local files; a later upload removes them")
 
@@ -187,14 +184,10 @@ def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> Non
     """
     report = attach(path, uri, endpoint)
     if as_json:
-        _print_json(report.as_json())
+        print_json(report.as_json())
         return
-    say(f"{path} reads {uri}: {report.units} units, {report.bytes / _MIB:.1f} MiB, which stay there")
+    say(f"{path} reads {uri}: {report.units} units, {report.bytes / MIB:.1f} MiB, which stay there")
     for lane, events in report.lanes.items():
         say(f"lane {lane}: {events} events, to the end of its last uploaded unit")
     for address in report.unfinished:
         say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
-
-
-def _print_json(values: dict[str, Any]) -> None:
-    print_json(values)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -32,7 +31,7 @@ def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
     """Apply a retention policy, and print what happens to each sealed unit."""
     report = retain(open_store(path), keep, dry_run=dry_run)
     if as_json:
-        _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
+        print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
         return
     console = Console()
     for unit in report.units:
@@ -68,7 +67,7 @@ def run_retire(
     with of_run(log, run):
         report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
     if as_json:
-        _print_json(asdict(report))
+        print_json(asdict(report))
         return
     of = f"of policy {policy} in run {run}"
     earlier = f"; {report.before} were retired before" if report.before else ""
@@ -94,7 +93,7 @@ def run_erase(
             )
         report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
     if as_json:
-        _print_json(asdict(report))
+        print_json(asdict(report))
         return
     for line in _lines(report):
         Console().print(line, soft_wrap=True)
@@ -144,10 +143,6 @@ def _lines(report: EraseReport) -> list[str]:
     if not report.finished:
         lines.append("the trajectory is not finished: erase it again when it is")
     return lines
-
-
-def _print_json(values: dict[str, Any]) -> None:
-    print_json(values)
 
 
 SHOWN = 200

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Policy, Run, RunOfStep, StoreOption
 
 store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
 
@@ -155,7 +155,7 @@ def store_retire(
     store: StoreOption,
     run: Annotated[str, typer.Option(help="Run of the steps.")],
     reason: Annotated[str, typer.Option(help="Why, for the log.")],
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    policy: Policy = "actor",
     steps: Annotated[str | None, typer.Option(help="Steps A-B, or one step.")] = None,
     before_version: Annotated[
         int | None, typer.Option(help="Steps that started from a version below this.")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Run, Source, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Policy, Run, Source, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
-    from rollbook.train.config.config import TrainConfig
+    from rollbook.train.doctor.check import Check
     from rollbook.train.doctor.evidence import Finding, TrainingCourse
 
 
@@ -42,13 +42,43 @@ def preflight(
     """
     from rollbook.train.config.files import load_config
 
-    raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, reward, json))
+    settings = load_config(config, set_ or [])
+    if reward is not None and store is None:
+        raise typer.BadParameter(
+            "is tried on recorded completions: name their store with --store", param_hint="--reward"
+        )
+    import psutil
+
+    from rollbook.cli.terminal import print_json
+    from rollbook.store.open import open_store
+    from rollbook.train.doctor.preflight import preflight
+
+    log = None if store is None else open_store(store)
+    cut: Cut = {} if log is None else log.cut(as_of, settings.run)
+    checks = preflight(settings, log, cut, source.value, psutil.virtual_memory().total, reward)
+    if json:
+        print_json([asdict(check) for check in checks])
+    else:
+        _print_checks(checks)
+    raise typer.Exit(int(any(check.verdict == "red" for check in checks)))
+
+
+def _print_checks(checks: list[Check]) -> None:
+    from rich.text import Text
+
+    from rollbook.cli.terminal import Console, table_of
+
+    table = table_of("check", "", "found")
+    for check in checks:
+        levers = "" if check.verdict == "green" else f"\nlevers: {check.lever}"
+        table.add_row(check.name, Text(check.verdict, check.verdict), Text(check.said + levers))
+    Console().print(table)
 
 
 def doctor(
     store: StoreOption,
     run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    policy: Policy = "actor",
     as_of: AsOf = "head",
     json: AsJson = False,
 ) -> None:
@@ -58,36 +88,23 @@ def doctor(
 
     rollbook doctor --store runs --run math-1
     """
-    raise typer.Exit(run_doctor(store, run, policy, as_of, json))
-
-
-def run_doctor(path: Path, run: str | None, policy: str, as_of: str, as_json: bool) -> int:
-    """Print the failures of which a training's log has signs; the exit code, 0 if there are none and 1 if
-    some.
-
-    Raises:
-        CutError: no such run or cut.
-    """
-    from rollbook import store
-    from rollbook.cli.runs import check_run, of_run, only_run
+    from rollbook.cli.runs import cut_of, only_run
     from rollbook.cli.terminal import print_json, visible
+    from rollbook.store.open import open_store
     from rollbook.train.doctor.evidence import read_course
     from rollbook.train.doctor.signs import findings
 
-    log = store.open(path)
+    log = open_store(store)
     run = run or only_run(log)
-    with of_run(log, run):
-        cut = log.cut(as_of, run)
-    check_run(log, run, cut)
-    course = read_course(log, cut, run, policy)
+    course = read_course(log, cut_of(log, as_of, run), run, policy)
     found = findings(course)
-    if as_json:
+    if json:
         print_json(
             {"run": run, "policy": policy, "steps": len(course.rows), "findings": [*map(asdict, found)]}
         )
     else:
         _print(course, found, f"run {visible(run)}, policy {visible(policy)}")
-    return 1 if found else 0
+    raise typer.Exit(1 if found else 0)
 
 
 def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
@@ -104,39 +121,3 @@ def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
     if course.rows and not found:
         steps = f", no sign of failure in {len(course.rows)} steps"
         console.tell(f"{where}: ", ("healthy", "bold green"), steps)
-
-
-def run_preflight(
-    config: TrainConfig, path: Path | None, source: str, as_of: str, reward: str | None, as_json: bool
-) -> int:
-    """Print the checks of a configuration; the exit code, 1 if one is red.
-
-    Raises:
-        CutError: no such cut.
-        BadParameter: a reward function has no completions to be tried on.
-    """
-    from rich.text import Text
-
-    from rollbook import store
-    from rollbook.cli.terminal import Console, print_json, table_of
-
-    if reward is not None and path is None:
-        raise typer.BadParameter(
-            "is tried on recorded completions: name their store with --store", param_hint="--reward"
-        )
-    log = None if path is None else store.open(path)
-    cut: Cut = {} if log is None else log.cut(as_of, config.run)
-    import psutil
-
-    from rollbook.train.doctor.preflight import preflight
-
-    checks = preflight(config, log, cut, source, psutil.virtual_memory().total, reward)
-    if as_json:
-        print_json([asdict(check) for check in checks])
-    else:
-        table = table_of("check", "", "found")
-        for check in checks:
-            levers = "" if check.verdict == "green" else f"\nlevers: {check.lever}"
-            table.add_row(check.name, Text(check.verdict, check.verdict), Text(check.said + levers))
-        Console().print(table)
-    return int(any(check.verdict == "red" for check in checks))

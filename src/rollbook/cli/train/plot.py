@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
@@ -36,7 +36,7 @@ def plot(
     runs: Annotated[
         list[str] | None, typer.Option("--run", help="Runs to compare; default: all that have steps.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    policy: Policy = "actor",
     metrics: Annotated[
         list[str] | None,
         typer.Option("--metric", help="Columns of the view metrics, a panel each; default: the dashboard."),
