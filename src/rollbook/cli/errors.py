@@ -23,6 +23,8 @@ from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rollbook.cli.terminal import LogFormatter, visible
+
 if TYPE_CHECKING:
     from rollbook.store.sql.sandbox import Connection
 
@@ -203,8 +205,6 @@ class _LazyFormatter(logging.Formatter):
     """The store's formatter, imported when something is logged, so that --help stays quick."""
 
     def format(self, record: logging.LogRecord) -> str:
-        from rollbook.cli.terminal import LogFormatter
-
         kept = ""
         if record.exc_info and record.exc_info[1] is not None:
             kept = f" ({_kept(record.exc_info[1])})"
@@ -322,7 +322,6 @@ def _told_of_callback(args: Any) -> None:
 
 
 def _say(text: str) -> None:
-    from rollbook.cli.terminal import visible
     from rollbook.store.redaction import shown
 
     with contextlib.suppress(OSError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
+from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from rollbook.train.checkpoints.export import ExportedModel
@@ -63,7 +65,6 @@ def trajectories(
     """Write trajectories: Parquet tables, JSONL chats, or a Hugging Face dataset."""
     from rollbook.cli.progress import progress
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_json, say
     from rollbook.store.interchange.export import export_store
     from rollbook.store.open import open_store
 
@@ -138,10 +139,6 @@ def adapter(
 
 
 def _say(done: ExportedModel, what: str, end: str, *, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from rollbook.cli.terminal import print_json, say
-
     if as_json:
         print_json(asdict(done))
         return

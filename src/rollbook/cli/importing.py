@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from rollbook.cli.options import AsJson, LeaveOut, RowFormat, RowKeys, SkipBad, StoreOption, TemplateKwargs
+from rollbook.cli.terminal import Console, print_json, say
 
 if TYPE_CHECKING:
     from rollbook.ingest.datasets.importing import FirstLook, Pieces, Reading
@@ -57,7 +58,6 @@ def import_(
     rollbook import math.parquet --store runs --run sft --model ./my-model --key completion=solution
     """
     from rollbook.cli.progress import progress
-    from rollbook.cli.terminal import print_json
     from rollbook.engines.hub import model_folder
     from rollbook.store.errors import InterchangeError
     from rollbook.store.interchange.importing import import_chats
@@ -129,8 +129,6 @@ def training_data(
 
 def _sum_up(done: Mapping[str, Any], store: Path, out: TextIO | None = None) -> None:
     """Print what was imported."""
-    from rollbook.cli.terminal import say
-
     there = f"; {done['already_there']} were there already" if done["already_there"] else ""
     pairs = f", {done['preferences']} preferences" if done.get("preferences") else ""
     added = f"imported {done['added']} trajectories ({done['turns']} turns){pairs}"
@@ -218,8 +216,6 @@ def _parts(leave_out: str) -> list[str]:
 
 def _tell(found: FirstLook) -> None:
     """Say on standard error which shapes were seen, and show the first samples."""
-    from rollbook.cli.terminal import Console
-
     console = Console(stderr=True)
     counts = ", ".join(f"{shape} ({count:,})" for shape, count in found.shapes.items())
     console.tell(f"shape of the rows: {counts}")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.options import AsJson
+from rollbook.cli.terminal import Console, json_for_terminal, table_of
 
 keys_app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +46,6 @@ def list_(file: KeysFile, json: AsJson = False) -> None:
     """Show the keys of a file: name, role, and until when each is good."""
     import orjson
 
-    from rollbook.cli.terminal import Console, json_for_terminal, table_of
     from rollbook.edge.keys import read_keys
 
     keys, _ = read_keys(file)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json, say, table_of, visible
 
 if TYPE_CHECKING:
     from rollbook.store.log.store import Store
@@ -46,7 +47,6 @@ def samples(
         return
     from rollbook.cli.runs import cut_of
     from rollbook.cli.show.finding import openings_of
-    from rollbook.cli.terminal import print_json
     from rollbook.store.errors import CutError
     from rollbook.store.open import open_store
     from rollbook.train.select.samples import all_samples
@@ -76,7 +76,6 @@ def recipe_diff(
 
     rollbook recipe diff grpo.toml fresh.toml --store runs --as-of step:12
     """
-    from rollbook.cli.terminal import Console, print_json, table_of, visible
     from rollbook.store.open import open_store
     from rollbook.train.config.files import load_recipe
 
@@ -108,8 +107,6 @@ def recipe_diff(
 
 
 def _print_table(samples: list[Sample]) -> None:
-    from rollbook.cli.terminal import Console, table_of
-
     numbers = (">turns", ">tokens", ">trained", ">versions", ">logprob", ">reward")
     table = table_of("trajectory", "split", "group", *numbers)
     for s in samples:
@@ -142,7 +139,6 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
         CutError: no such run or cut.
     """
     from rollbook import store
-    from rollbook.cli.terminal import print_json, say, visible
     from rollbook.train.config.files import load_recipe
 
     named, log = load_recipe(recipe), store.open(path)
@@ -186,7 +182,6 @@ def _counted(applied: Applied) -> str:
 
 
 def _print_rules(applied: Applied) -> None:
-    from rollbook.cli.terminal import Console, table_of, visible
     from rollbook.train.select.sample_ref import SampleRef
 
     if not applied.drops:
@@ -201,8 +196,6 @@ def _print_rules(applied: Applied) -> None:
 
 
 def _print_samples(refs: list[SampleRef]) -> None:
-    from rollbook.cli.terminal import Console, say, table_of, visible
-
     if not refs:
         return
     table = table_of("kept", "group", ">tokens", ">trained", ">versions", ">reward")

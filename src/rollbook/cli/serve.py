@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from rollbook.cli.options import STORE_VARIABLE, make_literal
+from rollbook.cli.terminal import Console, LogFormatter, say
 
 if TYPE_CHECKING:
     from rollbook.ingest.serve.serve import Started
@@ -78,7 +79,6 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
     }
     settings = load_settings(config, given)
     if show_config:
-        from rollbook.cli.terminal import say
         from rollbook.ingest.settings import as_toml
 
         say(as_toml(settings))
@@ -166,8 +166,6 @@ def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empt
 
 def announce(started: Started) -> None:
     """Print the address for agents, and the detected settings, on standard error."""
-    from rollbook.cli.terminal import Console, LogFormatter
-
     if logging.lastResort is not None:  # a line is one line, without the secrets that a message may repeat
         logging.lastResort.setFormatter(LogFormatter())
     console = Console(stderr=True)

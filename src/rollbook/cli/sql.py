@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from rollbook.cli.errors import querying
 from rollbook.cli.options import AsOf, RunOfStep, StoreOption
+from rollbook.cli.terminal import print_json, print_table, visible
 
 
 class Format(StrEnum):
@@ -45,7 +47,6 @@ def sql(
     import duckdb
 
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_json, print_table
     from rollbook.engines.hub import model_folder
     from rollbook.store.errors import QueryError
     from rollbook.store.open import open_store
@@ -70,8 +71,6 @@ def sql(
 
 
 def _print_csv(names: list[str], rows: list[tuple[Any, ...]]) -> None:
-    import csv
-
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(_plain, names))
     writer.writerows([_plain(value) for value in row] for row in rows)
@@ -80,8 +79,6 @@ def _print_csv(names: list[str], rows: list[tuple[Any, ...]]) -> None:
 def _plain(value: Any) -> Any:
     """A value as CSV has it: exact, but on a terminal with no character that would drive it."""
     import orjson
-
-    from rollbook.cli.terminal import visible
 
     plain = orjson.dumps(value, default=str).decode() if isinstance(value, (list, dict)) else value
     return visible(plain, lines=True) if isinstance(plain, str) and sys.stdout.isatty() else plain

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from rollbook.cli.options import STORE_VARIABLE
+from rollbook.cli.terminal import Console, json_for_terminal
 
 if TYPE_CHECKING:
     from rollbook.store.events import Event
@@ -114,7 +115,6 @@ def _kinds(kinds: str) -> frozenset[str] | None:
 def _look_for(log: Store, run: str, follow: bool) -> None:
     """Report that the run does not exist; with `follow` the command waits for it."""
     from rollbook.cli.runs import check_run
-    from rollbook.cli.terminal import Console
     from rollbook.store.errors import CutError
 
     try:
@@ -137,7 +137,6 @@ def _pump(tail: AnyTail, show: Any, follow: bool) -> None:
 
 
 def _print_json(event: Event) -> None:
-    from rollbook.cli.terminal import json_for_terminal
     from rollbook.store.events.event_json import json_bytes
 
     sys.stdout.write(json_for_terminal(json_bytes(event)) + "\n")

@@ -23,14 +23,11 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-import orjson
 from rich.console import Console as _RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
-
-from rollbook.store.redaction import shown
 
 _NOT_ASCII_CONTROLS = re.compile(
     "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e"
@@ -86,6 +83,8 @@ def _json_escape(match: re.Match[str]) -> str:
 
 def print_json(value: Any, *, indent: bool = True) -> None:
     """Print a value as JSON; what has no JSON form is printed as its text."""
+    import orjson
+
     option = orjson.OPT_INDENT_2 if indent else 0
     print(json_for_terminal(orjson.dumps(value, default=str, option=option)), flush=True)
 
@@ -95,6 +94,8 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
+        from rollbook.store.redaction import shown
+
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
@@ -158,6 +159,8 @@ def _print_expanded(console: Console, names: list[str], rows: list[tuple[str, ..
 
 
 def _cell(value: Any, most: int) -> str:
+    import orjson
+
     if value is None:
         return ""
     if isinstance(value, float):
@@ -213,6 +216,8 @@ def shortened(text: str, *, full: bool = False) -> str:
 
 def json_text(value: Any) -> str:
     """A value as JSON."""
+    import orjson
+
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from rollbook.cli.options import AsJson
+from rollbook.cli.terminal import Console, print_json, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rollbook.rollouts.config import RolloutConfig
     from rollbook.rollouts.manager import RolloutManager
     from rollbook.rollouts.places import Progress
@@ -106,7 +106,6 @@ def run_rollouts(
     """
     import asyncio
 
-    from rollbook.cli.terminal import print_json, say
     from rollbook.rollouts.config import load_rollouts
 
     config = load_rollouts(path, overrides)
@@ -134,7 +133,6 @@ def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool
     """
     import asyncio
 
-    from rollbook.cli.terminal import print_json, say
     from rollbook.rollouts.config import load_rollouts
     from rollbook.rollouts.launchers.agents import launcher_of
     from rollbook.rollouts.manager import alone, wanted
@@ -211,8 +209,6 @@ def resources_of(texts: list[str]) -> dict[str, float]:
 
 
 def _warn(text: str) -> None:
-    from rollbook.cli.terminal import Console
-
     Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -220,8 +216,6 @@ def _warn(text: str) -> None:
 def _shown(config: RolloutConfig) -> Iterator[Callable[[Progress], None]]:
     """A table on standard error that says how far they are; nothing if it is no terminal."""
     from rich.live import Live
-
-    from rollbook.cli.terminal import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -232,8 +226,6 @@ def _shown(config: RolloutConfig) -> Iterator[Callable[[Progress], None]]:
 
 
 def _table(config: RolloutConfig, progress: Progress) -> Table:
-    from rich.table import Table
-
     table = Table(title=f"rollouts {config.name}", title_justify="left", show_header=False, box=None)
     for line in _lines(progress):
         name, _, value = line.partition(": ")

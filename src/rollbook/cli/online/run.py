@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import signal
 import sys
 import time
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+
+from rollbook.cli.terminal import Console, say
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     import httpx
     from rich.console import Group
 
-    from rollbook.cli.terminal import Console
     from rollbook.online.address import Proof
     from rollbook.online.config import WholeConfig
     from rollbook.online.part import Spec
@@ -111,7 +114,6 @@ def run_whole(
         LaneLockedError: it runs already.
         PartError: a part cannot be started, or died too often.
     """
-    from rollbook.cli.terminal import say
     from rollbook.cli.train.training import line_of
     from rollbook.online.address import check_is_ours, placed_at
     from rollbook.online.config import load_whole
@@ -152,8 +154,6 @@ def _placed(config: WholeConfig, only: Sequence[str], tell: Callable[[str], None
 
 
 def _show(stages: list[list[Spec]]) -> None:
-    from rollbook.cli.terminal import say
-
     for stage in stages:
         for spec in stage:
             say(f"{spec.name}: {_line(spec)}")
@@ -185,8 +185,6 @@ def _of_start(spec: Spec, start: str, proof: Proof | None) -> Spec:
 
 
 def _line(spec: Spec) -> str:
-    import shlex
-
     variables = [f"{name}={shlex.quote(value)}" for name, value in spec.environment.items()]
     return " ".join([*variables, shlex.join(spec.command)])
 
@@ -195,7 +193,6 @@ async def _run(config: WholeConfig, stages: list[list[Spec]], mark: str, line_of
     """Run the parts; a signal stops them orderly, and if this process is killed, nothing of them is left."""
     import asyncio
 
-    from rollbook.cli.terminal import Console
     from rollbook.online.earlier import guarded
     from rollbook.online.parts import Supervisor
 
@@ -395,7 +392,6 @@ class Screen:
     def _table(self) -> Group:
         from rich.console import Group
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Table
 
         from rollbook.store.patience import SAY_AFTER_S
 

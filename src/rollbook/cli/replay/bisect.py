@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.terminal import Console, print_json, table_of
 
 if TYPE_CHECKING:
     from rollbook.replay.stretch.contributions import Contributions
@@ -69,7 +70,6 @@ def _by_replays(
     from rollbook.cli.progress import progress
     from rollbook.cli.replay.step import described, show
     from rollbook.cli.replay.stretch import show_breaks
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.first_bad import find_first_bad
 
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
@@ -102,7 +102,6 @@ def _by_log(
     as_json: bool,
 ) -> int:
     from rollbook.cli.progress import progress
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.contributions import GRADIENT_NORM, contributions
     from rollbook.replay.stretch.first_bad import Predicate, first_step_where
 
@@ -132,8 +131,6 @@ def _by_log(
 
 
 def _show(found: Contributions, recorded: object, top: int) -> None:
-    from rollbook.cli.terminal import Console, table_of
-
     console = Console()
     console.tell("step ", (str(found.step), "bold red"), f" is the first: {found.metric} {recorded}")
     numbers = (">reward", ">tokens", ">without it", ">change")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json, say
 
 if TYPE_CHECKING:
     from rollbook.replay.bundles.bundle import Exported
@@ -106,10 +108,6 @@ def open_bundle(
 
 
 def _tell_export(done: Exported, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from rollbook.cli.terminal import print_json, say
-
     if as_json:
         print_json(asdict(done))
         return
@@ -132,10 +130,7 @@ def _what(bundle: Bundle) -> str:
 
 
 def _tell_opening(bundle: Bundle, found: StepReplay | None, extract: Path | None, as_json: bool) -> None:
-    from dataclasses import asdict
-
     from rollbook.cli.replay.step import described, show
-    from rollbook.cli.terminal import Console, print_json, say
 
     if as_json:
         print_json({"bundle": asdict(bundle), "replay": None if found is None else described(found)})

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from rollbook.cli.options import AsJson, Named, StoreOption
+from rollbook.cli.terminal import Console, print_json, table_of
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from rollbook.cli.terminal import Console
     from rollbook.replay.rollouts.compare import SampledToken, TurnAgain
     from rollbook.replay.rollouts.rollout import RolloutReplay, Weights
     from rollbook.replay.rollouts.source import Draws
@@ -149,7 +148,6 @@ def run_rollout(
     """
     from rollbook.cli.runs import of_run
     from rollbook.cli.show.finding import find_trajectory
-    from rollbook.cli.terminal import print_json
     from rollbook.replay.rollouts.rollout import Rollout, replay_rollout
     from rollbook.store.open import open_store
 
@@ -169,8 +167,6 @@ def run_rollout(
 
 
 def _print(result: RolloutReplay) -> None:
-    from rollbook.cli.terminal import Console, table_of
-
     console = Console()
     version = "weights of no version" if result.policy_version is None else f"version {result.policy_version}"
     console.tell(
@@ -191,8 +187,6 @@ def _print(result: RolloutReplay) -> None:
 
 
 def _outcome(turn: TurnAgain) -> Text:
-    from rich.text import Text
-
     if turn.same:
         return Text("same" if turn.same_prompt else "same, behind another prompt", "green")
     at = f"differ at {turn.differs_at}: recorded {_token(turn.recorded)}, now {_token(turn.new)}"

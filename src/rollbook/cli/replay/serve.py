@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from rollbook.cli.errors import querying
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
     from rollbook.cassettes.cassette import Cassette, Found, Missed
@@ -152,7 +154,6 @@ def run_cassette(
         ModelError: the model directory holds no tokenizer.
     """
     from rollbook.cassettes.app import CassetteOptions, EngineBehind, serve_cassette, state_of
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.edge.web_pages import LOOPBACK_NAMES, is_loopback
     from rollbook.engines.address import EngineAddress
     from rollbook.engines.hub import model_folder
@@ -189,10 +190,7 @@ def run_cassette(
 
 def _told(outcome: Found | Missed) -> None:
     """Print what was not recorded, with the difference to the nearest that was."""
-    from rich.text import Text
-
     from rollbook.cassettes.cassette import Found
-    from rollbook.cli.terminal import Console
 
     if isinstance(outcome, Found):
         return
@@ -208,7 +206,6 @@ def _told(outcome: Found | Missed) -> None:
 
 def _told_as_json(outcome: Found | Missed) -> None:
     from rollbook.cassettes.cassette import Found
-    from rollbook.cli.terminal import print_json
 
     if isinstance(outcome, Found):
         request = outcome.request
@@ -229,8 +226,6 @@ def _told_as_json(outcome: Found | Missed) -> None:
 
 
 def _print_end(cassette: Cassette) -> None:
-    from rollbook.cli.terminal import Console
-
     console = Console(stderr=True)
     unused = cassette.unused
     used = len(cassette.requests) - len(unused)

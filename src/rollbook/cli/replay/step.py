@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 from rollbook.cli.replay.what_if import OneRank, Recipe, Rescore, Set, what_if
+from rollbook.cli.terminal import Console, print_json, table_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console
     from rollbook.replay.step.partial import Part
     from rollbook.replay.verdict import StageReplay, StepReplay
     from rollbook.store import Store
@@ -148,7 +148,6 @@ def replay_command(
     """Replay a step and print the comparison; the exit code."""
     from rollbook.cli.progress import counted
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.step.step import replay_step
 
     with of_run(log, run):
@@ -176,8 +175,6 @@ def exit_code(results: Iterable[StepReplay | None]) -> int:
 
 def _say_promise(promise: Promise) -> None:
     """Say on standard error, before a replay starts, whether bits are promised."""
-    from rollbook.cli.terminal import Console
-
     console = Console(stderr=True)
     if promise.bits:
         console.tell("bits are promised here: nothing that is known to change them differs")
@@ -217,9 +214,6 @@ def show(console: Console, result: StepReplay) -> None:
 
 def stage_table(stages: Iterable[StageReplay]) -> Table:
     """A row for each stage."""
-    from rich.text import Text
-
-    from rollbook.cli.terminal import table_of
     from rollbook.replay.verdict import Verdict
 
     colours = {

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
-    from rollbook.cli.terminal import Console
     from rollbook.replay.stretch.rebuild import Rebuilt
     from rollbook.replay.stretch.stretch import Break, VerifiedStep
     from rollbook.replay.verdict import StepReplay
@@ -41,7 +41,6 @@ def replay_run(
     from rollbook import store as stores
     from rollbook.cli.progress import progress
     from rollbook.cli.replay.step import exit_code
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
     log = stores.open(store)
@@ -92,7 +91,6 @@ def replay_weights(
     from rollbook import store as stores
     from rollbook.cli.progress import progress
     from rollbook.cli.replay.step import described, exit_code
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch.rebuild import rebuild, steps_to
     from rollbook.replay.stretch.stretch import history_of
 

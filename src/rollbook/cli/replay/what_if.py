@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.terminal import Console, print_json, say, table_of, visible
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console
     from rollbook.replay.what_if.rescoring import Written
     from rollbook.replay.what_if.side_by_side import Differences, SampleSides, StepSides
     from rollbook.replay.what_if.what_if import WhatIf
@@ -137,7 +136,6 @@ def run_what_if(path: Path, options: WhatIfOptions, as_json: bool) -> int:
         RollbookError: it cannot be done: see `what_if` and `write_rewards`.
     """
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import Console, print_json, say
     from rollbook.replay.what_if.counterfactual import Changes
     from rollbook.replay.what_if.rescoring import rescoring, write_rewards
     from rollbook.replay.what_if.what_if import Asked, what_if
@@ -176,8 +174,6 @@ def described(found: WhatIf) -> dict[str, object]:
 
 def say_line(sides: StepSides) -> None:
     """Print a step in a line."""
-    from rollbook.cli.terminal import say
-
     counts = [_number(sides.metric(side, "samples") or 0) for side in SIDES]
     values = (
         *(str(sides.step), " / ".join(counts), str(len(sides.came)), str(len(sides.went))),
@@ -230,8 +226,6 @@ def _show_step(console: Console, sides: StepSides) -> None:
 
 
 def _metric_table(sides: StepSides) -> Table:
-    from rollbook.cli.terminal import table_of
-
     table = table_of("metric", *(f">{side}" for side in SIDES), ">difference")
     names = dict.fromkeys(name for side in SIDES for name in sides.metrics[side] or {})
     for name in names:
@@ -255,8 +249,6 @@ def _show_gradients(console: Console, sides: StepSides) -> None:
 
 def _show_samples(console: Console, samples: Sequence[SampleSides]) -> None:
     """The samples that differ the most first: those of one side, then by the advantage."""
-    from rollbook.cli.terminal import table_of, visible
-
     table = table_of("sample of", ">reward", ">other", ">advantage", ">other", ">tokens", ">other")
     table.add_column("", no_wrap=True)
     for one in sorted(samples, key=_alike)[:SHOWN]:

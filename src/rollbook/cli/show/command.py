@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Named, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json, short_id, visible
 
 if TYPE_CHECKING:
     from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
@@ -53,7 +54,6 @@ def show(
     from rollbook.cli.runs import of_run
     from rollbook.cli.show.draw import TokenText, View, draw
     from rollbook.cli.show.finding import find_trajectory
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.engines.hub import model_folder
     from rollbook.store.open import open_store
 
@@ -93,7 +93,6 @@ def find_turn(facts: TrajectoryFacts, wanted: str) -> TurnFacts:
         NotFoundError: there is none, or several.
     """
     from rollbook.cli.show.finding import NotFoundError
-    from rollbook.cli.terminal import short_id, visible
 
     found = [turn for turn in facts.turns if wanted in (turn.turn_id, f"{turn.number}")]
     found = found or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]

@@ -6,14 +6,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from rollbook.cli.errors import querying
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json, table_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rollbook.cli.terminal import Console
     from rollbook.store.sql.balance import Comparison, Omitted, RunLedger
 
 
@@ -31,7 +30,6 @@ def ledger(
     line says that it balances; exit code 1: it does not. See docs/ledger.md.
     """
     from rollbook.cli.runs import check_run, of_run
-    from rollbook.cli.terminal import Console, print_json
     from rollbook.store.cut import format_cut
     from rollbook.store.errors import CutError
     from rollbook.store.open import open_store
@@ -123,7 +121,6 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
 
 
 def _terms(ledger: RunLedger) -> Table:
-    from rollbook.cli.terminal import table_of
     from rollbook.store.sql.balance import TERMS
 
     table = table_of("term", ">tokens", ">turns", ">share")
@@ -144,7 +141,6 @@ def _percent(tokens: int, of: int) -> str:
 
 
 def _by_version(ledger: RunLedger) -> Table:
-    from rollbook.cli.terminal import table_of
     from rollbook.store.sql.balance import TERMS
 
     table = table_of("policy", ">version", ">generated", *(f">{term}" for term in TERMS))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from rollbook.cli.options import AsJson, AsOf, Policy, Run, Source, StoreOption
+from rollbook.cli.terminal import Console, print_json, say, table_of, visible
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
@@ -49,7 +51,6 @@ def preflight(
         )
     import psutil
 
-    from rollbook.cli.terminal import print_json
     from rollbook.store.open import open_store
     from rollbook.train.doctor.preflight import preflight
 
@@ -64,10 +65,6 @@ def preflight(
 
 
 def _print_checks(checks: list[Check]) -> None:
-    from rich.text import Text
-
-    from rollbook.cli.terminal import Console, table_of
-
     table = table_of("check", "", "found")
     for check in checks:
         levers = "" if check.verdict == "green" else f"\nlevers: {check.lever}"
@@ -89,7 +86,6 @@ def doctor(
     rollbook doctor --store runs --run math-1
     """
     from rollbook.cli.runs import cut_of, only_run
-    from rollbook.cli.terminal import print_json, visible
     from rollbook.store.open import open_store
     from rollbook.train.doctor.evidence import read_course
     from rollbook.train.doctor.signs import findings
@@ -108,8 +104,6 @@ def doctor(
 
 
 def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
-    from rollbook.cli.terminal import Console, say, visible
-
     console = Console()
     if not course.rows:
         say(f"{where}: no committed step")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
+from rollbook.cli.terminal import print_json, say, visible
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
@@ -141,7 +142,6 @@ def run_plot(path: Path, output: Path, wanted: Wanted, as_of: str, as_json: bool
         CutError: no such run or cut.
     """
     from rollbook.cli.runs import check_run
-    from rollbook.cli.terminal import print_json, say, visible
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store
 
@@ -173,7 +173,6 @@ def drawn_metrics() -> list[str]:
 
 
 def _check(output: Path, metrics: Sequence[str]) -> None:
-    from rollbook.cli.terminal import visible
     from rollbook.store.errors import ConfigError
 
     drawn = drawn_metrics()
@@ -274,8 +273,6 @@ _HELD_OUT = """
 
 def _mark(axes: Any, curve: Curve, color: str) -> None:
     """Draw open rings where evaluations are not whole, dotted lines where the training became another."""
-    from rollbook.cli.terminal import visible
-
     for number, place in enumerate(curve.begun):
         label = f"{visible(curve.run)}, another training" if number == 0 else None
         axes.axvline(place, color=color, linestyle=":", linewidth=1, label=label)
@@ -297,7 +294,6 @@ def draw(curves: Sequence[Curve], output: Path, by: str) -> None:
         ConfigError: matplotlib is missing.
     """
     from rollbook.cli.pictures import pyplot
-    from rollbook.cli.terminal import visible
 
     plots = pyplot()
     panels, runs = _panels(curves), list(dict.fromkeys(curve.run for curve in curves))
@@ -337,7 +333,6 @@ def write_curves(
         CorruptionError: a file of the log is damaged.
     """
     from rollbook.cli.runs import check_run
-    from rollbook.cli.terminal import print_json, say, visible
     from rollbook.store.errors import ConfigError
     from rollbook.store.events import EvalFinished, StepCommitted
     from rollbook.store.open import open_store

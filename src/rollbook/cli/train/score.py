@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, StoreOption
+from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from rollbook.train.reward_scores import Scoring
@@ -99,7 +100,6 @@ def run_score(
     """
     from rollbook.cli.progress import progress
     from rollbook.cli.runs import check_run
-    from rollbook.cli.terminal import print_json, say
     from rollbook.engines.hub import model_folder
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.table import Table
 
 from rollbook.cli.options import AsOf, LeaveOut, RowFormat, RowKeys, SkipBad, Source, StoreOption
+from rollbook.cli.terminal import Console, print_json, say, table_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rollbook.train.config.config import TrainConfig
     from rollbook.train.doctor.memory import Need
 
@@ -83,7 +83,6 @@ def train(
         raise typer.BadParameter("goes with --plan alone", param_hint="--json")
     settings = load_config(config, set_ or [])
     if show_config:
-        from rollbook.cli.terminal import say
         from rollbook.train.config.files import as_toml
 
         say(as_toml(settings))
@@ -136,7 +135,6 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
         ModelError: the model cannot be read, or not be split so.
     """
     from rollbook import store
-    from rollbook.cli.terminal import Console, print_json, say
     from rollbook.engines.hub import model_folder
     from rollbook.train.doctor.memory import need_of
     from rollbook.train.doctor.recorded import read_recorded
@@ -177,8 +175,6 @@ def _as_json(need: Need, count: int, copies: int, longest: int) -> Any:
 
 def _table(need: Need) -> Table:
     """A column for one rank of each pipeline stage."""
-    from rollbook.cli.terminal import table_of
-
     small = max(rank.total for rank in need.stages) < 1 << 30
     count = len(need.stages)
     stages = (f">stage {stage + 1}" if count > 1 else ">" for stage in range(count))
