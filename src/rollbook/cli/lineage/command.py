@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollbook.cli.lineage.tables import (
+    policy_parts,
+    print_lineage,
+    step_parts,
+    token_parts,
+    trajectory_parts,
+)
 from rollbook.cli.options import AsJson, AsOf, Named, Policy, Run, StoreOption
 
 if TYPE_CHECKING:
@@ -48,7 +55,6 @@ def lineage_token(
     rollbook lineage token task-7:12 --store runs
     rollbook lineage token 5f3b9a1c:0 --store runs --model ./my-model --json
     """
-    from rollbook.cli.lineage.tables import print_lineage, token_parts
     from rollbook.lineage.trajectories import token_lineage
 
     name, _, index = token.rpartition(":")
@@ -75,7 +81,6 @@ def lineage_sample(
 
     rollbook lineage sample 5f3b9a1c --store runs
     """
-    from rollbook.cli.lineage.tables import print_lineage, trajectory_parts
     from rollbook.lineage.trajectories import trajectory_lineage
 
     with _asked(store, run, as_of) as asked:
@@ -102,7 +107,6 @@ def lineage_step(
 
     rollbook lineage step 12 --store runs --full
     """
-    from rollbook.cli.lineage.tables import print_lineage, step_parts
     from rollbook.lineage.steps import step_lineage
 
     with _asked(store, run, as_of) as asked:
@@ -124,7 +128,6 @@ def lineage_policy(
 
     rollbook lineage policy 12 --store runs
     """
-    from rollbook.cli.lineage.tables import policy_parts, print_lineage
     from rollbook.lineage.steps import policy_lineage
 
     with _asked(store, run, as_of) as asked:
@@ -146,7 +149,6 @@ def lineage_trajectory(
     rollbook lineage trajectory task-7 --store runs
     rollbook lineage trajectory task-7 --store runs --as-of step:12 --json
     """
-    from rollbook.cli.lineage.tables import print_lineage, trajectory_parts
     from rollbook.lineage.trajectories import trajectory_lineage
 
     with _asked(store, run, as_of) as asked:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.terminal import Console, draw_table, print_json, short_id
-from rollbook.lineage import records
+
+if TYPE_CHECKING:
+    from rollbook.lineage import records
 
 MOST, LONGEST = 8, 200
 """Of a longer list the first ones are printed, and how many more there are; of a text so many characters."""

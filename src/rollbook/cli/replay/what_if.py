@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ from rollbook.cli.terminal import Console, print_json, say, table_of, visible
 if TYPE_CHECKING:
     from rollbook.replay.what_if.rescoring import Written
     from rollbook.replay.what_if.side_by_side import Differences, SampleSides, StepSides
-    from rollbook.replay.what_if.what_if import WhatIf
+    from rollbook.replay.what_if.what_if import Asked, WhatIf
 
 Recipe = Annotated[Path | None, typer.Option("--recipe", help="A recipe file, or a CONFIG for its recipe.")]
 Set = Annotated[
@@ -81,12 +81,16 @@ def what_if(
         )
     if replace and not write:
         raise typer.BadParameter("goes with --write", param_hint="--replace")
-    last = step if to is None else to
-    options = WhatIfOptions(
-        *(step, last, run, policy, recipe, tuple(set_ or ()), rescore),
-        *(write, source, replace, out, trust_parts, one_rank),
-    )
-    raise typer.Exit(run_what_if(store, options, json))
+    from rollbook.replay.what_if.counterfactual import Changes
+    from rollbook.replay.what_if.rescoring import rescoring
+    from rollbook.replay.what_if.what_if import Asked
+    from rollbook.train.config.files import load_recipe
+
+    made = None if rescore is None else rescoring(rescore, source)
+    other = None if recipe is None else load_recipe(recipe).recipe
+    changes = Changes(other, tuple(set_ or ()), None if made is None else made.source)
+    asked = Asked(step, step if to is None else to, changes, made, trust_parts, one_rank, out)
+    raise typer.Exit(run_what_if(store, asked, run, policy, write=write, replaces=replace, as_json=json))
 
 
 SHOWN = 20
@@ -101,69 +105,40 @@ _COLUMNS = (
 """Of the line of a step, where there are several; with their widths."""
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIfOptions:
-    """What is asked for on the command line.
-
-    Attributes:
-        step, last: the first and the last step.
-        recipe, overrides, rescore: what differs.
-        write, source, replaces: whether the function's rewards are recorded, as which source, and whether
-            they supersede others of it.
-        out: a folder for the last weights.
-    """
-
-    step: int
-    last: int
-    run: str | None
-    policy: str
-    recipe: Path | None
-    overrides: tuple[str, ...]
-    rescore: str | None
-    write: bool = False
-    source: str | None = None
-    replaces: bool = False
-    out: Path | None = None
-    trust_parts: bool = False
-    one_rank: bool = False
-
-
-def run_what_if(path: Path, options: WhatIfOptions, as_json: bool) -> int:
+def run_what_if(
+    path: Path, asked: Asked, run: str | None, policy: str, *, write: bool, replaces: bool, as_json: bool
+) -> int:
     """Take the steps by the other rule and print both sides; the exit code, 0 if the recorded one is as
     recorded.
+
+    Args:
+        write, replaces: whether the function's rewards are recorded, and whether they supersede others of
+            their source.
 
     Raises:
         RollbookError: it cannot be done: see `what_if` and `write_rewards`.
     """
     from rollbook.cli.runs import of_run
-    from rollbook.replay.what_if.counterfactual import Changes
-    from rollbook.replay.what_if.rescoring import rescoring, write_rewards
-    from rollbook.replay.what_if.what_if import Asked, what_if
+    from rollbook.replay.what_if.rescoring import write_rewards
+    from rollbook.replay.what_if.what_if import what_if
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store
-    from rollbook.train.config.files import load_recipe
 
-    if options.out is not None and os.path.lexists(options.out):
-        raise ConfigError(f"--out {options.out}: it exists, and nothing is written over: name another folder")
+    if asked.out is not None and os.path.lexists(asked.out):
+        raise ConfigError(f"--out {asked.out}: it exists, and nothing is written over: name another folder")
     log = open_store(path)
-    made = None if options.rescore is None else rescoring(options.rescore, options.source)
-    recipe = None if options.recipe is None else load_recipe(options.recipe).recipe
-    changes = Changes(recipe, options.overrides, None if made is None else made.source)
-    asked = Asked(
-        *(options.step, options.last, changes, made, options.trust_parts, options.one_rank, options.out)
-    )
-    lines = options.last > options.step and not as_json
+    lines = asked.last > asked.first and not as_json
     if lines:
         say("".join(name.rjust(width) for name, width in _COLUMNS))
-    with of_run(log, options.run):
-        found = what_if(log, asked, options.run, options.policy, say_line if lines else lambda sides: None)
+    with of_run(log, run):
+        found = what_if(log, asked, run, policy, say_line if lines else lambda sides: None)
     written = None
-    if made is not None and options.write:
-        written = write_rewards(log, found.run, made, found.reward_source, replaces=options.replaces)
+    if asked.rescoring is not None and write:
+        written = write_rewards(log, found.run, asked.rescoring, found.reward_source, replaces=replaces)
     if as_json:
         print_json(described(found) | {"written": None if written is None else asdict(written)})
     else:
-        _show(Console(), found, written, options.out)
+        _show(Console(), found, written, asked.out)
     return 0 if found.proven else 1
 
 
