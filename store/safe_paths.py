@@ -176,7 +176,12 @@ def place_inside(store: Path, named: str) -> Path:
 
 def fsync_folder(folder: Path) -> None:
     """Make the folder's entries (created, renamed, removed files) durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fsync_file(folder, os.O_DIRECTORY)
+
+
+def fsync_file(path: Path, flags: int = 0) -> None:
+    """Make a file's content durable."""
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(fd)
     finally:

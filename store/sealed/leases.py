@@ -28,6 +28,7 @@ from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_folder, open_file
 from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units_folder
+from rollbook.store.wal.files import try_lock
 
 PATIENCE_S = 10.0
 """How long to wait for others to take leases, or to remove units."""
@@ -137,7 +138,7 @@ def _locked(store: Path, kind: int) -> Iterator[None]:
     fd = open_file(folder / "LOCK", os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not _flock(fd, kind):
+        while not try_lock(fd, kind):
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"{folder / 'LOCK'} has been held for {PATIENCE_S:g} s: see (`lslocks`) which process "
@@ -147,14 +148,6 @@ def _locked(store: Path, kind: int) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _flock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _write(store: Path, names: dict[str, list[str]]) -> tuple[Path, int]:
@@ -181,7 +174,7 @@ def _there(store: Path, lane: str, name: str) -> bool:
 def _names_if_held(path: Path) -> set[UnitName]:
     fd = open_plain(path, os.O_RDONLY)
     try:
-        if _flock(fd, fcntl.LOCK_EX):
+        if try_lock(fd, fcntl.LOCK_EX):
             path.unlink(missing_ok=True)
             return set()
         with open(fd, "rb", closefd=False) as file:

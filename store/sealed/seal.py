@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
-from rollbook.store.safe_paths import fsync_folder
+from rollbook.store.safe_paths import fsync_file, fsync_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, split, write_file
 from rollbook.store.sealed.remote import discard
@@ -132,7 +131,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
         del table  # only `parts` refers to the rows from here on, so their memory is freed part by part
         files = tuple(write_file(folder / name, part, settings) for name, part in parts.items())
         for name in parts:
-            _fsync(folder / name)
+            fsync_file(folder / name)
         unit = replace(unit, files=files, several=_count_several(parts))
         write_manifest(folder, unit)
         for name, part in parts.items():
@@ -165,14 +164,6 @@ def _compare(folder: Path, name: str, part: pa.Table) -> None:
     if differs is not None or done != part.num_rows:
         reason = differs or f"{done} rows of {part.num_rows}"
         raise CorruptionError(f"{folder / name}: what was written does not read back the same: {reason}")
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_leftovers(store: Path, lane: str) -> int:

@@ -223,7 +223,7 @@ def _refuse_no_lock(file: Path, fd: int) -> None:
 
 def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float, kind: int) -> None:
     begun = time.monotonic()
-    while not _flock(fd, kind):
+    while not try_lock(fd, kind):
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         # Wait a moment for every holder, since a new holder may not have written its process id yet.
         patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
@@ -232,7 +232,8 @@ def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float,
         time.sleep(0.01)
 
 
-def _flock(fd: int, kind: int) -> bool:
+def try_lock(fd: int, kind: int) -> bool:
+    """Lock an open file, unless somebody else has it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -126,7 +126,7 @@ def _places(lengths: Ints) -> Bools:
 
 
 def _padded(values: Floats, places: Bools) -> Floats:
-    """Values [P] as [N, longest]; zeros come before a shorter sample, so that all end together."""
+    """Values [P] at their places in [N, longest], with zeros elsewhere."""
     padded = np.zeros(places.shape)
     padded[places] = values
     return padded
@@ -138,7 +138,7 @@ def turn_returns(rewards: Floats, of: Rollouts, discount: float) -> Floats:
     Source: Sutton and Barto 2018, equation 3.8, with a turn as the step, as an agent's environment has it.
     """
     places = _turn_places(of)
-    found, steps = _rows(rewards, places), _rows(_steps(of, discount), places)
+    found, steps = _padded(rewards, places), _padded(_steps(of, discount), places)
     for column in range(found.shape[1] - 2, -1, -1):
         found[:, column] += steps[:, column] * found[:, column + 1]
     return found[places]
@@ -150,8 +150,8 @@ def turn_advantages(rewards: Floats, values: Floats, of: Rollouts, discount: flo
     Source: Schulman et al. 2016 (arXiv:1506.02438), equation 16.
     """
     places = _turn_places(of)
-    value, steps = _rows(values, places), _rows(_steps(of, discount), places)
-    delta = _rows(rewards, places) - value
+    value, steps = _padded(values, places), _padded(_steps(of, discount), places)
+    delta = _padded(rewards, places) - value
     delta[:, :-1] += steps[:, :-1] * value[:, 1:]
     for column in range(delta.shape[1] - 2, -1, -1):
         delta[:, column] += steps[:, column] * decay * delta[:, column + 1]
@@ -182,10 +182,3 @@ def _turn_places(of: Rollouts) -> Bools:
     lengths = np.asarray(of.lengths)
     places: Bools = np.arange(max(int(lengths.max(initial=0)), 1)) < lengths[:, None]
     return places
-
-
-def _rows(values: Floats, places: Bools) -> Floats:
-    """Values [P] as [N, longest], with zeros after shorter samples."""
-    rows = np.zeros(places.shape)
-    rows[places] = values
-    return rows

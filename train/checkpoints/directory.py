@@ -23,7 +23,7 @@ from rollbook.store.errors import ModelError, RankError, ShortageError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
-from rollbook.store.safe_paths import fsync_folder, read_small
+from rollbook.store.safe_paths import fsync_file, fsync_folder, read_small
 from rollbook.train.model.shape import SCORE_LABELS, SCORES
 
 MANIFEST_BYTES = 64 << 20
@@ -135,18 +135,10 @@ def size_of(building: Path) -> int:
 def make_durable(building: Path, target: Path) -> None:
     """Give a finished folder its name, every byte of it on disk first."""
     for file in building.iterdir():
-        _fsync(file)
+        fsync_file(file)
     fsync_folder(building)
     building.rename(target)
     fsync_folder(target.parent)
-
-
-def _fsync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _NAME = re.compile(r"\.v\d{8}(?:-[0-9a-f]{8})?\.(\d+)")

@@ -195,7 +195,6 @@ def find_references(
     cut: Cut,
     run: str,
     recipe: RecipeConfig,
-    without: Collection[str] = (),
     mixture: Mixture | None = None,
     policy: str | None = None,
 ) -> References:
@@ -203,7 +202,6 @@ def find_references(
 
     Args:
         run: that is trained; tokens of others have no version of its own.
-        without: trajectories that are left out.
         mixture: of a model that is to replay the routing that turns record; None: nobody asks.
         policy: in training; None: versions of all policies count, as if they were one.
 
@@ -212,7 +210,7 @@ def find_references(
         ConfigError: a condition is not SQL, or is no condition on the view `trajectories`.
     """
     with connect_at(log, format_cut(cut)) as connection:
-        return references_over(connection, log, cut, run, recipe, without, mixture, policy)
+        return references_over(connection, log, cut, run, recipe, (), mixture, policy)
 
 
 def references_over(
@@ -226,6 +224,9 @@ def references_over(
     policy: str | None = None,
 ) -> References:
     """`find_references` over a connection to the log at the cut, for who asks it other things too.
+
+    Args:
+        without: trajectories that are left out.
 
     Raises:
         CorruptionError, ConfigError: as `find_references`.
