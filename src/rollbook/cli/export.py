@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -15,14 +14,6 @@ from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from rollbook.train.checkpoints.export import ExportedModel
-
-
-class ExportFormat(StrEnum):
-    """What `rollbook export trajectories` writes."""
-
-    parquet = "parquet"
-    jsonl = "jsonl"
-    datasets = "datasets"
 
 
 class _TrajectoriesUnlessNamed(TyperGroup):
@@ -54,7 +45,7 @@ def trajectories(
         Path, typer.Option("--to", "-o", help="File or folder to make; a folder that is there must be empty.")
     ],
     format: Annotated[
-        ExportFormat,
+        Literal["parquet", "jsonl", "datasets"],
         typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
     ],
     as_of: AsOf = "head",
@@ -70,7 +61,7 @@ def trajectories(
 
     only = None if split == "all" else split
     with of_run(open_store(store), run):
-        done = export_store(store, to, format.value, as_of=as_of, run=run, split=only, progress=progress)
+        done = export_store(store, to, format, as_of=as_of, run=run, split=only, progress=progress)
     if json:
         print_json(done)
         return

@@ -6,9 +6,8 @@ Help is said as it was written: the library that draws it would take `[serve]` f
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -24,6 +23,8 @@ Policy = Annotated[str, typer.Option(help="Which line of weights.")]
 Named = Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")]
 FirstStep = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
 LastStep = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
+Source = Annotated[Literal["cut", "tail"], typer.Option(help="cut: the log as it is; tail: as it grows.")]
+"""Where a training takes its samples from."""
 TrustParts = Annotated[
     bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
 ]
@@ -53,13 +54,6 @@ TemplateKwargs = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
-
-
-class Source(StrEnum):
-    """Where a training takes its samples from."""
-
-    cut = "cut"
-    tail = "tail"
 
 
 _MARKUP = re.compile(r"\\*\[[a-z#/@][^\[]*?\]")

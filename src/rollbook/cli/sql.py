@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,18 +14,10 @@ from rollbook.cli.options import AsOf, RunOfStep, StoreOption
 from rollbook.cli.terminal import print_json, print_table, visible
 
 
-class Format(StrEnum):
-    """How `rollbook sql` prints its rows."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
 def sql(
     query: Annotated[str, typer.Argument(help='E.g. "select * from trajectories".')],
     store: StoreOption,
-    format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
+    format: Annotated[Literal["table", "json", "csv"], typer.Option(help="How to print the rows.")] = "table",
     as_of: AsOf = "head",
     run: RunOfStep = None,
     allow_files: Annotated[
@@ -62,9 +53,9 @@ def sql(
         result = connection.execute(query)
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()
-    if format is Format.json:
+    if format == "json":
         print_json([dict(zip(names, row, strict=True)) for row in rows])
-    elif format is Format.csv:
+    elif format == "csv":
         _print_csv(names, rows)
     else:
         print_table(names, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,10 @@ from rollbook.cli.options import STORE_VARIABLE
 from rollbook.cli.terminal import Console, json_for_terminal
 
 if TYPE_CHECKING:
+    from rollbook.client.tail import HttpTail
     from rollbook.store.events import Event
     from rollbook.store.log.store import Store
+    from rollbook.store.log.tail import Tail
 
 POLL_EVENTS = 256
 
@@ -80,23 +82,6 @@ def tail(
         return
 
 
-class AnyTail(Protocol):
-    """What a local tail and one over HTTP have in common."""
-
-    def poll(self, limit: int | None = None) -> list[Event]:
-        """New events."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for new events, at most so many seconds; returns whether there are any."""
-
-    def cut(self) -> dict[str, int]:
-        """The cut of all events that were handed out."""
-
-    @property
-    def at_head(self) -> bool:
-        """Whether the last poll reached the head."""
-
-
 def _kinds(kinds: str) -> frozenset[str] | None:
     """The kinds of events that are wanted; None: those that a turn's line is made of.
 
@@ -125,7 +110,7 @@ def _look_for(log: Store, run: str, follow: bool) -> None:
         Console(stderr=True).print(f"{error}; waiting for it", soft_wrap=True)
 
 
-def _pump(tail: AnyTail, show: Any, follow: bool) -> None:
+def _pump(tail: Tail | HttpTail, show: Any, follow: bool) -> None:
     while True:
         for event in tail.poll(POLL_EVENTS):
             show(event)

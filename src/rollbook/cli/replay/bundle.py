@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,13 +19,6 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-class Without(StrEnum):
-    """What can be left out of a bundle."""
-
-    optimizer = "optimizer"
-    weights = "weights"
-
-
 export_app = typer.Typer(no_args_is_help=True, help="Write what a replay needs to one file, for others.")
 
 
@@ -38,7 +30,7 @@ def export_step(
     run: Run = None,
     policy: Policy = "actor",
     without: Annotated[
-        Without | None,
+        Literal["optimizer", "weights"] | None,
         typer.Option(
             help="Leave out the optimizer: proven up to the gradients; or all weights: up to the losses "
             "where the step recorded vectors, else up to the advantages."

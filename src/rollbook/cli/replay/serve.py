@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -17,13 +16,6 @@ from rollbook.cli.terminal import Console, print_json
 if TYPE_CHECKING:
     from rollbook.cassettes.cassette import Cassette, Found, Missed
     from rollbook.store.log.store import Store
-
-
-class OnMiss(StrEnum):
-    """What a request gets that was not recorded."""
-
-    error = "error"
-    engine = "engine"
 
 
 Engines = Annotated[
@@ -43,8 +35,9 @@ def replay_serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     on_miss: Annotated[
-        OnMiss, typer.Option(help="What was not recorded: an error that shows the difference, or an engine.")
-    ] = OnMiss.error,
+        Literal["error", "engine"],
+        typer.Option(help="What was not recorded: an error that shows the difference, or an engine."),
+    ] = "error",
     engine: Engines = None,
     engine_key: EngineKey = None,
     timing: Annotated[
@@ -72,7 +65,7 @@ def replay_serve(
     """
     if not trajectory and query is None:
         raise typer.BadParameter("name one, or give a --query", param_hint="--trajectory")
-    if (on_miss is OnMiss.engine) != bool(engine):
+    if (on_miss == "engine") != bool(engine):
         raise typer.BadParameter("goes with --on-miss engine, which needs it", param_hint="--engine")
     cassette = read_cassette(store, trajectory or [], query, run, as_of, ignore or [])
     run_cassette(cassette, host, port, engine or [], engine_key, timing, model, json)

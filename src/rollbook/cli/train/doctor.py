@@ -24,7 +24,7 @@ def preflight(
         Path | None,
         typer.Option(envvar="ROLLBOOK_STORE", help="The log to train on; absent: none is looked at."),
     ] = None,
-    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    source: Source = "cut",
     as_of: AsOf = "head",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key.")] = None,
     reward: Annotated[
@@ -56,7 +56,7 @@ def preflight(
 
     log = None if store is None else open_store(store)
     cut: Cut = {} if log is None else log.cut(as_of, settings.run)
-    checks = preflight(settings, log, cut, source.value, psutil.virtual_memory().total, reward)
+    checks = preflight(settings, log, cut, source, psutil.virtual_memory().total, reward)
     if json:
         print_json([asdict(check) for check in checks])
     else:

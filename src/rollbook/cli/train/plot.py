@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,13 +19,6 @@ if TYPE_CHECKING:
     from rollbook.store.cut import Cut
     from rollbook.store.log.store import Store
     from rollbook.store.sql.sandbox import Connection
-
-
-class Axis(StrEnum):
-    """What the curves run over."""
-
-    step = "step"
-    version = "version"
 
 
 def plot(
@@ -42,7 +34,9 @@ def plot(
         list[str] | None,
         typer.Option("--metric", help="Columns of the view metrics, a panel each; default: the dashboard."),
     ] = None,
-    by: Annotated[Axis, typer.Option(help="Over steps, or over policy versions.")] = Axis.step,
+    by: Annotated[
+        Literal["step", "version"], typer.Option(help="Over steps, or over policy versions.")
+    ] = "step",
     first: Annotated[int, typer.Option("--from", min=0, help="First step or version that is drawn.")] = 0,
     tensorboard: Annotated[
         Path | None,
@@ -66,7 +60,7 @@ def plot(
     if tensorboard is not None:
         write_curves(store, tensorboard, runs or [], policy, as_of, json)
         return
-    wanted = Wanted(runs or [], policy, metrics or [], by.value, first)
+    wanted = Wanted(runs or [], policy, metrics or [], by, first)
     run_plot(store, output, wanted, as_of, json)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,14 +13,6 @@ from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from rollbook.train.reward_scores import Scoring
-
-
-class Device(StrEnum):
-    """Where it computes."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def score(
@@ -52,7 +43,9 @@ def score(
         ),
     ] = None,
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "score",
-    device: Annotated[Device, typer.Option(help="auto: a GPU if there is one.")] = Device.auto,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one.")
+    ] = "auto",
     json: AsJson = False,
 ) -> None:
     """Reward finished trajectories by a model: each that has no reward of the source gets one, as an event.
@@ -64,7 +57,7 @@ def score(
     rollbook train grpo.toml --store runs --set recipe.reward_source=judge
     """
     scoring = scoring_of(run, source, splits or [], penalty)
-    run_score(model, store, scoring, lane, calibrated, follow, device.value, json)
+    run_score(model, store, scoring, lane, calibrated, follow, device, json)
 
 
 def scoring_of(run: str, source: str, splits: list[str], penalty: float) -> Scoring:

@@ -50,7 +50,7 @@ PlaceWithin = Annotated[
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
     store: StoreOption,
-    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    source: Source = "cut",
     as_of: AsOf = "head",
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
     set_: Keys = None,
@@ -97,7 +97,7 @@ def train(
 def _train(
     config: TrainConfig,
     store: Path,
-    source: Source,
+    source: str,
     as_of: str,
     lane: str,
     abandon_after: int | None,
@@ -113,14 +113,14 @@ def _train(
     if file is not None:
         from rollbook.cli.importing import training_data
 
-        if source is not Source.cut or as_of != "head":
+        if source != "cut" or as_of != "head":
             raise typer.BadParameter("goes with --source cut, as of head", param_hint="--data")
         bring = training_data(file, config, store, shape, keys, skip_bad=skip_bad, leave_out=leave_out)
     elif keys or skip_bad or leave_out or shape != "auto":
         options = "--format, --key, --skip-bad and --leave-out"
         raise typer.BadParameter("goes with --data alone", param_hint=options)
     placed = (strategy, within_s) if launch == "ray" else None
-    run_train(config, store, source.value, as_of, lane, abandon_after, ranks, placed, bring)
+    run_train(config, store, source, as_of, lane, abandon_after, ranks, placed, bring)
 
 
 PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logits", "total")
