@@ -128,7 +128,9 @@ def _prepared() -> Iterator[None]:
     threading.excepthook, sys.unraisablehook = _told_of_thread, _told_of_callback
     handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGINT, signal.SIGTERM) if is_main}
     if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
-        handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, _hung_up(_terminals()))
+        handlers[signal.SIGHUP] = signal.signal(
+            signal.SIGHUP, _hung_up([fd for fd in (0, 1, 2) if os.isatty(fd)])
+        )
     try:
         yield
     finally:
@@ -172,10 +174,6 @@ def _hung_up(terminals: list[int]) -> Callable[[int, FrameType | None], None]:
     return ended
 
 
-def _terminals() -> list[int]:
-    return [fd for fd in (0, 1, 2) if os.isatty(fd)]
-
-
 def _in_native_import(frame: FrameType | None) -> bool:
     """Whether a library's native code is being loaded, where an exception may abort the process.
 
@@ -215,7 +213,7 @@ def _exit_code(error: BaseException) -> int:
     """Print the error; returns the exit code."""
     if _signals:
         return 128 + _signals[0]
-    if isinstance(error, KeyboardInterrupt) or _is_interrupt(error):
+    if isinstance(error, KeyboardInterrupt) or _is(error, "duckdb", "InterruptException"):
         return INTERRUPTED
     text = foreseen(error)
     if text is not None:
@@ -226,10 +224,6 @@ def _exit_code(error: BaseException) -> int:
         return AGAIN if lost else BAD
     _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
     return UNFORESEEN
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    return _is(error, "duckdb", "InterruptException")
 
 
 def foreseen(error: BaseException) -> str | None:

@@ -103,6 +103,7 @@ class LogFormatter(logging.Formatter):
         return visible(shown(text.strip()), lines=True)
 
 
+MIB = 1 << 20
 CELL_WIDTH = 60
 
 

@@ -437,13 +437,10 @@ def lines_of(course: RunProgress, tokens_s: float | None) -> list[tuple[str, str
         "reward": None if course.reward is None else f"{course.reward:.3f} (the last {len(course.rewards)})",
         "sampled": None if tokens_s is None else f"{tokens_s:.0f} tokens/s",
         "evaluated": _evaluated(evaluation, course.partial),
-        "evaluating": None if course.evaluating is None else _evaluating(course),
     }
+    if course.evaluating is not None:
+        found["evaluating"] = f"version {course.evaluating}: {course.agents.said}"
     return [(name, value) for name, value in found.items() if value is not None]
-
-
-def _evaluating(course: RunProgress) -> str:
-    return f"version {course.evaluating}: {course.agents.said}"
 
 
 def _evaluated(evaluation: dict[str, object], partial: str | None) -> str | None:

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption
-from rollbook.cli.terminal import Console, print_json, say
+from rollbook.cli.terminal import MIB, Console, print_json, say
 
 if TYPE_CHECKING:
-    from rollbook.replay.bundles.bundle import Exported
     from rollbook.replay.verdict import StepReplay
     from rollbook.store.interchange.bundle import Bundle
-
-_MIB = 1 << 20
 
 
 export_app = typer.Typer(no_args_is_help=True, help="Write what a replay needs to one file, for others.")
@@ -65,7 +62,11 @@ def export_step(
             without=without,
             trust_parts=trust_parts,
         )
-    _tell_export(done, json)
+    if json:
+        print_json(asdict(done))
+        return
+    say(f"wrote {done.to} ({done.bytes / MIB:.1f} MiB): {_what(done.bundle)}")
+    say(f"sha256 {done.sha256}")
 
 
 def open_bundle(
@@ -97,14 +98,6 @@ def open_bundle(
         found = replay_bundle(bundle, log, trust_parts=trust_parts) if replay else None
     _tell_opening(bundle, found, extract, json)
     raise typer.Exit(1 if found is not None and not found.equal else 0)
-
-
-def _tell_export(done: Exported, as_json: bool) -> None:
-    if as_json:
-        print_json(asdict(done))
-        return
-    say(f"wrote {done.to} ({done.bytes / _MIB:.1f} MiB): {_what(done.bundle)}")
-    say(f"sha256 {done.sha256}")
 
 
 def _what(bundle: Bundle) -> str:

@@ -14,7 +14,6 @@ from rollbook.cli.terminal import Console, print_json
 if TYPE_CHECKING:
     from rollbook.replay.stretch.rebuild import Rebuilt
     from rollbook.replay.stretch.stretch import Break, VerifiedStep
-    from rollbook.replay.verdict import StepReplay
 
 
 def replay_run(
@@ -112,9 +111,11 @@ def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
     Args:
         asked: whether it was to be written.
     """
+    from rollbook.replay.stretch.stretch import VerifiedStep
+
     proof, which = found.proof, f"version {found.policy_version} of policy {found.policy}"
     if not found.proven:
-        _show_steps(console, _as_steps([proof]))
+        _show_steps(console, [VerifiedStep(proof.differs_at_step or proof.step, proof)])
         if proof.equal:
             where = " and nothing was written" if asked else ""
             console.tell(f"{which} is ", ("not proven", "bold yellow"), where)
@@ -128,12 +129,6 @@ def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
     console.print(f"weights {found.weights_digest}", soft_wrap=True)
     if found.path is not None:
         console.print(f"written to {found.path}", soft_wrap=True)
-
-
-def _as_steps(replays: list[StepReplay]) -> list[VerifiedStep]:
-    from rollbook.replay.stretch.stretch import VerifiedStep
-
-    return [VerifiedStep(one.differs_at_step or one.step, one) for one in replays]
 
 
 def _described(steps: list[VerifiedStep], broken: list[Break]) -> dict[str, Any]:

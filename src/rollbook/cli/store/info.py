@@ -1,4 +1,4 @@
-"""What `rollbook store info`, `rebuild-catalog`, `checkpoints`, `upload` and `attach` print."""
+"""What `rollbook store info`, `rebuild-catalog`, `checkpoints` and `upload` print."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook import store
 from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import Console, print_json, print_table, say
+from rollbook.cli.terminal import MIB, Console, print_json, print_table, say
 from rollbook.store.catalog.catalog import Catalog
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import CatalogError
 from rollbook.store.open import open_store
 from rollbook.store.sealed.unit import current_units
-from rollbook.store.upkeep.attach import attach
 from rollbook.store.upkeep.checkpoints import (
     HeldCheckpoint,
     Keep,
@@ -89,9 +88,6 @@ def run_rebuild(path: Path, as_json: bool) -> None:
         say(f"the catalog was broken; what was there is now {done.moved}")
     say(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
     say(", ".join(f"{name} {count}" for name, count in done.rows.items()))
-
-
-MIB = 1 << 20
 
 
 def run_checkpoints(
@@ -174,20 +170,3 @@ def run_upload(path: Path, as_json: bool) -> None:
     say(f"{report.freed / MIB:.1f} MiB of local files removed")
     for name in report.kept:
         say(f"{name}: a reader still has its local files; a later upload removes them")
-
-
-def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> None:
-    """Create a store that reads units from object storage, and print a summary.
-
-    Raises:
-        NotAStoreError, ConfigError, RemoteError, CorruptionError, FormatError: as `attach`.
-    """
-    report = attach(path, uri, endpoint)
-    if as_json:
-        print_json(report.as_json())
-        return
-    say(f"{path} reads {uri}: {report.units} units, {report.bytes / MIB:.1f} MiB, which stay there")
-    for lane, events in report.lanes.items():
-        say(f"lane {lane}: {events} events, to the end of its last uploaded unit")
-    for address in report.unfinished:
-        say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollbook.cli.progress import progress
 from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import Console, print_json, table_of, visible
+from rollbook.cli.terminal import MIB, Console, print_json, table_of, visible
 from rollbook.store.errors import UpkeepError
 from rollbook.store.open import open_store
 from rollbook.store.redaction import Scrubber
@@ -22,9 +22,6 @@ from rollbook.store.upkeep.erase import EraseReport, erase_trajectory
 from rollbook.store.upkeep.find_secrets import NAMED, Secrets, find_secrets
 from rollbook.store.upkeep.retain import RetainReport, retain
 from rollbook.store.upkeep.retention_policy import EndedTraining, trainings_ended_by
-from rollbook.store.upkeep.retire import parse_steps, retire_steps
-
-MIB = 1 << 20
 
 
 def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
@@ -50,28 +47,6 @@ def _sum_up(report: RetainReport) -> str:
     dropped = sum(unit.dropped for unit in report.units)
     verb = "would drop" if report.dry_run else "dropped"
     return f"{verb} {dropped} of {len(report.units)} sealed units, {report.dropped_bytes / MIB:.1f} MiB"
-
-
-def run_retire(
-    path: Path,
-    run: str,
-    policy: str,
-    reason: str,
-    steps: str | None,
-    before_version: int | None,
-    as_json: bool,
-) -> None:
-    """Retire steps, and print which."""
-    chosen = None if steps is None else parse_steps(steps)
-    log = open_store(path)
-    with of_run(log, run):
-        report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
-    if as_json:
-        print_json(asdict(report))
-        return
-    of = f"of policy {policy} in run {run}"
-    earlier = f"; {report.before} were retired before" if report.before else ""
-    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
 
 
 def run_erase(

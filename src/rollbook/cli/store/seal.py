@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rollbook.cli.terminal import Console, print_json, table_of
+from rollbook.cli.terminal import MIB, Console, print_json, table_of
 from rollbook.store.errors import LaneLockedError, RollbookError
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
@@ -26,7 +26,6 @@ PATIENCE_S = 60.0
 """How long a single pass waits for another process that changes sealed units."""
 PARENT_S = 0.5
 """How often a sealer that was started by another process looks whether that is still there."""
-_MIB = 1 << 20
 
 
 def run_seal(path: Path, watch: bool, as_json: bool, parent: int | None = None) -> int:
@@ -117,7 +116,7 @@ def _print(report: SealReport, as_json: bool) -> None:
     table = table_of("lane", *units, ">WAL files removed", ">log MiB", ">Parquet MiB")
     for lane in report.lanes:
         counts = (len(lane.sealed), len(lane.merged), len(lane.removed), lane.wal_files)
-        sizes = (lane.log_bytes / _MIB, lane.written_bytes / _MIB)
+        sizes = (lane.log_bytes / MIB, lane.written_bytes / MIB)
         table.add_row(lane.lane, *map(str, counts), *(f"{size:.1f}" for size in sizes))
     console.print(table)
     console.print(f"{report.seconds:.1f} s")

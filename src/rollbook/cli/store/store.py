@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Policy, Run, RunOfStep, StoreOption
+from rollbook.cli.terminal import MIB, Console, print_json, say
 
 store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
 
@@ -97,9 +99,17 @@ def store_attach(
     json: AsJson = False,
 ) -> None:
     """Make a store that reads what another one moved to object storage."""
-    from rollbook.cli.store.info import run_attach
+    from rollbook.store.upkeep.attach import attach
 
-    run_attach(store, remote, endpoint, json)
+    report = attach(store, remote, endpoint)
+    if json:
+        print_json(report.as_json())
+        return
+    say(f"{store} reads {remote}: {report.units} units, {report.bytes / MIB:.1f} MiB, which stay there")
+    for lane, events in report.lanes.items():
+        say(f"lane {lane}: {events} events, to the end of its last uploaded unit")
+    for address in report.unfinished:
+        say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
 
 
 @store_app.command("rebuild-catalog")
@@ -163,9 +173,20 @@ def store_retire(
     json: AsJson = False,
 ) -> None:
     """Give steps up for replay, so that `rollbook store retain` may drop what only they needed."""
-    from rollbook.cli.store.retention import run_retire
+    from rollbook.cli.runs import of_run
+    from rollbook.store.open import open_store
+    from rollbook.store.upkeep.retire import parse_steps, retire_steps
 
-    run_retire(store, run, policy, reason, steps, before_version, json)
+    chosen = None if steps is None else parse_steps(steps)
+    log = open_store(store)
+    with of_run(log, run):
+        report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
+    if json:
+        print_json(asdict(report))
+        return
+    of = f"of policy {policy} in run {run}"
+    earlier = f"; {report.before} were retired before" if report.before else ""
+    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
 
 
 @store_app.command("erase")

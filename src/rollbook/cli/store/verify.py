@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from rollbook.cli.progress import progress
-from rollbook.cli.terminal import Console, print_json, table_of
+from rollbook.cli.terminal import MIB, Console, print_json, table_of
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
@@ -30,7 +30,6 @@ from rollbook.store.upkeep.verify import (
 
 MOST_NAMED = 1000
 """Incomplete turns that are named; of more it is only said that there are."""
-_MIB = 1 << 20
 
 
 def run_verify(path: Path, weights: bool, as_json: bool) -> int:
@@ -159,7 +158,7 @@ def _print(path: Path, found: list[LaneVerified]) -> None:
     for lane in found:
         counts = (lane.events, lane.units, lane.wal_files)
         whole = Text("yes") if lane.fault is None else Text("no", "red")
-        table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / _MIB:,.1f}", whole)
+        table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / MIB:,.1f}", whole)
     console.print(table)
     if left_out := sum(lane.left_out for lane in found):
         console.tell(f"an excerpt: {left_out:,} events of these lanes were left out of it")
