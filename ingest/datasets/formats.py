@@ -207,15 +207,11 @@ def _no_shape(row: Json) -> str:
     )
 
 
-def _is_told(row: Row) -> bool:
-    """Whether a row has a prompt and a completion: they come before a whole conversation beside them."""
-    return row.has("prompt") and row.has("completion")
-
-
 def _speaks(row: Row, key: str) -> bool:
     """Whether a row is a whole conversation, whose messages name their speaker by this key."""
     chat = row.first(*CHATS)
-    if chat is None or _is_told(row):
+    # A prompt and a completion come before a whole conversation beside them.
+    if chat is None or (row.has("prompt") and row.has("completion")):
         return False
     value: Any = row.values[chat]
     if isinstance(value, str):

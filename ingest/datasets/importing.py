@@ -130,15 +130,12 @@ def import_dataset(
         with progress(f"read {file.name}", size_of(file)) as advance:
             read = _convert(file, chats, split, writer, reading, skip_bad=skip_bad, advance=advance)
         if not read.rows:
-            raise InterchangeError(f"{file}: {_no_row(read)}")
+            why = f"no row can be used: {read.left_out[0]}" if read.left_out else "holds no row"
+            raise InterchangeError(f"{file}: {why}")
         reading.look(FirstLook(read.shapes, read.samples[: reading.show]))
         options: dict[str, Any] = {"lane": lane, "split": split, "progress": progress}
         done = import_chats(Path(chats.name), store, run, **options, shape=shape, origin=file)
     return done | read.summary() | {"preferences": _add_preferences(store, run, lane, read.pairs)}
-
-
-def _no_row(read: _Read) -> str:
-    return f"no row can be used: {read.left_out[0]}" if read.left_out else "holds no row"
 
 
 def _convert(

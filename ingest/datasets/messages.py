@@ -65,7 +65,7 @@ def messages_of(key: str, value: Any, role: str | None) -> list[Json]:
         return [_message(key, value)]
     if isinstance(value, list) and value:
         if all(isinstance(one, str) for one in value):
-            return _alternating(value)
+            return [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(value)]
         return [_message(f"{key}[{index}]", one) for index, one in enumerate(value)]
     raise RowError(f"{key} is {shown(value)}: write a text, or a list of messages")
 
@@ -170,10 +170,6 @@ def _speaks(value: Json) -> bool:
     """Whether an object is a message beyond doubt: an answer in JSON may have such keys too."""
     word = next((value[key] for key in SPEAKERS if isinstance(value.get(key), str)), "")
     return (word in ROLES or word in OTHER_ROLES) and not value.keys().isdisjoint((*SAYINGS, "tool_calls"))
-
-
-def _alternating(texts: list[str]) -> list[Json]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def _dialogue(turns: re.Pattern[str], text: str) -> list[Json]:

@@ -58,7 +58,7 @@ class RunWriter:
             WriteFailedError: they are not durable.
             UnstorableError: one of them, or of what they rest on, has no stored form.
         """
-        pending = {append for append in behind if append is not None and not _durable(append)}
+        pending = {one for one in behind if one is not None and (not one.done() or one.exception())}
         events = self._events(records)
         noted = self._waiting.get(next(iter(pending))) if len(pending) == 1 else None
         if noted is not None:
@@ -172,10 +172,6 @@ class RunWriter:
         """Commit what is pending and release the lane."""
         self.flush()
         self.writer.close()
-
-
-def _durable(append: Future[int]) -> bool:
-    return append.done() and append.exception() is None
 
 
 async def all_durable(appends: Iterable[Future[int] | None]) -> None:

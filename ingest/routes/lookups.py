@@ -16,7 +16,6 @@ from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.fields import SamplingFields, json_object
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.routes.resolver import RequestResolver
-from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_call
 from rollbook.store.errors import RequestError
 
@@ -75,7 +74,10 @@ class LookupRoutes:
             text = f"no response {response_id!r} in an open trajectory"
             raise RequestError(404, "unknown_response", text)
         turns = await recorder.answered(live, (turn_id,))
-        return JSONResponse(api.reply(_recorded_call(turns[0]), turns, self.turn_runner.bridges.tokenizer))
+        asked = turns[0].requested
+        fields = SamplingFields.model_validate({"model": asked.requested_model})
+        call = ModelCall(asked.wire.get("endpoint", ""), [], None, fields, asked.request)
+        return JSONResponse(api.reply(call, turns, self.turn_runner.bridges.tokenizer))
 
     async def models(self, request: Request) -> Response:
         """The model that is served."""
@@ -86,9 +88,3 @@ class LookupRoutes:
         if "model" in request.path_params:
             return JSONResponse(model | {"id": request.path_params["model"]})
         return JSONResponse({"object": "list", "data": [model], "first_id": None, "has_more": False})
-
-
-def _recorded_call(turn: CompletedTurn) -> ModelCall:
-    asked = turn.requested
-    fields = SamplingFields.model_validate({"model": asked.requested_model})
-    return ModelCall(asked.wire.get("endpoint", ""), [], None, fields, asked.request)

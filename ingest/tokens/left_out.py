@@ -85,7 +85,8 @@ class _Search:
         if not said:
             return True
         # Some templates write a text as JSON: a tool's result, or the value of an argument.
-        return any(self._find(form) for form in dict.fromkeys((said, _escaped(said))))
+        escaped = json.dumps(said, ensure_ascii=False)[1:-1]
+        return any(self._find(form) for form in dict.fromkeys((said, escaped)))
 
     def _find(self, said: str) -> bool:
         for start, end in ((self._at, len(self._text)), (0, self._at + len(said))):
@@ -97,10 +98,6 @@ class _Search:
                 self._at = at + len(said)
                 return True
         return False
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _texts(form: Json) -> Iterator[tuple[str, str]]:

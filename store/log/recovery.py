@@ -128,12 +128,9 @@ def _recover(folder: Path, start: Start) -> LaneState:
         _fsync(segment_path(folder, infos[-1].number))
     end = infos[-1] if infos else None
     # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.
-    mark = Watermark(end.number, end.bytes, next_seq) if end else _end_of_sealed(start)
+    sealed = Watermark(start.number - 1, start.before, start.next_seq)
+    mark = Watermark(end.number, end.bytes, next_seq) if end else sealed
     return LaneState(tuple(infos), start, mark, chain, next_seq, truncated)
-
-
-def _end_of_sealed(start: Start) -> Watermark:
-    return Watermark(start.number - 1, start.before, start.next_seq)
 
 
 def _has_watermark(folder: Path) -> bool:

@@ -98,13 +98,8 @@ def _queries() -> dict[str, str]:
 
 
 def _copy(database: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
-    database.execute(
-        f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)"
-    )
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
+    quoted = str(path).replace("'", "''")
+    database.execute(f"COPY ({query}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)")
 
 
 def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:

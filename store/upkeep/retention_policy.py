@@ -408,7 +408,8 @@ def _place(
     lasting = kind.filter(_is_in(kind, kinds_where(lambda said: said.lasting)))
     ends = table["trajectory_id"].filter(pc.equal(kind, "trajectory.finished")).unique()
     facts.finished |= set(ends.to_pylist())
-    _publish(facts, table.filter(pc.equal(kind, "policy.published")))
+    for key, version in _newest(table.filter(pc.equal(kind, "policy.published"))).items():
+        facts.published[key] = max(version, facts.published.get(key, version))
     turns = table.filter(pc.equal(kind, "turn.completed"))
     training = _pairs(table.filter(_is_in(kind, _parts_of("policy"))))
     training |= {(run, None) for run, _ in _pairs(table.filter(_is_in(kind, _parts_of("run"))))}
@@ -430,11 +431,6 @@ def _newest(table: pa.Table) -> Mapping[PolicyKey, int]:
     """The highest policy version of each (run, policy) in the rows."""
     grouped = table.group_by(["run", "policy"]).aggregate([("policy_version", "max")])
     return {(row["run"], row["policy"]): row["policy_version_max"] for row in grouped.to_pylist()}
-
-
-def _publish(facts: Facts, table: pa.Table) -> None:
-    for key, version in _newest(table).items():
-        facts.published[key] = max(version, facts.published.get(key, version))
 
 
 def _pairs(table: pa.Table) -> set[tuple[str, str | None]]:
