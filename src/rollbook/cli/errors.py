@@ -120,7 +120,7 @@ def _prepared() -> Iterator[None]:
     root = logging.getLogger()
     if not root.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(_LazyFormatter())
+        handler.setFormatter(_KeepingFormatter())
         handler.setLevel(logging.WARNING)
         root.addHandler(handler)
     is_main = threading.current_thread() is threading.main_thread()
@@ -199,14 +199,14 @@ def _raise_again(number: int) -> None:
     again.start()
 
 
-class _LazyFormatter(logging.Formatter):
-    """The store's formatter, imported when something is logged, so that --help stays quick."""
+class _KeepingFormatter(LogFormatter):
+    """Log records as the terminal has them; the traceback of an error is kept in a file."""
 
     def format(self, record: logging.LogRecord) -> str:
         kept = ""
         if record.exc_info and record.exc_info[1] is not None:
             kept = f" ({_kept(record.exc_info[1])})"
-        return LogFormatter().format(record) + kept
+        return super().format(record) + kept
 
 
 def _exit_code(error: BaseException) -> int:

@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from rollbook.rollouts.launchers.launching import Isolation, Level
 from rollbook.store.config import Table, override, part_of, read_toml, refused, told, written_key

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.lineage.tables import (
-    policy_parts,
-    print_lineage,
-    step_parts,
-    token_parts,
-    trajectory_parts,
-)
+from rollbook.cli.lineage.tables import policy_parts, print_lineage, step_parts, token_parts, trajectory_parts
 from rollbook.cli.options import AsJson, AsOf, Named, Policy, Run, StoreOption
 
 if TYPE_CHECKING:

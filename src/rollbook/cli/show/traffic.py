@@ -16,15 +16,7 @@ from rich.text import Text
 
 from rollbook.cli.show.messages import beginning
 from rollbook.cli.show.reading import mean_and_lowest
-from rollbook.cli.terminal import (
-    Console,
-    clock,
-    duration,
-    one_line,
-    say,
-    short_id,
-    visible,
-)
+from rollbook.cli.terminal import Console, clock, duration, one_line, say, short_id, visible
 from rollbook.store.events import (
     Event,
     PolicyActivated,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -149,7 +149,8 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     longest = seen.longest or shape.context
     need = need_of(config, shape, longest, count)
     if as_json:
-        print_json(_as_json(need, count, copies, longest))
+        stages = [asdict(rank) | {"state": rank.state, "total": rank.total} for rank in need.stages]
+        print_json({"ranks": count, "copies": copies, "longest_sample": longest, "stages": stages})
         return
     said = f"{count} rank{'s' * (count > 1)}"
     layout = sizes.described(count)
@@ -161,16 +162,6 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     say(f"forward passes of {need.passes.removesuffix(',')}; longest sample: {longest} tokens ({found})")
     Console().print(_table(need))
     say(_room(config, need, count))
-
-
-def _as_json(need: Need, count: int, copies: int, longest: int) -> Any:
-    stages = [asdict(rank) | {"state": rank.state, "total": rank.total} for rank in need.stages]
-    return {
-        "ranks": count,
-        "copies": copies,
-        "longest_sample": longest,
-        "stages": stages,
-    }
 
 
 def _table(need: Need) -> Table:
