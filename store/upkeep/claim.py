@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rollbook.store.errors import UpkeepError
@@ -63,11 +63,15 @@ def remove_wal(store: Path, unit: Unit) -> int:
     folder = lane_folder(store, unit.lane)
     paths = [segment_path(folder, s.number) for s in unit.segments]
     # Newest first: a reader that misses the next segment reads the sealed unit instead.
-    found = [path for path in reversed(paths) if path.exists()]
-    freed = sum(path.stat().st_size for path in found)
-    for path in found:
+    return _remove(folder, [path for path in reversed(paths) if path.exists()])
+
+
+def _remove(folder: Path, files: Sequence[Path]) -> int:
+    """Remove files of a folder, durably; how many bytes."""
+    freed = sum(path.stat().st_size for path in files)
+    for path in files:
         path.unlink()
-    if found:
+    if files:
         fsync_folder(folder)
     return freed
 
@@ -102,12 +106,7 @@ def remove_files(store: Path, unit: Unit) -> int:
     """
     folder = unit_folder(store, unit)
     found = [path for name in (TURNS, MARKS) if (path := folder / name).exists()]
-    freed = sum(path.stat().st_size for path in found)
-    for path in found:
-        path.unlink()
-    if found:
-        fsync_folder(folder)
-    return freed + remove_remote_files(store, unit)
+    return _remove(folder, found) + remove_remote_files(store, unit)
 
 
 def remove_derived(store: Path, unit: Unit) -> None:

@@ -52,7 +52,7 @@ def run_verify(path: Path, weights: bool, as_json: bool) -> int:
     if as_json:
         found_json: Json = {"lanes": [lane.as_json() for lane in found]}
         found_json["incomplete"] = [turn.as_json() for turn in incomplete]
-        found_json["weights"] = None if of_weights is None else of_weights.as_json()
+        found_json["weights"] = None if of_weights is None else asdict(of_weights)
         print_json(found_json)
     else:
         _print(log.path, found)
@@ -68,10 +68,6 @@ class _Weights:
 
     checkpoints: int
     faults: list[str]
-
-    def as_json(self) -> Json:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def _of_weights(log: Store) -> _Weights:
