@@ -20,7 +20,7 @@ from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.cli.online.rollout import run_scoring
-from rollbook.rollouts.config import RolloutConfig, parse_rollouts
+from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.rollouts.launchers.agents import launcher_of
 from rollbook.rollouts.proxy import Proxy
 from rollbook.rollouts.rescoring import Rescored, score_again
@@ -331,11 +331,11 @@ def test_the_command_scores_again(
         f'folder = "{tmp_path}/launches"\n[agent]\nlauncher = "python"\nrollout = "{tmp_path}/own.py:Says"\n'
         f'[[score]]\nname = "length"\nfunction = "{tmp_path}/own.py:length"\n'
     )
-    assert run_scoring(file, [], None, json=False) == 0
+    assert run_scoring(load_rollouts(file, []), None, json=False) == 0
     assert capsys.readouterr().out == "scored 2 launches; 4 rewards are new\n"
     assert [row["reward"] for row in launches(server, made.name)] == [8.0, 5.0]
     failing = f'score=[{{name="worth", function="{tmp_path}/own.py:by_file"}}]'
-    assert run_scoring(file, [failing], None, json=True) == 1
+    assert run_scoring(load_rollouts(file, [failing]), None, json=True) == 1
     assert json.loads(capsys.readouterr().out) == {"scored": 0, "failed": 2, "rewards": 0, "left_out": {}}
 
 

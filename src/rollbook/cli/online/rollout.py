@@ -79,20 +79,17 @@ def rollout(
     """
     if resources and not ray:
         raise typer.BadParameter("goes with --ray", param_hint="--resources")
+    from rollbook.rollouts.config import load_rollouts
+
+    settings = load_rollouts(config, overrides or [])
     if score_again:
-        raise typer.Exit(run_scoring(config, overrides or [], key, json=json))
+        raise typer.Exit(run_scoring(settings, key, json=json))
     cluster = resources_of(resources or []) if ray else None
-    raise typer.Exit(run_rollouts(config, overrides or [], key, follow, cluster, json=json))
+    raise typer.Exit(run_rollouts(settings, key, follow, cluster, json=json))
 
 
 def run_rollouts(
-    path: Path,
-    overrides: list[str],
-    key: str | None,
-    follow: bool,
-    cluster: Mapping[str, float] | None,
-    *,
-    json: bool,
+    config: RolloutConfig, key: str | None, follow: bool, cluster: Mapping[str, float] | None, *, json: bool
 ) -> int:
     """Run them to their end, or until somebody interrupts; the exit code.
 
@@ -101,14 +98,11 @@ def run_rollouts(
         cluster: an actor of a Ray cluster runs them, which takes these resources; None: this process.
 
     Raises:
-        ConfigError: the CONFIG or its tasks cannot be used.
+        ConfigError: its tasks cannot be used.
         RolloutError: the proxy is away, or too many launches failed by their infrastructure.
     """
     import asyncio
 
-    from rollbook.rollouts.config import load_rollouts
-
-    config = load_rollouts(path, overrides)
     stopped: list[int] = []
     with _shown(config) as tell:
         found = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
@@ -124,24 +118,21 @@ def run_rollouts(
     return 1 if found.given_up or found.done < (found.total or 0) else 0
 
 
-def run_scoring(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+def run_scoring(config: RolloutConfig, key: str | None, *, json: bool) -> int:
     """Score what ended again; the exit code.
 
     Raises:
-        ConfigError: the CONFIG, its tasks or its scorers cannot be used.
+        ConfigError: its tasks or its scorers cannot be used.
         RolloutError: the proxy is away, or another process scores these rollouts.
     """
     import asyncio
 
-    from rollbook.rollouts.config import load_rollouts
     from rollbook.rollouts.launchers.agents import launcher_of
     from rollbook.rollouts.manager import alone, wanted
     from rollbook.rollouts.proxy import Proxy
     from rollbook.rollouts.rescoring import score_again
     from rollbook.rollouts.scoring import Scorers
     from rollbook.rollouts.tasks import read_tasks
-
-    config = load_rollouts(path, overrides)
 
     async def again() -> Rescored:
         tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)

@@ -15,8 +15,8 @@ from rollbook.cli.terminal import Console, print_json, table_of
 
 if TYPE_CHECKING:
     from rollbook.replay.rollouts.compare import SampledToken, TurnAgain
-    from rollbook.replay.rollouts.rollout import RolloutReplay, Weights
-    from rollbook.replay.rollouts.source import Draws
+    from rollbook.replay.rollouts.rollout import Rollout, RolloutReplay, Weights
+    from rollbook.store.log.store import Store
 
 OfPolicy = Annotated[
     str | None,
@@ -82,11 +82,19 @@ def rollout(
     rollbook replay rollout task-7 --policy 12 --from-turn 3 --continue --greedy --store runs
     rollbook replay rollout task-7 --model ./my-model --store runs --json
     """
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.show.finding import find_trajectory
+    from rollbook.replay.rollouts.rollout import Rollout
     from rollbook.replay.rollouts.source import Draws
+    from rollbook.store.open import open_store
 
     weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
+    log = open_store(store)
+    with of_run(log, run):
+        found = find_trajectory(log, log.head(), trajectory, run)
     turns, draws = (from_turn, until_turn), Draws(seed, greedy)
-    raise typer.Exit(run_rollout(store, trajectory, run, weights, turns, continue_, draws, lane, json))
+    again = Rollout(found.trajectory_id, "continued" if continue_ else "repeated", *turns, draws)
+    raise typer.Exit(run_rollout(log, again, weights, lane, json))
 
 
 _POLICY = re.compile(r"(?:(?P<name>.+):)?(?P<version>[0-9]{1,18})")
@@ -127,34 +135,10 @@ def weights_of(
     )
 
 
-def run_rollout(
-    path: Path,
-    trajectory: str,
-    run: str | None,
-    weights: Weights,
-    turns: tuple[int | None, int | None],
-    continues: bool,
-    draws: Draws,
-    lane: str,
-    as_json: bool,
-) -> int:
-    """Replay a trajectory and print the comparison; the exit code, 1 if a turn that repeats differs.
+def run_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str, as_json: bool) -> int:
+    """Replay a trajectory and print the comparison; the exit code, 1 if a turn that repeats differs."""
+    from rollbook.replay.rollouts.rollout import replay_rollout
 
-    Args:
-        turns: numbers of the first and the last one.
-
-    Raises:
-        NotFoundError: no such trajectory, or several.
-    """
-    from rollbook.cli.runs import of_run
-    from rollbook.cli.show.finding import find_trajectory
-    from rollbook.replay.rollouts.rollout import Rollout, replay_rollout
-    from rollbook.store.open import open_store
-
-    log = open_store(path)
-    with of_run(log, run):
-        found = find_trajectory(log, log.head(), trajectory, run)
-    rollout = Rollout(found.trajectory_id, "continued" if continues else "repeated", *turns, draws)
     result = replay_rollout(log, rollout, weights, lane)
     if as_json:
         said = asdict(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -86,11 +86,8 @@ def replay_step(
     part = None
     if any(asked) or no_model:
         part = _part(log, step, run, policy, asked, no_model=no_model)
-    raise typer.Exit(
-        replay_command(
-            log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank, part=part, as_json=json
-        )
-    )
+    how = {"trust_parts": trust_parts, "one_rank": one_rank, "part": part}
+    raise typer.Exit(replay_command(log, step, run, policy, how, as_json=json))
 
 
 _Asked = tuple[str | None, str | None, list[str] | None, list[str] | None, list[int] | None]
@@ -135,26 +132,21 @@ LATE = 3
 
 
 def replay_command(
-    log: Store,
-    step: int,
-    run: str | None,
-    policy: str,
-    *,
-    trust_parts: bool,
-    one_rank: bool,
-    part: Part | None,
-    as_json: bool,
+    log: Store, step: int, run: str | None, policy: str, how: dict[str, Any], *, as_json: bool
 ) -> int:
-    """Replay a step and print the comparison; the exit code."""
+    """Replay a step and print the comparison; the exit code.
+
+    Args:
+        how: what `replay_step` is given besides.
+    """
     from rollbook.cli.progress import counted
     from rollbook.cli.runs import of_run
     from rollbook.replay.step.step import replay_step
 
     with of_run(log, run):
-        how = {"trust_parts": trust_parts, "one_rank": one_rank}
         say = (lambda promise: None) if as_json else _say_promise
         with counted("replaying steps", shown=not as_json) as ran:
-            result = replay_step(log, step, run, policy, **how, part=part, say=say, ran=ran)
+            result = replay_step(log, step, run, policy, **how, say=say, ran=ran)
     if as_json:
         print_json(described(result))
     else:
