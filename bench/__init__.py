@@ -1,4 +1,4 @@
-"""Benchmarks: Rollbook held against the machine's own limit, in one interleaved run each."""
+"""Benchmarks: Rollbook compared with the machine's own limit, in one interleaved run each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SHIPPED = ("append", "bits")
 
 
 class Benchmark(Protocol):
-    """What a benchmark's module has. It is imported only when it runs: one may need what another does not."""
+    """The interface of a benchmark's module. It is imported only when it runs, since benchmarks
+    have different dependencies."""
 
     Plan: Callable[[], Any]
     """How much to measure; `steps` says how often `on_round` will be called, unless time runs out."""
@@ -54,13 +55,14 @@ def load(name: str) -> Benchmark:
 def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None = None) -> None:
     """Run a benchmark in a new folder inside `folder` (default: the current one), and print it.
 
-    What it wrote is removed again, but for what a benchmark of large stores makes in a folder that is named.
-    The figures go to stdout, progress to stderr.
+    Its files are removed again, except the large stores that some benchmarks make in a named
+    folder. The figures go to stdout, progress to stderr.
 
     Args:
-        scale: size of what is measured, for a benchmark that has sizes (hostile: times 100 kills and three
-            rounds; learning: times 15 rollout batches; loop: times 200 kills; replay, scale: times a million
-            turns; rollouts: times 1,000 hostile agents; sql: times 100,000 turns).
+        scale: size of the measurement, for a benchmark that has sizes (hostile: times 100 kills
+            and three rounds; learning: times 15 rollout batches; loop: times 200 kills; replay,
+            scale: times a million turns; rollouts: times 1,000 hostile agents; sql: times
+            100,000 turns).
 
     Raises:
         ConfigError: no such benchmark or folder, or a scale for a benchmark of one size.
@@ -77,15 +79,15 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
     ):
         bar = progress.add_task(f"{name}: rounds", total=plan.steps)
         measured = benchmark.measure(Path(scratch), plan, lambda: progress.advance(bar))
-    found = benchmark.outcome(measured)
+    result = benchmark.outcome(measured)
     if as_json:
-        print(orjson.dumps([f.as_json() for f in found.figures], option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps([f.as_json() for f in result.figures], option=orjson.OPT_INDENT_2).decode())
     else:
-        _print(found)
+        _print(result)
 
 
 def _place(benchmark: Benchmark, inside: Path, *, named: bool) -> AbstractContextManager[str | Path]:
-    """Where it works: a folder that is removed again, or the named one itself, if what it makes is kept."""
+    """Context: the folder to work in: a temporary one, or the named one itself, if its content is kept."""
     if named and getattr(benchmark, "KEEPS_STORES", False):
         return nullcontext(inside)
     return tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside)
@@ -101,17 +103,17 @@ def _sized(name: str, benchmark: Benchmark, scale: float) -> Any:
     return sized(scale)
 
 
-def _print(found: Outcome) -> None:
+def _print(result: Outcome) -> None:
     console = Console()
     spreads = Table("measured", "unit", box=None, header_style="bold", pad_edge=False)
     for name in ("min", "median", "max"):
         spreads.add_column(name, justify="right")
-    for s in found.spreads:
+    for s in result.spreads:
         spreads.add_row(s.what, s.unit, *(_number(v) for v in (s.low, s.middle, s.high)))
     figures = Table("figure", box=None, header_style="bold", pad_edge=False)
     for name in ("value", "unit", "ratio", "runs", "against"):
         figures.add_column(name, justify="right" if name in ("value", "ratio", "runs") else "left")
-    for f in found.figures:
+    for f in result.figures:
         ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
         figures.add_row(f.figure, _number(f.value), f.unit, ratio, str(f.runs), f.against or "")
     console.print(spreads)

@@ -1,8 +1,9 @@
-"""`append.*`: durable appends against the bare disk, and against what peers write.
+"""`append.*`: durable appends compared with the bare disk, and with peers' ways of writing.
 
-Every commit is 40 events of about 14 KB. In each round all sides write the same turns, one after the other,
-and the order changes from round to round. What a side is given (events, dicts, an Arrow table, bytes) is
-made just before its turn and not timed; encoding, checksums, threads and syncs are.
+Every commit is 40 events of about 14 KB. In each round all sides write the same turns, one after
+the other, and the order changes from round to round. A side's input (events, dicts, an Arrow
+table, bytes) is made just before its turn and not timed; encoding, checksums, threads and syncs
+are.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was seen: laps of commits in groups and alone, open-loop runs, and bytes written."""
+    """The measurements: laps of commits in groups and alone, open-loop runs, and bytes written."""
 
     plan: Plan
     grouped: Laps
@@ -123,7 +124,7 @@ def _sides(
 
 
 def _commits(turns: Sequence[TurnCompleted], number: int, commits: int, events: int) -> Commits:
-    """The turns of a round, commit by commit; the rounds go round the turns."""
+    """The turns of a round, commit by commit; the rounds cycle through the turns."""
     flat: Iterator[int] = iter(range(number * commits * events, (number + 1) * commits * events))
     return [[turns[next(flat) % len(turns)] for _ in range(events)] for _ in range(commits)]
 
@@ -182,8 +183,8 @@ def _cpu(laps: Laps, events: int) -> Figure:
 
 
 def _open_loop(served: Sequence[tuple[Served, Served]]) -> list[Figure]:
-    def middle(of: Callable[[Served], float], at: int = 0) -> float:
-        return median(of(both[at]) for both in served)
+    def middle(metric: Callable[[Served], float], at: int = 0) -> float:
+        return median(metric(both[at]) for both in served)
 
     sleep = middle(lambda s: quantile(s.overshoot_ms, 99))
     alone = middle(lambda s: s.cores, 1)

@@ -1,6 +1,8 @@
-"""`bits.*`: how far a step's stages lie apart where bits are not promised, and how much of that is tolerated.
+"""`bits.*`: how far a step's stages differ where equal bits are not promised, relative to their
+tolerance.
 
-The same step is taken by processes that differ in one thing each: instructions, threads, micro-batches.
+The same step is taken by processes that differ in one thing each: instructions, threads,
+micro-batches.
 """
 
 from __future__ import annotations
@@ -57,10 +59,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How far a stage of a side lies from the same stage as it is without.
+    """How far a stage of a side differs from the same stage of the reference run.
 
     Attributes:
-        most: the greatest distance: of the largest number of its kind, or for weights of the learning rate.
+        most: the greatest distance: of the largest number of its kind, or for weights of the
+            learning rate.
     """
 
     dtype: str
@@ -71,7 +74,7 @@ class Apart:
 
     @property
     def share(self) -> float:
-        """How much of its tolerance that is; 0 of equal bits."""
+        """The share of its tolerance that this is; 0 for equal bits."""
         return 0.0 if self.found.worst is None else self.found.worst.share
 
 
@@ -82,7 +85,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Apar
         BenchError: a process failed, or the same settings gave other bits.
     """
     make_model(folder / "model", SIZE)
-    found: list[Apart] = []
+    differences: list[Apart] = []
     recorded: dict[str, Arrays] = {}
 
     def take(process: Process, side: str, dtype: str, **way: int) -> None:
@@ -90,7 +93,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Apar
         with np.load(folder / FILE) as held:
             now = dict(held)
         was = recorded.setdefault(dtype, now)
-        found.extend(_apart(dtype, side, stage, was, now) for stage in STAGES if was is not now)
+        differences.extend(_apart(dtype, side, stage, was, now) for stage in STAGES if was is not now)
         on_round()
 
     with _process(folder, {}) as process:
@@ -102,10 +105,14 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Apar
         with _process(folder, variables) as process:
             for dtype in plan.dtypes:
                 take(process, side, dtype)
-    changed = [one.stage for one in found if one.side == SAME and one.found.verdict != "equal"]
+    changed = [
+        difference.stage
+        for difference in differences
+        if difference.side == SAME and difference.found.verdict != "equal"
+    ]
     if changed:
         raise BenchError(f"the same step came out in two ways: {', '.join(changed)}")
-    return found
+    return differences
 
 
 def _process(folder: Path, variables: Mapping[str, str]) -> Process:
@@ -114,46 +121,60 @@ def _process(folder: Path, variables: Mapping[str, str]) -> Process:
 
 
 def _apart(dtype: str, side: str, stage: str, recorded: Arrays, now: Arrays) -> Apart:
-    one, other = (_stage(stage, of) for of in (recorded, now))
-    found = compare_stage(stage, one, other, dtype=dtype, rate=LR)
-    return Apart(dtype, side, stage, max(_most(stage, one, other), default=0.0), found)
+    before, after = (_stage(stage, arrays) for arrays in (recorded, now))
+    comparison = compare_stage(stage, before, after, dtype=dtype, rate=LR)
+    return Apart(dtype, side, stage, max(_most(stage, before, after), default=0.0), comparison)
 
 
-def _stage(stage: str, of: Arrays) -> Arrays:
-    return {n.partition("/")[2]: array for n, array in of.items() if n.startswith(f"{stage}/")}
+def _stage(stage: str, arrays: Arrays) -> Arrays:
+    return {n.partition("/")[2]: array for n, array in arrays.items() if n.startswith(f"{stage}/")}
 
 
-def _most(stage: str, one: Arrays, other: Arrays) -> list[float]:
-    """The greatest distance, of each kind of numbers."""
+def _most(stage: str, before: Arrays, after: Arrays) -> list[float]:
+    """The greatest distance, for each kind of number."""
     kinds: dict[str, tuple[float, float]] = {}
-    for name, array in one.items():
+    for name, array in before.items():
         kind = name.rpartition(".")[2] if stage in ("optimizer", "metrics") else ""
         apart, largest = kinds.get(kind, (0.0, 0.0))
-        apart = max(apart, float(np.abs(array - other[name]).max(initial=0.0)))
+        apart = max(apart, float(np.abs(array - after[name]).max(initial=0.0)))
         kinds[kind] = apart, max(largest, float(np.abs(array).max(initial=0.0)))
     kinds.pop(MAIN, None)  # the weights are a stage of their own
     return [apart / (LR if stage == "weights" else largest or 1.0) for apart, largest in kinds.values()]
 
 
 def outcome(measured: list[Apart]) -> Outcome:
-    """A figure per type and stage: the farthest side; its ratio is to the tolerance, and is to be below 1."""
+    """A figure per type and stage, for the side that differs most; its ratio is to the tolerance,
+    and should be below 1."""
     figures, spreads = [], []
-    for dtype in dict.fromkeys(one.dtype for one in measured):
+    for dtype in dict.fromkeys(difference.dtype for difference in measured):
         for stage in STAGES:
-            of = [one for one in measured if (one.dtype, one.stage) == (dtype, stage) and one.side != SAME]
-            figures.append(_figure(of))
-            spreads.append(_spread(of))
+            differences = [
+                difference
+                for difference in measured
+                if (difference.dtype, difference.stage) == (dtype, stage) and difference.side != SAME
+            ]
+            figures.append(_figure(differences))
+            spreads.append(_spread(differences))
     return Outcome(tuple(figures), tuple(spreads))
 
 
-def _figure(of: list[Apart]) -> Figure:
-    far = max(of, key=lambda one: (one.share, one.most))
+def _figure(differences: list[Apart]) -> Figure:
+    far = max(differences, key=lambda difference: (difference.share, difference.most))
     unit = "of the rate" if far.stage == "weights" else "of the largest"
     name = f"bits.{far.dtype}.{far.stage}"
     return Figure(
-        name, max(one.most for one in of), unit, f"its tolerance; farthest: {far.side}", far.share, len(of)
+        name,
+        max(difference.most for difference in differences),
+        unit,
+        f"its tolerance; farthest: {far.side}",
+        far.share,
+        len(differences),
     )
 
 
-def _spread(of: list[Apart]) -> Spread:
-    return spread(f"{of[0].dtype} {of[0].stage}", "of its tolerance", [one.share for one in of])
+def _spread(differences: list[Apart]) -> Spread:
+    return spread(
+        f"{differences[0].dtype} {differences[0].stage}",
+        "of its tolerance",
+        [difference.share for difference in differences],
+    )

@@ -42,19 +42,20 @@ class Way:
 def rollouts() -> list[Sample]:
     """Samples in groups, with rewards, and logprobs near those of a new model."""
     rng = np.random.default_rng(1)
-    made = []
+    rewarded = []
     for i, sample in enumerate(samples()[:SAMPLES]):
         short = sample.within(LONGEST)
         logprobs = np.where(short.loss_mask, rng.normal(-9, 0.1, len(short)), 0).astype(np.float32)
         group, reward = f"g{i // GROUP}", float(rng.integers(0, 2))
-        made.append(replace(short, group=group, reward=reward, logprobs=logprobs))
-    return made
+        rewarded.append(replace(short, group=group, reward=reward, logprobs=logprobs))
+    return rewarded
 
 
 def first_step(model: Path, way: Way) -> Arrays:
     """`stage/name` -> array, of a model's first step.
 
-    Of numbers per token those of each sample's trained tokens, however they are cut into micro-batches.
+    Per-token numbers are those of each sample's trained tokens, however they are cut into
+    micro-batches.
     """
     import torch
 
@@ -72,16 +73,16 @@ def first_step(model: Path, way: Way) -> Arrays:
     how = Build(1000, torch.device("cpu"), 0, way.threads, way.dtype)
     policy = TrainablePolicy(read_shape(model), OptimizerConfig(lr=LR), how)
     policy.load_weights(read_weights(model))
-    given, algorithm = rollouts(), recorded_algorithm(ALGORITHM)
-    batch = build_batch(experience_of(given, algorithm), partition(len(given), way.rows))
+    batch_samples, algorithm = rollouts(), recorded_algorithm(ALGORITHM)
+    batch = build_batch(experience_of(batch_samples, algorithm), partition(len(batch_samples), way.rows))
     loss_of = PolicyLoss(algorithm, 0, Totals(batch.trained_tokens, batch.trained_samples))
     policy.seed_step(0)
-    told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
-    pairs = list(zip(batch.micro_batches, told, strict=True))
-    logprobs = [row for micro, one in pairs for row in token_values(micro, one.values.numpy())]
-    losses = [row for micro, one in pairs for row in token_values(micro, one.losses.numpy())]
+    results = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
+    pairs = list(zip(batch.micro_batches, results, strict=True))
+    logprobs = [row for micro, result in pairs for row in token_values(micro, result.values.numpy())]
+    losses = [row for micro, result in pairs for row in token_values(micro, result.losses.numpy())]
     gradients = _arrays(policy.gradients())
-    norm, loss = policy.optimizer_step(LR), sum(float(one.total) for one in told) / loss_of.divisor
+    norm, loss = policy.optimizer_step(LR), sum(float(result.total) for result in results) / loss_of.divisor
     return (
         _named("advantages", {"": np.asarray(batch.experience.advantages.values)})
         | _named("logprobs", dict(enumerate(logprobs)))
@@ -106,8 +107,8 @@ def main() -> None:
     """Take steps until standard input ends."""
     model, file = sys.argv[1:]
     for line in sys.stdin:
-        found: dict[str, Any] = first_step(Path(model), Way(**orjson.loads(line)))
-        np.savez(file, **found)
+        arrays: dict[str, Any] = first_step(Path(model), Way(**orjson.loads(line)))
+        np.savez(file, **arrays)
         sys.stdout.buffer.write(orjson.dumps({}) + b"\n")
         sys.stdout.buffer.flush()
 

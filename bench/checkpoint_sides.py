@@ -1,8 +1,9 @@
-"""A training in a process of its own that takes steps, writes checkpoints and goes on from one, as asked.
+"""A training in a separate process that takes steps, writes checkpoints and resumes from one, on
+request.
 
     python -m rollbook.bench.checkpoint_sides RANKS MODEL FOLDER
 
-It shares matrices among its ranks. Answers each line of standard input with a line of JSON.
+It shards matrices among its ranks. Answers each line of standard input with a line of JSON.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Side:
         return {"loss": loss, "gradient_norm": math.sqrt(math.fsum(squares))}
 
     def write(self, way: str) -> dict[str, Any]:
-        """Write a checkpoint; how long the training waited for it. Of one that is overlapped a step is taken
-        meanwhile."""
+        """Write a checkpoint; how long the training waited for it. During an overlapped one a step
+        is taken."""
         from rollbook.store import Event
         from rollbook.store.events import Record
         from rollbook.train.config.config import parse_config
@@ -128,7 +129,7 @@ class Side:
 
 
 def main() -> None:
-    """Do what is asked until standard input ends."""
+    """Execute commands until standard input ends."""
     side = Side(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
     acts: dict[str, Callable[..., dict[str, Any]]] = {
         "begin": side.begin,
@@ -139,8 +140,8 @@ def main() -> None:
         "remove": side.remove,
     }
     for line in sys.stdin:
-        asked = orjson.loads(line)
-        answer = acts[asked.pop("do")](**asked)
+        command = orjson.loads(line)
+        answer = acts[command.pop("do")](**command)
         sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
         sys.stdout.buffer.flush()
     side.close()

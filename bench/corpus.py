@@ -1,8 +1,9 @@
-"""Turns made of real text: what compresses is not what random numbers do.
+"""Turns made of real text, which compresses differently from random numbers.
 
-The text is the Python standard library's source, where this interpreter keeps it; a byte-level BPE tokenizer
-is trained on part of it on the spot. Every prompt and every completion is a window of the text of its own, so
-no record repeats another. Logprobs are made as an engine makes them: float32 log-softmax of bfloat16 logits.
+The text is the Python standard library's source, as installed with this interpreter; a
+byte-level BPE tokenizer is trained on part of it on the spot. Every prompt and every completion
+is its own window of the text, so no record repeats another. Logprobs are made as an engine makes
+them: float32 log-softmax of bfloat16 logits.
 """
 
 from __future__ import annotations
@@ -87,13 +88,13 @@ def model_logprobs(rng: np.random.Generator, count: int) -> Logprobs:
     highest = rounded.max(axis=1)
     total = np.log(np.exp(rounded - highest[:, None]).sum(axis=1)) + highest
     sampled = np.argmax(rounded + rng.gumbel(size=rounded.shape), axis=1)
-    found: Logprobs = (rounded[np.arange(count), sampled] - total).astype(np.float32)
-    return found
+    logprobs: Logprobs = (rounded[np.arange(count), sampled] - total).astype(np.float32)
+    return logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The text as ids, and the tokenizer that made them of it."""
+    """The text as ids, and the tokenizer that encoded it."""
 
     tokenizer: Tokenizer
     ids: npt.NDArray[np.int32]
@@ -137,11 +138,11 @@ class Corpus:
     ) -> tuple[str, list[Any]]:
         """(the turn's id, its records)"""
         turn_id, version = new_id(), int(rng.integers(40, 44))
-        asked, said = self.tokenizer.decode_batch([prompt.tolist(), completion.tolist()])
+        prompt_text, completion_text = self.tokenizer.decode_batch([prompt.tolist(), completion.tolist()])
         sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": COMPLETION_TOKENS[1]}
         requested = TurnRequested(
             *(trajectory_id, turn_id, new_id(), parent, None if parent else "first", parent, 0),
-            messages=[{"role": "tool" if parent else "user", "content": asked}],
+            messages=[{"role": "tool" if parent else "user", "content": prompt_text}],
             request={"model": "actor"} | sampling,
             requested_model="actor",
             sampling=sampling,
@@ -153,7 +154,7 @@ class Corpus:
             model_logprobs(rng, len(completion)),
             (VersionSpan("actor", version, 0, len(completion)),),
             *(len(prompt), hashlib.sha256(prompt.tobytes()).hexdigest(), "stop"),
-            reply={"role": "assistant", "content": said},
+            reply={"role": "assistant", "content": completion_text},
             logprob_semantics={"kind": "sampled", "of": "softmax(logits / temperature)", "temperature": 1.0},
             flags=[],
             timings={"held_us": int(rng.integers(50, 5000)), "engine_us": int(rng.integers(10**5, 10**7))},

@@ -1,4 +1,5 @@
-"""What is killed in the recover benchmark: a process that appends, rolls, seals, merges and notes at once."""
+"""The process that the recover benchmark kills: it appends, rolls, seals, merges and notes all at
+once."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ row_group = 64
 
 
 def fingerprint(event: Event) -> bytes:
-    """16 bytes over everything the event says; made without the code that stores events."""
+    """16 bytes over an event's whole content; made without the code that stores events."""
     state = xxhash.xxh3_128(repr((event.event_id, event.kind, event.run, event.time_us)).encode())
     for field in fields(event.record):
         value = getattr(event.record, field.name)
@@ -71,18 +72,19 @@ def fingerprint(event: Event) -> bytes:
 
 
 def in_phase(note: Path) -> str:
-    """What the process whose note this is was doing last, beside appending."""
+    """What the process of this note was last doing, besides appending."""
     return PHASES[note.read_bytes()[0]]
 
 
 def work(folder: Path, seed: int, acks: Connection, note: Path) -> None:
     """Append to the lane and seal it until killed.
 
-    Each acknowledged append is told through `acks`: id and fingerprint of each of its events. An empty
-    message says that the first append is about to come; one that begins with `!` says what is damaged.
+    Each acknowledged append is reported through `acks`: id and fingerprint of each of its
+    events. An empty message announces the first append; one that begins with `!` describes
+    damage.
 
     Args:
-        note: a file whose first byte is kept at the number of the sealer's phase.
+        note: a file whose first byte always holds the number of the sealer's phase.
     """
     rng = random.Random(seed)
     log = store.open(folder)

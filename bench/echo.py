@@ -1,4 +1,4 @@
-"""The least that a Python web server does with a chat request: read the JSON, send it back."""
+"""The minimal work of a Python web server for a chat request: read the JSON, send it back."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ def bytes_per_value(lists: pa.ChunkedArray, encoding: str | None, level: int, ro
 
 def compare(turns: pa.Table, rows: int) -> dict[str, float]:
     """`ids.<encoding>.zstd<level>` and `logprobs...` -> bytes per value, of these sealed rows."""
-    of: dict[str, tuple[dict[str, str | None], list[pa.Array]]] = {
+    columns: dict[str, tuple[dict[str, str | None], list[pa.Array]]] = {
         "ids": (IDS, [*turns.column("prompt_ids").chunks, *turns.column("completion_ids").chunks]),
         "logprobs": (LOGPROBS, turns.column("logprobs").chunks),
     }
     return {
         f"{what}.{name}.zstd{level}": bytes_per_value(pa.chunked_array(chunks), encoding, level, rows)
-        for what, (encodings, chunks) in of.items()
+        for what, (encodings, chunks) in columns.items()
         for name, encoding in encodings.items()
         for level in LEVELS
     }

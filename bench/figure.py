@@ -1,4 +1,4 @@
-"""What a benchmark says: figures for machines, spreads for people. Pure."""
+"""The results of a benchmark: figures for machines, spreads for people. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Figure:
     Attributes:
         figure: its name, such as append.vs_raw.
         value, unit: the median over the runs, unless the name says otherwise.
-        against: what it is held against, with that side's own value, as text; None for nothing.
+        against: what it is compared with, with that side's own value, as text; None for nothing.
         ratio: median over the runs of this side over the other; None where no goal is a ratio.
         runs: how many rounds were measured.
     """
@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far the rounds of one measured quantity lie apart."""
+    """How much the rounds of one measured quantity vary."""
 
     what: str
     unit: str
@@ -57,6 +57,6 @@ def spread(what: str, unit: str, values: Sequence[float]) -> Spread:
 
 
 def quantile(values: Sequence[float], percent: int) -> float:
-    """The smallest of the values that `percent` % of them do not exceed; 0 where there are none."""
+    """The smallest value that at least `percent` % of the values do not exceed; 0 if there are none."""
     ordered = sorted(values)
     return ordered[max(-(-percent * len(ordered) // 100) - 1, 0)] if ordered else 0.0

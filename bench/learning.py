@@ -1,9 +1,11 @@
-"""Does each algorithm learn? Two tasks, each from one recorded teacher, by every algorithm; one figure.
+"""Does each algorithm learn? Each learns two tasks, starting from one recorded teacher per task;
+one figure shows all.
 
-The demo's task takes two turns: a question is answered by calling a tool, reading its result and repeating
-it. The other task takes three: the first call's result goes into a second call. A model that imitates the
-sloppy teacher is right about a third of the time, and a sixth. From there each algorithm goes on with the
-same agent, problems and engine, and steps of it are replayed.
+The demo's task takes two turns: a question is answered by calling a tool, reading its result and
+repeating it. The other task takes three: the first call's result goes into a second call. A
+model that imitates the sloppy teacher is right about a third of the time on the first task, and
+a sixth on the second. From there each algorithm continues with the same agent, problems and
+engine, and some of its steps are replayed.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ DONE = "learnt"
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What became of one algorithm.
+    """The result of one algorithm.
 
     Attributes:
         task: that it learnt; name: of its course.
-        curve: (optimizer steps, mean reward on the held-out problems), from before the first step on.
+        curve: (optimizer steps, mean reward on the held-out problems), from before the first
+            step on.
         replayed: step -> whether its replay was bit for bit.
     """
 
@@ -68,7 +71,7 @@ def sized(scale: float) -> Plan:
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
-    """Of each task, record and imitate once, and let every algorithm go on from there.
+    """For each task, record and imitate once, and let every algorithm continue from there.
 
     Raises:
         DemoError: a process failed.
@@ -90,7 +93,8 @@ def _demo(path: Path, task: str, seed: int) -> Demo:
 
 
 def _base(path: Path, task: str, plan: Plan) -> Path:
-    """A store with the teacher's conversations and a policy that imitates them; kept from an earlier run."""
+    """A store with the teacher's conversations and a policy that imitates them; an earlier run's is
+    reused."""
     if (path / DONE).exists():
         return path
     shutil.rmtree(path, ignore_errors=True)
@@ -105,7 +109,7 @@ def _base(path: Path, task: str, plan: Plan) -> Path:
 
 
 def _learn(path: Path, base: Path, task: str, course: Course, plan: Plan) -> Learnt:
-    """One algorithm, in a copy of the store; one that was learnt in an earlier run is read again."""
+    """One algorithm, in a copy of the store; the result of an earlier run is read again."""
     if not (path / DONE).exists():
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(base, path)
@@ -121,7 +125,7 @@ def _learn(path: Path, base: Path, task: str, course: Course, plan: Plan) -> Lea
 
 
 def _curve(path: Path, course: Course) -> list[tuple[int, float]]:
-    """The held-out rewards, as the log has them."""
+    """The held-out rewards, from the log."""
     with store.connect(path) as connection:
         rows = connection.execute(_HELD_OUT).fetchall()
     return [(course.steps(batch), reward) for batch, reward in rows]
@@ -145,16 +149,16 @@ _HELD_OUT = r"""
 def outcome(measured: Measured) -> Outcome:
     """What each algorithm gained, and whether its steps replayed."""
     figures, spreads = list[Figure](), list[Spread]()
-    for one in measured.learnt:
-        before, after = one.curve[0][1], one.curve[-1][1]
+    for learnt in measured.learnt:
+        before, after = learnt.curve[0][1], learnt.curve[-1][1]
         against = f"held-out reward before: {before:.3f}"
-        name = f"learning.{one.task}.{one.name}"
+        name = f"learning.{learnt.task}.{learnt.name}"
         figures.append(Figure(f"{name}.held_out", after, "reward", against, None, 1))
-        figures.append(Figure(f"{name}.gain", one.gain, "reward", None, None, 1))
-        same = sum(one.replayed.values()) / len(one.replayed)
+        figures.append(Figure(f"{name}.gain", learnt.gain, "reward", None, None, 1))
+        same = sum(learnt.replayed.values()) / len(learnt.replayed)
         figures.append(Figure(f"{name}.replayed", same, "share of steps", None, None, 1))
         spreads.append(
-            spread(f"{one.task} {one.name}", "held-out reward", [reward for _, reward in one.curve])
+            spread(f"{learnt.task} {learnt.name}", "held-out reward", [reward for _, reward in learnt.curve])
         )
     return Outcome(tuple(figures), tuple(spreads))
 
@@ -162,21 +166,21 @@ def outcome(measured: Measured) -> Outcome:
 def plot(learnt: list[Learnt], file: Path) -> None:
     """Draw the held-out reward of every algorithm over its optimizer steps, a panel a task, as a PNG."""
     plots = pyplot()
-    tasks = list(dict.fromkeys(one.task for one in learnt))
+    tasks = list(dict.fromkeys(result.task for result in learnt))
     size = (7 * len(tasks), 6)
     figure, panels = plots.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
     for task, axes in zip(tasks, panels[0], strict=True):
-        shown = [one for one in learnt if one.task == task]
-        for number, one in enumerate(shown):
+        shown = [result for result in learnt if result.task == task]
+        for number, result in enumerate(shown):
             style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(
-                *zip(*one.curve, strict=True),
+                *zip(*result.curve, strict=True),
                 **style,
                 marker=marker,
                 markersize=5,
                 linewidth=1.2,
-                label=one.name,
+                label=result.name,
             )
         axes.set(
             xlabel="optimizer steps after imitation", ylabel="mean reward, held-out problems", ylim=(0, 1.02)

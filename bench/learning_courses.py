@@ -1,4 +1,4 @@
-"""What each algorithm is given: the keys that differ from its defaults, and a learning rate."""
+"""The settings of each algorithm: the keys that differ from its defaults, and a learning rate."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Course:
     policy: str = "actor"
 
     def steps(self, batches: int) -> int:
-        """Optimizer steps on so many rollout batches; on preferences, which are all there from the beginning,
-        twice as many."""
+        """Optimizer steps on so many rollout batches; twice as many on preferences, which all exist
+        from the beginning."""
         if self.learns_from == "preferences":
             return 2 * batches
         return batches * int(self.keys.get("epochs", 1)) * int(self.keys.get("mini_batches", 1))

@@ -1,4 +1,5 @@
-"""How each algorithm learns a task: who plays, who trains, and what passes between them."""
+"""How each algorithm learns a task: what the agent plays, what the trainer trains, and what they
+exchange."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ def from_preferences(demo: Demo, server: Server, course: Course, plan: Plan) -> 
 
 
 def from_scores(demo: Demo, server: Server, course: Course, plan: Plan) -> None:
-    """A reward model learns from such preferences. It scores the policy's rollouts as they finish, and the
-    trainer goes by its scores: the agent's own rewards are for the held-out problems."""
+    """A reward model learns from such preferences. It scores the policy's rollouts as they finish,
+    and the trainer uses its scores: the agent's own rewards are only for the held-out problems."""
     with Agent(demo.folder, server.url) as agent:
         _record_preferences(demo, server, agent, plan)
     _train(demo, config_of(REWARD_MODEL, demo, first_policy(demo, plan), plan.reward_steps, None))
@@ -119,18 +120,18 @@ def _train(demo: Demo, text: str) -> None:
 
 def _jobs(demo: Demo, batch: int, name: str, split: str) -> list[dict[str, Any]]:
     """A rollout batch: the same problems whoever plays them."""
-    asked = demo.problems(f"online-{batch}", GROUPS, held_out=False)
-    return demo.jobs(name, asked, split, GROUP_SIZE)
+    problems = demo.problems(f"online-{batch}", GROUPS, held_out=False)
+    return demo.jobs(name, problems, split, GROUP_SIZE)
 
 
 def _play_held_out(demo: Demo, agent: Agent, plan: Plan, batch: int) -> None:
     """The held-out problems once more, the same each time."""
-    asked = demo.problems("held-out", plan.held_out, held_out=True)
-    agent.work(demo.jobs(f"held-out-{batch}", asked, "eval"))
+    problems = demo.problems("held-out", plan.held_out, held_out=True)
+    agent.work(demo.jobs(f"held-out-{batch}", problems, "eval"))
 
 
 def _record_preferences(demo: Demo, server: Server, agent: Agent, plan: Plan) -> None:
-    """Play problems, and prefer right answers of each to wrong ones, one to one."""
+    """Play problems, and pair right answers of each with wrong ones as preferences, one to one."""
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for batch in range(PAIRS_TIMES * plan.batches):
             jobs = _jobs(demo, batch, f"pairs-{batch}", PAIRS)
@@ -139,5 +140,5 @@ def _record_preferences(demo: Demo, server: Server, agent: Agent, plan: Plan) ->
                 group = list(zip(jobs[start : start + GROUP_SIZE], rewards[start:], strict=False))
                 right, wrong = ([job["id"] for job, reward in group if reward == r] for r in (1.0, 0.0))
                 for chosen, rejected in zip(right, wrong, strict=False):
-                    said = {"chosen": chosen, "rejected": rejected}
-                    http.post("/v1/preferences", json=said).raise_for_status()
+                    preference = {"chosen": chosen, "rejected": rejected}
+                    http.post("/v1/preferences", json=preference).raise_for_status()

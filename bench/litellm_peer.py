@@ -1,8 +1,8 @@
 """The LiteLLM proxy as a peer: where it is installed, and how it is started.
 
-It needs other versions of many packages than Rollbook does, so it has an environment of its own, which
-`python -m rollbook.bench.litellm_peer` makes with uv. Where there is none, the benchmark leaves out what is
-held against it.
+It needs other versions of many packages than Rollbook does, so it has its own environment, which
+`python -m rollbook.bench.litellm_peer` makes with uv. Without it, the benchmark leaves the
+comparisons with it out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The load generator: a process of its own that talks as agents do, and checks every reply.
+"""The load generator: a separate process that talks as agents do, and checks every reply.
 
-It reads commands from stdin, a JSON object a line, and answers each with one on stdout. What it has checked
-counts; what came back wrong is in `wrong`, with its first reasons.
+It reads commands from stdin, a JSON object a line, and answers each with one on stdout. Only
+checked replies count; the number of wrong ones is in `wrong`, with the first reasons.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1024}
 
 @dataclass(slots=True)
 class Tally:
-    """What came of some turns."""
+    """The outcome of some turns."""
 
     turns: int = 0
     whole_ms: list[float] = field(default_factory=list)
@@ -44,13 +44,13 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
 
     def add(self, response: Response) -> None:
-        """A turn that was answered as it should be."""
+        """Count a turn that was answered correctly."""
         self.turns += 1
         self.whole_ms.append(1e3 * response.whole_s)
         self.first_ms.append(1e3 * response.first_s)
 
     def fail(self, reason: str) -> None:
-        """A turn that was not."""
+        """Count a turn that was not."""
         self.wrong += 1
         if len(self.reasons) < 3:
             self.reasons.append(reason[:500])
@@ -63,12 +63,12 @@ class Tally:
 
 
 class WrongReply(Exception):
-    """A reply that is not what the engine said."""
+    """A reply that differs from the engine's."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One trajectory's client side: its history, and what must come next."""
+    """One trajectory's client side: its history, and the expected next replies."""
 
     material: Material
     seed: int
@@ -99,10 +99,10 @@ class Conversation:
         return body
 
     def hear(self, turn: int, response: Response) -> None:
-        """Check the reply and go on from it.
+        """Check the reply and continue from it.
 
         Raises:
-            WrongReply: it is not the one that was wanted.
+            WrongReply: it is not the expected one.
         """
         if response.status != 200:
             raise WrongReply(f"status {response.status}: {response.body[:300]!r}")
@@ -114,7 +114,7 @@ class Conversation:
             self.take(turn, orjson.loads(response.body)["choices"][0])
 
     def take(self, turn: int, choice: Mapping[str, Any]) -> None:
-        """As `hear`, of a reply's choice."""
+        """As `hear`, for a choice of a reply."""
         wanted = self._wanted(turn)
         message, finish = choice["message"], choice["finish_reason"]
         call = wanted.name is not None
@@ -123,8 +123,8 @@ class Conversation:
         if finish != ("tool_calls" if call else "stop"):
             raise WrongReply(f"turn {turn}: finish_reason {finish!r}")
         if call:
-            [said] = message["tool_calls"]
-            function = said["function"]
+            [tool_call] = message["tool_calls"]
+            function = tool_call["function"]
             if (function["name"], orjson.loads(function["arguments"])) != (wanted.name, wanted.arguments):
                 raise WrongReply(f"turn {turn}: call {function}, not {wanted}")
         self.messages.append({k: v for k, v in message.items() if k in ("role", "content", "tool_calls")})
@@ -176,50 +176,52 @@ def streamed(body: bytes) -> dict[str, Any]:
 # Commands ---------------------------------------------------------------------------------------
 
 
-async def turns(material: Material, given: dict[str, Any]) -> dict[str, Any]:
+async def turns(material: Material, command: dict[str, Any]) -> dict[str, Any]:
     """`trajectories` conversations of `turns` turns, `concurrency` at a time.
 
-    Each has a connection for itself; with `shared` every turn takes one of all. What finishes a trajectory is
-    sent after the clock has stopped.
+    Each has its own connection; with `shared` every turn takes one from a common pool. Requests
+    that finish trajectories are sent after the clock has stopped.
     """
     tally, done = Tally(), []
-    seeds = iter(range(given["seed"], given["seed"] + given["trajectories"]))
+    seeds = iter(range(command["seed"], command["seed"] + command["trajectories"]))
     idle: asyncio.Queue[Connection] = asyncio.Queue()
-    size = given["concurrency"]
+    size = command["concurrency"]
 
     async def worker(own: Connection | None) -> None:
         for seed in seeds:
-            name = f"{given['name']}-{seed}"
-            one = Conversation(material, seed, given["turns"], given["kind"], given.get("stream", False))
-            if await _converse(own or idle, one, given["path"].replace("NAME", name), tally):
+            name = f"{command['name']}-{seed}"
+            conversation = Conversation(
+                material, seed, command["turns"], command["kind"], command.get("stream", False)
+            )
+            if await _converse(own or idle, conversation, command["path"].replace("NAME", name), tally):
                 done.append(name)
 
     async with AsyncExitStack() as stack:
         # A fifth fewer than agents: then a turn takes whichever is free, and not always the same one.
-        opened = [await stack.enter_async_context(Connection(given["url"])) for _ in range(size)]
-        shared = bool(given.get("shared"))
+        opened = [await stack.enter_async_context(Connection(command["url"])) for _ in range(size)]
+        shared = bool(command.get("shared"))
         for connection in opened[: max(size * 4 // 5, 1)] if shared else ():
             idle.put_nowait(connection)
         begun, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(worker(None if shared else connection) for connection in opened))
         wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    if given.get("finish"):
-        await _finish(given["url"], done, tally)
+    if command.get("finish"):
+        await _finish(command["url"], done, tally)
     return tally.as_json() | {"wall_s": wall, "cpu_s": cpu}
 
 
 async def _converse(
-    given: Connection | asyncio.Queue[Connection], one: Conversation, path: str, tally: Tally
+    connections: Connection | asyncio.Queue[Connection], conversation: Conversation, path: str, tally: Tally
 ) -> bool:
-    for turn in range(one.turns):
+    for turn in range(conversation.turns):
         try:
-            connection = given if isinstance(given, Connection) else await given.get()
+            connection = connections if isinstance(connections, Connection) else await connections.get()
             try:
-                response = await connection.post(path, [one.ask(turn)])
+                response = await connection.post(path, [conversation.ask(turn)])
             finally:
-                if isinstance(given, asyncio.Queue):
-                    given.put_nowait(connection)
-            one.hear(turn, response)
+                if isinstance(connections, asyncio.Queue):
+                    connections.put_nowait(connection)
+            conversation.hear(turn, response)
         except (OSError, TimeoutError, WrongReply, KeyError, ValueError) as error:
             tally.fail(repr(error))
             return False
@@ -236,35 +238,35 @@ async def _finish(url: str, names: Iterable[str], tally: Tally) -> None:
                 tally.fail(f"finish: {response.status} {response.body!r}")
 
 
-async def pairs(material: Material, given: dict[str, Any]) -> dict[str, Any]:
+async def pairs(material: Material, command: dict[str, Any]) -> dict[str, Any]:
     """One conversation, one request in flight; at the turns named, the engine is asked for the same ids.
 
     `added` has, by turn, milliseconds through the proxy and then straight from the engine.
     """
-    one = Conversation(material, given["seed"], given["turns"], "proxy")
-    wanted, added, tally = set(given["at"]), [], Tally()
-    path = given["path"].replace("NAME", given["name"])
-    async with Connection(given["url"]) as proxy, Connection(given["engine"]) as engine:
-        for turn in range(given["turns"]):
-            response = await proxy.post(path, [one.ask(turn)])
-            one.hear(turn, response)
+    conversation = Conversation(material, command["seed"], command["turns"], "proxy")
+    wanted, added, tally = set(command["at"]), [], Tally()
+    path = command["path"].replace("NAME", command["name"])
+    async with Connection(command["url"]) as proxy, Connection(command["engine"]) as engine:
+        for turn in range(command["turns"]):
+            response = await proxy.post(path, [conversation.ask(turn)])
+            conversation.hear(turn, response)
             tally.add(response)
             if turn in wanted:
-                [seen] = orjson.loads((await engine.get("/scripted/seen")).body)
+                [request] = orjson.loads((await engine.get("/scripted/seen")).body)
                 for key in ("output_ids", "logprobs", "weight_versions", "finish_reason"):
-                    seen.pop(key)
-                direct = await engine.post("/generate", [orjson.dumps(seen)])
+                    request.pop(key)
+                direct = await engine.post("/generate", [orjson.dumps(request)])
                 if direct.status != 200:
                     raise WrongReply(f"the engine, asked directly: {direct.status}")
                 added.append((turn, 1e3 * response.whole_s, 1e3 * direct.whole_s))
-        await _finish(given["url"], [given["name"]], tally)
+        await _finish(command["url"], [command["name"]], tally)
     return tally.as_json() | {"added": added}
 
 
-async def big(material: Material, given: dict[str, Any]) -> dict[str, Any]:
+async def big(material: Material, command: dict[str, Any]) -> dict[str, Any]:
     """`count` requests at once, each the first of a trajectory with an image of `size` bytes of base64."""
     tally = Tally()
-    image = base64.b64encode(os.urandom(given["size"] * 3 // 4))
+    image = base64.b64encode(os.urandom(command["size"] * 3 // 4))
 
     async def one(seed: int) -> None:
         number = material.reply_number(seed, 0, last=True)
@@ -273,9 +275,9 @@ async def big(material: Material, given: dict[str, Any]) -> dict[str, Any]:
         content = [picture, {"type": "text", "text": question}]
         body = orjson.dumps({"model": "bench", "messages": [{"role": "user", "content": content}]} | SAMPLING)
         head, tail = body.split(b"IMAGE", 1)
-        path = given["path"].replace("NAME", f"{given['name']}-{seed}")
+        path = command["path"].replace("NAME", f"{command['name']}-{seed}")
         try:
-            async with Connection(given["url"], given["timeout_s"]) as connection:
+            async with Connection(command["url"], command["timeout_s"]) as connection:
                 response = await connection.post(path, [head, image, tail])
             message = orjson.loads(response.body)["choices"][0]["message"]
             if response.status != 200 or message["content"] != material.replies[number].content:
@@ -286,7 +288,7 @@ async def big(material: Material, given: dict[str, Any]) -> dict[str, Any]:
         tally.add(response)
 
     begun = time.perf_counter()
-    await asyncio.gather(*(one(seed) for seed in range(given["count"])))
+    await asyncio.gather(*(one(seed) for seed in range(command["count"])))
     return tally.as_json() | {"wall_s": time.perf_counter() - begun}
 
 
@@ -294,10 +296,10 @@ COMMANDS = {"turns": turns, "pairs": pairs, "big": big}
 
 
 def main() -> None:
-    """Obey until stdin ends."""
+    """Execute commands until stdin ends."""
     end_with_parent()
     material = Material.read(Path(sys.argv[1]))
-    obey(lambda given: uvloop.run(COMMANDS[given["do"]](material, given)))
+    obey(lambda command: uvloop.run(COMMANDS[command["do"]](material, command)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""`loop.*`: the online loop's throughput, its ledger, and what `kill -9` of its parts costs: nothing.
+"""`loop.*`: the online loop's throughput, its ledger, and proof that `kill -9` of its parts loses
+nothing.
 
-Agents with long-tailed latencies talk to the real `rollbook serve`, the real `rollbook train` learns from the
-log's tail (GRPO, a tiny Qwen3, Megatron on the CPU) and gives a scripted SGLang each new version, verified.
-The same agents, batches and number of steps go through every setting, in turns. Then the processes of further
-loops are killed at any moment, and their logs are looked at (`bench.loop_checks`).
+Agents with long-tailed latencies talk to the real `rollbook serve`; the real `rollbook train`
+learns from the log's tail (GRPO, a tiny Qwen3, Megatron on the CPU) and syncs each new version,
+verified, to a scripted SGLang. Every setting runs the same agents, batches and number of steps,
+in turns. Then the processes of further loops are killed at any moment, and their logs are
+checked (`bench.loop_checks`).
 """
 
 from __future__ import annotations
@@ -110,9 +112,9 @@ def _lap(folder: Path, model: Path, setting: Setting, plan: Plan, number: int) -
         loop.await_weights(plan.run_s)
         loop.agents.ask(do="begin")
         cuts = _until_trained(loop, plan, random.Random(number))
-        told = loop.agents.ask(do="report")
-        if told["strange"]:
-            raise loop.agents.failed(f"got answers that no client expects: {told['strange'][:3]}")
+        report = loop.agents.ask(do="report")
+        if report["strange"]:
+            raise loop.agents.failed(f"got answers that no client expects: {report['strange'][:3]}")
     return lap_of(loop.log, cuts, plan.warm_up, setting.max_staleness)
 
 
@@ -131,7 +133,7 @@ def _until_trained(loop: Loop, plan: Plan, rng: random.Random) -> list[Cut]:
 
 
 def kill(folder: Path, model: Path, plan: Plan, on_kill: Callable[[], None]) -> list[Killed]:
-    """Kill parts of loops, each in a store of its own, some side by side; what does not hold is told."""
+    """Kill parts of loops, each in a store of its own, some in parallel; every violation is printed."""
     deadline = time.monotonic() + plan.kill_limit_s
 
     def one(number: int) -> Killed | None:
@@ -142,10 +144,10 @@ def kill(folder: Path, model: Path, plan: Plan, on_kill: Callable[[], None]) -> 
         return kill_in_a_store(folder / f"kills-{number}", model, seed, kills, plan.killing, on_kill)
 
     with ThreadPoolExecutor(plan.side_by_side) as pool:
-        found = [k for k in pool.map(one, range(-(-plan.kills // plan.of_a_store))) if k is not None]
-    for text in (text for killed in found for text in killed.wrong):
+        results = [k for k in pool.map(one, range(-(-plan.kills // plan.of_a_store))) if k is not None]
+    for text in (text for killed in results for text in killed.wrong):
         print(text, file=sys.stderr)
-    return found
+    return results
 
 
 def outcome(measured: Measured) -> Outcome:

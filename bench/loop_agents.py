@@ -1,11 +1,12 @@
 """The agents of the online loop: a fixed number of them, whose time between turns has a long tail.
 
-Ordinary clients: what fails is asked again, in the same trajectory, either as the repeat that it is (with
-`x-stainless-retry-count`, as OpenAI's library does) or as a new request. They keep what they were answered.
+They are ordinary clients: a failed request is sent again, in the same trajectory, either marked
+as a retry (with `x-stainless-retry-count`, as OpenAI's library does) or as a new request. They
+keep every answer.
 
-Commands on stdin, a JSON object a line: `begin` (if it says so, only so many `groups`); `end` (open no
-further group and finish those that are open: `over` says whether that is done after `within_s`); `report`
-(every reply that came so far).
+Commands on stdin, a JSON object a line: `begin` (optionally only so many `groups`); `end` (open
+no further group and finish those that are open: `over` says whether that is done after
+`within_s`); `report` (every reply that came so far).
 """
 
 from __future__ import annotations
@@ -102,11 +103,11 @@ class Agents:
             if turn:
                 messages.append({"role": "user", "content": f"and then {turn}?"})
             body = {"model": "m", "messages": messages, "max_tokens": 32, "temperature": 1.0}
-            told = await self._ask(connection, path, orjson.dumps(body), rng)
-            if told is None:
+            answer = await self._ask(connection, path, orjson.dumps(body), rng)
+            if answer is None:
                 return
-            message = told["choices"][0]["message"]
-            self.answered.append((name, told["id"].removeprefix("chatcmpl-"), message["content"] or ""))
+            message = answer["choices"][0]["message"]
+            self.answered.append((name, answer["id"].removeprefix("chatcmpl-"), message["content"] or ""))
             messages = [*messages, {"role": "assistant", "content": message["content"]}]
             await asyncio.sleep(self.habits.pause(rng))
         finish = orjson.dumps({"reward": round(rng.random(), 3)})
@@ -114,7 +115,7 @@ class Agents:
             self.finished.append(name)
 
     async def _ask(self, connection: Connection, path: str, body: bytes, rng: random.Random) -> Any:
-        """The answer, however often it has to be asked for; None where it is none that a client expects."""
+        """The answer, repeating the request as needed; None if it is one that no client expects."""
         tries = 0
         while True:
             headers = b"x-stainless-retry-count: %d\r\n" % tries if tries and rng.random() < 0.5 else b""
@@ -158,10 +159,10 @@ def _work(agents: Agents, groups: int | None) -> None:
 
 
 def main() -> None:
-    """Obey until stdin ends."""
+    """Execute commands until stdin ends."""
     end_with_parent()
-    given = orjson.loads(Path(sys.argv[1]).read_bytes())
-    agents = Agents(Habits(**given | {"turns": tuple(given["turns"])}))
+    settings = orjson.loads(Path(sys.argv[1]).read_bytes())
+    agents = Agents(Habits(**settings | {"turns": tuple(settings["turns"])}))
     working: threading.Thread | None = None
     for line in sys.stdin.buffer:
         command = orjson.loads(line)

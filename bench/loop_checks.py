@@ -1,4 +1,5 @@
-"""What must hold of a loop's log, whatever was killed while it was written. From the events alone; pure."""
+"""The invariants of a loop's log, whichever process was killed while it was written. From the
+events alone; pure."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What others saw of the loop.
+    """Observations of the loop from outside its log.
 
     Attributes:
         answered: (trajectory's name, turn's id, text) of every reply that a client got.
@@ -46,14 +47,14 @@ class Witness:
 
 
 def violations(events: Sequence[Event], witness: Witness) -> list[str]:
-    """Everything that does not hold, each in a line; at most a few of each kind."""
-    found: list[str] = []
+    """Every violated invariant, each in a line; at most a few of each kind."""
+    problems: list[str] = []
     for check in (_once, _all_used, _balanced, _answered, _versions, _digests, _spans):
         wrong = list(check(events, witness))
-        found += wrong[:SHOWN]
+        problems += wrong[:SHOWN]
         if len(wrong) > SHOWN:
-            found.append(f"... and {len(wrong) - SHOWN} more like that")
-    return found
+            problems.append(f"... and {len(wrong) - SHOWN} more like that")
+    return problems
 
 
 def committed_steps(events: Iterable[Event]) -> list[tuple[StepPlanned, StepCommitted]]:
@@ -71,7 +72,7 @@ def committed_steps(events: Iterable[Event]) -> list[tuple[StepPlanned, StepComm
 
 
 def _once(events: Sequence[Event], witness: Witness) -> Iterator[str]:
-    """Every sample of every whole group went one way, once."""
+    """Every sample of every whole group was used or dropped exactly once."""
     ways: dict[str, Counter[str]] = defaultdict(Counter)
     committed = set()
     for plan, _ in committed_steps(events):
@@ -131,16 +132,16 @@ def _balanced(events: Sequence[Event], witness: Witness) -> Iterator[str]:
 
 
 def _answered(events: Sequence[Event], witness: Witness) -> Iterator[str]:
-    """Every reply that a client got is in the log as it got it."""
+    """Every reply that a client got is in the log unchanged."""
     names = {e.record.trajectory_id: e.record.name for e in events if isinstance(e.record, TrajectoryOpened)}
-    told = {
+    logged = {
         e.record.turn_id: (names[e.record.trajectory_id], str(e.record.reply.get("content") or ""))
         for e in events
         if isinstance(e.record, TurnCompleted)
     }
     for name, turn_id, text in witness.answered:
-        if told.get(turn_id) != (name, text):
-            yield f"{name} was answered {text!r} by turn {turn_id}; the log has {told.get(turn_id)}"
+        if logged.get(turn_id) != (name, text):
+            yield f"{name} was answered {text!r} by turn {turn_id}; the log has {logged.get(turn_id)}"
 
 
 def _versions(events: Sequence[Event], witness: Witness) -> Iterator[str]:
@@ -156,7 +157,7 @@ def _versions(events: Sequence[Event], witness: Witness) -> Iterator[str]:
 
 
 def _digests(events: Sequence[Event], witness: Witness) -> Iterator[str]:
-    """What was published or activated as a version is what its step made."""
+    """Weights published or activated as a version are those that its step made."""
     known: dict[int, set[str]] = defaultdict(set)
     for _, done in committed_steps(events):
         known[done.policy_version].add(str(done.digests["weights"]))
@@ -173,22 +174,22 @@ def _digests(events: Sequence[Event], witness: Witness) -> Iterator[str]:
 
 
 def _spans(events: Sequence[Event], witness: Witness) -> Iterator[str]:
-    """Tokens name only versions that their engine had by then, as its checksums said.
+    """Tokens name only versions that their engine held by then, as its checksums proved.
 
     Lanes are compared by the clock of the one machine that wrote them.
     """
-    given: dict[tuple[str, int], int] = {}
+    activated: dict[tuple[str, int], int] = {}
     for event in events:
         if isinstance(event.record, PolicyActivated):
             key = (event.record.engine, event.record.policy_version)
-            given[key] = min(event.time_us, given.get(key, event.time_us))
+            activated[key] = min(event.time_us, activated.get(key, event.time_us))
     for event in events:
         record = event.record
         if not isinstance(record, TurnCompleted) or not record.version_spans:
             continue
         engine = witness.engines[int(str(record.reply["content"])[0])]
         for span in record.version_spans:
-            since = given.get((engine, span.version))
+            since = activated.get((engine, span.version))
             if since is None or since > event.time_us:
                 yield f"turn {record.turn_id} has tokens of version {span.version}, not yet given to {engine}"
         covered = [i for span in record.version_spans for i in range(span.start, span.end)]

@@ -1,4 +1,4 @@
-"""What the loop's scripted engine answers: ids of ordinary characters, decided by prompt and seed."""
+"""The replies of the loop's scripted engine: ids of ordinary characters, decided by prompt and seed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LENGTHS = (6, 24)
 """Fewest and most tokens of a reply."""
 
 
-def paced(given: Path) -> Script:
+def paced(path: Path) -> Script:
     """A script from a JSON file: the `tokenizer`, the seconds before the first and before any other token.
 
     Every reply begins with the file's `mark`, and so says which engine made it.
     """
-    told = orjson.loads(given.read_bytes())
-    tokenizer = Tokenizer.from_file(told["tokenizer"])
+    pace = orjson.loads(path.read_bytes())
+    tokenizer = Tokenizer.from_file(pace["tokenizer"])
     ordinary = [i for i in map(tokenizer.token_to_id, CHARACTERS) if i is not None]
-    mark, end = tokenizer.token_to_id(told["mark"]), tokenizer.token_to_id(END)
+    mark, end = tokenizer.token_to_id(pace["mark"]), tokenizer.token_to_id(END)
 
     def script(input_ids: list[int], params: Mapping[str, Any]) -> Answer:
         # With the request's seed: a request that is asked again gets another reply, as of a real engine.
@@ -35,6 +35,6 @@ def paced(given: Path) -> Script:
         rng = np.random.default_rng(seed)
         length = int(rng.integers(*LENGTHS))
         ids = [mark, *rng.choice(ordinary, length).tolist(), end]
-        return Answer(ids, first_s=told["first_s"], token_s=told["token_s"])
+        return Answer(ids, first_s=pace["first_s"], token_s=pace["token_s"])
 
     return script

@@ -1,4 +1,4 @@
-"""`kill -9` of the loop's processes at any moment, and what its log says of it in the end."""
+"""`kill -9` of the loop's processes at any moment, and a check of its log at the end."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ MANNERS = (("retract", True), ("abort", True), ("in_place", True), ("drain", Fal
 
 @dataclass(frozen=True, slots=True)
 class KillPlan:
-    """How often, and how soon after another.
+    """How many kills, and at which intervals.
 
     Attributes:
         gap_s: longest time between two kills that come at any moment.
         wait_s: longest wait for the event that a kill is to follow.
         soon_s: a kill follows its event within this time.
-        end_s: longest time for what is left to be trained, once the kills are over.
-        still_s: if nothing of it was used for so long, there is a further group, so that a step follows.
+        end_s: longest time for the remaining samples to be trained, once the kills are over.
+        still_s: if none of them was used for so long, agents begin a further group, so that a
+            step follows.
     """
 
     gap_s: float = 2.0
@@ -70,12 +71,12 @@ class KillPlan:
 
 @dataclass(slots=True)
 class Killed:
-    """What the kills of one store did.
+    """The outcome of one store's kills.
 
     Attributes:
         when: (who, after what) -> kills.
         ends: processes that ended by themselves with an error, and were started again.
-        wrong: everything that does not hold, each with the seed that shows it.
+        wrong: every violation, each with the seed that shows it.
     """
 
     seed: int
@@ -115,45 +116,45 @@ def setting_of(seed: int) -> Setting:
 def kill_in_a_store(
     folder: Path, model: Path, seed: int, kills: int, plan: KillPlan, on_kill: Callable[[], None]
 ) -> Killed:
-    """Run a loop, kill its processes, let it end, and look at what it wrote.
+    """Run a loop, kill its processes, let it finish, and check what it wrote.
 
     Raises:
         BenchError: a process does not come up at all.
     """
-    found, begun = Killed(seed), time.monotonic()
+    killed, begun = Killed(seed), time.monotonic()
     setting = setting_of(seed)
     with loop_of(folder, model, setting, Habits("", seed, plan.agents, pause_s=0.05)) as loop:
         loop.start()
         loop.await_weights(READY_S)
         loop.agents.ask(do="begin")
-        killer = _Killer(loop, random.Random(seed), plan, found)
+        killer = _Killer(loop, random.Random(seed), plan, killed)
         for _ in range(kills):
             killer.kill_one()
             on_kill()
-        _end(loop, plan, found)
-        told = loop.agents.ask(do="report")
+        _end(loop, plan, killed)
+        report = loop.agents.ask(do="report")
         loop.trainer.end()
-        found.ends = sum(victim.ends for victim in loop.all())
-    found.answered, found.repeats = len(told["answered"]), told["repeats"]
-    witness = Witness(told["answered"], told["finished"], loop.engine_urls, setting.group_size)
+        killed.ends = sum(victim.ends for victim in loop.all())
+    killed.answered, killed.repeats = len(report["answered"]), report["repeats"]
+    witness = Witness(report["answered"], report["finished"], loop.engine_urls, setting.group_size)
     events = list(loop.log.events())
-    found.wrong += [f"a client was told {text}" for text in told["strange"]]
-    found.wrong += violations(events, witness)
-    found.wrong += [f"lane {lane.lane}: {lane.fault}" for lane in verify_store(loop.log) if lane.fault]
-    found.samples = len(samples_to_use(events, setting.group_size))
+    killed.wrong += [f"a client was told {text}" for text in report["strange"]]
+    killed.wrong += violations(events, witness)
+    killed.wrong += [f"lane {lane.lane}: {lane.fault}" for lane in verify_store(loop.log) if lane.fault]
+    killed.samples = len(samples_to_use(events, setting.group_size))
     steps = [e.record.step for e in events if isinstance(e.record, StepCommitted)]
-    found.steps = len(steps)
-    found.wrong += _replayed(loop, random.Random(seed), steps)
-    found.wrong = [f"seed {seed}: {text}" for text in found.wrong]
-    found.seconds = time.monotonic() - begun
-    return found
+    killed.steps = len(steps)
+    killed.wrong += _replayed(loop, random.Random(seed), steps)
+    killed.wrong = [f"seed {seed}: {text}" for text in killed.wrong]
+    killed.seconds = time.monotonic() - begun
+    return killed
 
 
 class _Killer:
     """Picks moments and victims."""
 
-    def __init__(self, loop: Loop, rng: random.Random, plan: KillPlan, found: Killed) -> None:
-        self._loop, self._rng, self._plan, self._found = loop, rng, plan, found
+    def __init__(self, loop: Loop, rng: random.Random, plan: KillPlan, killed: Killed) -> None:
+        self._loop, self._rng, self._plan, self._found = loop, rng, plan, killed
 
     def kill_one(self) -> None:
         """Every second kill comes at any moment, the others soon after an event."""
@@ -195,8 +196,8 @@ class _Killer:
         return False
 
 
-def _end(loop: Loop, plan: KillPlan, found: Killed) -> None:
-    """Have the agents finish what they began, and the trainer use it."""
+def _end(loop: Loop, plan: KillPlan, killed: Killed) -> None:
+    """Let the agents finish what they began, and the trainer use it."""
     deadline = time.monotonic() + plan.end_s
     while time.monotonic() < deadline:
         if not loop.agents.ask(do="end", within_s=POLL_S)["over"]:
@@ -212,7 +213,7 @@ def _end(loop: Loop, plan: KillPlan, found: Killed) -> None:
             return
         # What is dropped is dropped by the next step: there has to be one.
         loop.agents.ask(do="begin", groups=1)
-    found.wrong.append(f"not all was finished and used {plan.end_s:g} s after the last kill")
+    killed.wrong.append(f"not all was finished and used {plan.end_s:g} s after the last kill")
 
 
 def _left(loop: Loop) -> int:

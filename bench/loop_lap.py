@@ -1,4 +1,4 @@
-"""What the log of one run of the loop says: how fast it went, and what became of its tokens."""
+"""The results of one run of the loop, from its log: how fast it went, and what became of its tokens."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def _parts(events: Sequence[Event], warm_up: int) -> tuple[list[float], list[flo
 
 def _staleness(events: Sequence[Event], samples: dict[str, Sample]) -> list[int]:
     """Of each trained sample: the trainer's version less that of its oldest token."""
-    found = []
+    ages = []
     for plan, _ in committed_steps(events):
         for ref in plan.samples:
             oldest = samples[ref["turn_id"]].oldest_version
-            found.append(0 if oldest is None else plan.policy_version - oldest)
-    return found
+            ages.append(0 if oldest is None else plan.policy_version - oldest)
+    return ages
 
 
 def _dropped(ledger: Ledger) -> int:

@@ -1,4 +1,4 @@
-"""What the online loop's benchmark saw, as figures. Pure."""
+"""The results of the online loop's benchmark, as figures. Pure."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def _otherwise(laps: Mapping[str, Sequence[Lap]]) -> str | None:
 
 
 def _lost_or_doubled(killed: Sequence[Killed]) -> Figure:
-    kills = sum(one.kills for one in killed)
-    against = f"{sum(one.samples for one in killed)} samples, {kills} kills"
-    wrong = float(sum(len(one.wrong) for one in killed))
+    kills = sum(store_kills.kills for store_kills in killed)
+    against = f"{sum(store_kills.samples for store_kills in killed)} samples, {kills} kills"
+    wrong = float(sum(len(store_kills.wrong) for store_kills in killed))
     return Figure("loop.lost_or_doubled", wrong, "violations", against, None, kills)
 
 
 def spreads(measured: Measured) -> Iterator[Spread]:
-    """How far the runs lie apart, what a step's time went to, and who was killed when."""
+    """How much the runs vary, where a step's time went, and which processes were killed when."""
     for name, laps in measured.laps.items():
         if not laps:
             continue
@@ -86,12 +86,14 @@ def spreads(measured: Measured) -> Iterator[Spread]:
 
 
 def _kills(killed: Sequence[Killed]) -> Iterator[Spread]:
-    when = sum((one.when for one in killed), Counter[tuple[str, str]]())
+    when = sum((store_kills.when for store_kills in killed), Counter[tuple[str, str]]())
     for (who, after), count in sorted(when.items()):
         yield _one(f"kills: {who}, {after}", "kills", count)
     for what in ("answered", "repeats", "steps", "ends"):
-        yield spread(f"a store of kills: {what}", "", [float(getattr(one, what)) for one in killed])
-    yield spread("a store of kills: time", "s", [one.seconds for one in killed])
+        yield spread(
+            f"a store of kills: {what}", "", [float(getattr(store_kills, what)) for store_kills in killed]
+        )
+    yield spread("a store of kills: time", "s", [store_kills.seconds for store_kills in killed])
 
 
 def _one(what: str, unit: str, count: int) -> Spread:

@@ -1,7 +1,7 @@
-"""Processes of the online loop, which are killed and started again with the same words.
+"""Processes of the online loop, which are killed and restarted with the same command line.
 
-Each is a fork of one process that has imported everything and started nothing, so that a start takes a part
-of a second instead of many; from there on it is the command itself.
+Each is forked from one process that has imported everything and started nothing, so that a start
+takes a fraction of a second; from there on it is the command itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _starting = threading.Lock()
 
 
 def become(module: str, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-    """Be `python -m MODULE WORDS...`, its output appended to the log."""
+    """Run as `python -m MODULE WORDS...`, with output appended to the log."""
     end_with_parent()
     with log.open("ab") as file:
         for stream in (1, 2):
@@ -60,7 +60,7 @@ def become(module: str, words: Sequence[str], log: Path, environment: Mapping[st
 
 
 def _leave(code: int) -> None:
-    """End as a program does, but for what a fork's parent registered."""
+    """Exit as a program does, except for the exit handlers of the fork's parent."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -101,8 +101,8 @@ class Victim:
     @property
     def pid(self) -> int:
         """Of the process that was started last."""
-        found: int = self._process.pid
-        return found
+        pid: int = self._process.pid
+        return pid
 
     @property
     def code(self) -> int | None:
@@ -125,7 +125,7 @@ class Victim:
             self.start()
 
     def stop(self) -> None:
-        """End it, politely first; one that is not running any more stays as it is."""
+        """End it, politely first; one that has already ended is left alone."""
         if not self.running:
             return
         os.kill(self._process.pid, signal.SIGTERM)
@@ -133,7 +133,7 @@ class Victim:
         self.end()
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended, None if it has not by then."""
+        """Its exit code, or None if it has not ended by then."""
         self._process.join(seconds)
         return self.code
 
@@ -153,13 +153,13 @@ class Victim:
         while time.monotonic() < deadline:
             if self.code is not None:
                 raise self.failed(f"ended with {self.code}")
-            with contextlib.suppress(URLError, OSError), urlopen(url, timeout=2) as found:
-                if found.status == 200:
+            with contextlib.suppress(URLError, OSError), urlopen(url, timeout=2) as response:
+                if response.status == 200:
                     return
             time.sleep(0.02)
         raise self.failed(f"did not answer within {READY_S:.0f} s")
 
     def failed(self, how: str) -> BenchError:
-        """What to raise when it failed: with the last lines of its log."""
+        """The error for its failure, with the last lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines()[-15:] if self.log.exists() else []
         return BenchError("\n".join([f"{self.name} {how}", *lines]))

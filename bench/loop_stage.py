@@ -1,7 +1,7 @@
 """The online loop on loopback: its model, its configuration, and its processes.
 
-Real are `rollbook serve`, `rollbook train`, the sealer, the store and the syncs with their verification over
-disk; scripted are the engines' tokens, and the agents.
+`rollbook serve`, `rollbook train`, the sealer, the store, and the syncs with their verification
+over disk are real; the engines' tokens and the agents are scripted.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Loop:
             yield self.sealer
 
     def tend(self) -> None:
-        """Start again what ended with an error."""
+        """Restart processes that ended with an error."""
         for victim in self.all():
             victim.tend()
 
@@ -145,7 +145,7 @@ class Loop:
         self.proxy.await_http(f"{self.proxy_url}/healthz")
 
     def await_weights(self, seconds: float) -> None:
-        """Wait until an engine has the trainer's weights: what is asked for before, nobody holds back.
+        """Wait until an engine has the trainer's weights: earlier requests are not held back.
 
         Raises:
             BenchError: none has in that time.
@@ -160,7 +160,8 @@ class Loop:
 
 @contextmanager
 def loop_of(folder: Path, model: Path, setting: Setting, habits: Habits) -> Iterator[Loop]:
-    """A loop in a folder, whose processes end with the context. The agents wait to be told to begin."""
+    """A loop in a folder, whose processes end with the context. The agents wait for the command to
+    begin."""
     folder.mkdir()
     log = store.open(folder / "store", create=True)
     if setting.segment_bytes is not None:
@@ -206,8 +207,8 @@ def loop_of(folder: Path, model: Path, setting: Setting, habits: Habits) -> Iter
         yield loop
     finally:
         agents.stop()
-        for one in loop.all():
-            one.end()
+        for process in loop.all():
+            process.end()
 
 
 def _victims(folder: Path) -> Callable[[str, str, list[Any]], Victim]:

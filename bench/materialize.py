@@ -96,20 +96,22 @@ class Measured:
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
-    """Time both ways over a batch in memory; then make the store in `folder`, if it is not there, and ask it.
+    """Time both ways over a batch in memory; then make the store in `folder`, if it is missing, and
+    time the commands.
 
     Raises:
         OSError: the disk refuses, for instance because it is full.
         BenchError: a command failed.
-        AssertionError: a loop finds other values, or the command prints other samples than the store has.
+        AssertionError: a loop gives other values, or the command prints other samples than the
+            store has.
     """
     batch = Batch.of(plan.groups, plan.group_size)
     _check(batch)
     laps = interleave(_sides(batch), plan.limit, on_round)
-    made = store_in(folder, plan.trajectories * TURNS)
+    target = store_in(folder, plan.trajectories * TURNS)
     on_round()
     with tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=folder) as scratch:
-        uses, kept, dropped = _ask(made, Path(scratch), plan.commands, on_round)
+        uses, kept, dropped = _ask(target, Path(scratch), plan.commands, on_round)
     return Measured(laps, len(batch.rewards), uses, kept, dropped)
 
 
@@ -127,7 +129,7 @@ def _sides(batch: Batch) -> dict[str, Side]:
 
 
 def _check(batch: Batch) -> None:
-    """See that both ways give the same, up to the rounding of sums in another order."""
+    """Check that both ways give the same, up to the rounding of sums in another order."""
     for name, loop in LOOPS.items():
         assert np.allclose(advantages_of(name, batch), loop(batch), rtol=1e-6, atol=1e-9), name
     (kept, drops), (kept_by_loop, drops_by_loop) = sorted_out(batch), sort_out_by_groups(batch)
@@ -137,20 +139,29 @@ def _check(batch: Batch) -> None:
 
 
 def _ask(
-    made: Made, scratch: Path, rounds: int, on_round: Callable[[], None]
+    target: Made, scratch: Path, rounds: int, on_round: Callable[[], None]
 ) -> tuple[dict[str, list[Use]], int, int]:
-    """Both commands once a round, after one that warms up; samples that were kept and that were dropped."""
-    log = store.open(made.path)
+    """Both commands once a round, after a warm-up; the numbers of samples kept and dropped."""
+    log = store.open(target.path)
     recipe = scratch / "recipe.toml"
-    recipe.write_text(f"max_staleness = {made.steps // 2}\n")
-    asked = ["samples", "--recipe", recipe, "--as-of", format_cut(log.head()), "--json", "--store", made.path]
-    words: dict[str, list[object]] = {SAMPLES: [*asked], HELP: ["--help"]}
-    _, said = commands.run(asked, scratch)
-    found = orjson.loads(said)
-    kept, dropped = len(found["kept"]), len(found["dropped"])
-    finished = made.turns // TURNS - GROUP
+    recipe.write_text(f"max_staleness = {target.steps // 2}\n")
+    samples_words = [
+        "samples",
+        "--recipe",
+        recipe,
+        "--as-of",
+        format_cut(log.head()),
+        "--json",
+        "--store",
+        target.path,
+    ]
+    words: dict[str, list[object]] = {SAMPLES: [*samples_words], HELP: ["--help"]}
+    _, output = commands.run(samples_words, scratch)
+    printed = orjson.loads(output)
+    kept, dropped = len(printed["kept"]), len(printed["dropped"])
+    finished = target.turns // TURNS - GROUP
     assert kept + dropped == finished, f"{kept} kept and {dropped} dropped of {finished} trajectories"
-    assert {drop["rule"] for drop in found["dropped"]} == {"staleness"}
+    assert {drop["rule"] for drop in printed["dropped"]} == {"staleness"}
     uses: dict[str, list[Use]] = {name: [] for name in words}
     for number in range(rounds):
         for name in order(list(words), number):
@@ -167,14 +178,16 @@ def outcome(measured: Measured) -> Outcome:
         {name: walls(measured.laps[LOOP + name]) for name in names},
     )
     figures = [_against_loop(name, measured, theirs[name]) for name in names]
-    for name, said in _ALONE.items():
+    for name, against in _ALONE.items():
         alone = walls(measured.laps[name])
-        figures.append(Figure(f"materialize.{name}_s", median(alone), "s", said, None, len(alone)))
+        figures.append(Figure(f"materialize.{name}_s", median(alone), "s", against, None, len(alone)))
     ratio = median(a / b for a, b in zip(ours[SAMPLES], ours[HELP], strict=True))
-    said = f"rollbook --help: {median(ours[HELP]):.2f} s; {measured.kept} kept, {measured.dropped} dropped; "
+    against = (
+        f"rollbook --help: {median(ours[HELP]):.2f} s; {measured.kept} kept, {measured.dropped} dropped; "
+    )
     figures.append(
         Figure(
-            *("materialize.samples_s", median(ours[SAMPLES]), "s", f"{said}goal <= 2 s"),
+            *("materialize.samples_s", median(ours[SAMPLES]), "s", f"{against}goal <= 2 s"),
             *(ratio, len(ours[SAMPLES])),
         )
     )
@@ -186,5 +199,5 @@ def outcome(measured: Measured) -> Outcome:
 
 def _against_loop(name: str, measured: Measured, loop: Sequence[float]) -> Figure:
     mine = walls(measured.laps[name])
-    said = f"a loop over groups: {median(loop):.2f} s; goals <= 1 s and, for the ratio, >= 50"
-    return Figure(f"materialize.{name}_s", median(mine), "s", said, times_faster(mine, loop), len(mine))
+    against = f"a loop over groups: {median(loop):.2f} s; goals <= 1 s and, for the ratio, >= 50"
+    return Figure(f"materialize.{name}_s", median(mine), "s", against, times_faster(mine, loop), len(mine))

@@ -1,7 +1,8 @@
-"""What `bench materialize` holds the estimators and the recipe against: loops over groups in plain numpy.
+"""The baseline of `bench materialize` for the estimators and the recipe: loops over groups in plain
+numpy.
 
-Both sides begin with numbered groups, and give the same: advantages, or the indexes of what is kept and of
-what each rule drops.
+Both sides begin with numbered groups, and give the same: advantages, or the indexes of the
+samples that are kept and that each rule drops.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _candidates(groups: Ints, trajectories: Ints, rewards: Floats, versions: Int
 
 
 def advantages_of(name: str, batch: Batch) -> Floats:
-    """What the algorithm of that name makes of the batch, with all its defaults."""
+    """The advantages that the algorithm of that name gives for the batch, with all its defaults."""
     return ALGORITHMS[name].model_validate({"name": name}).advantages(batch.rollouts).values
 
 
@@ -120,29 +121,30 @@ def _members(batch: Batch) -> list[list[int]]:
 
 def leave_one_out(batch: Batch) -> Floats:
     """r - mean of the others of its group."""
-    found = np.empty(len(batch.rewards))
+    advantages = np.empty(len(batch.rewards))
     for at in _members(batch):
         rewards = batch.rewards[at]
-        found[at] = rewards - (rewards.sum() - rewards) / (len(at) - 1)
-    return found
+        advantages[at] = rewards - (rewards.sum() - rewards) / (len(at) - 1)
+    return advantages
 
 
 def standardized(batch: Batch) -> Floats:
     """(r - mean) / (unbiased standard deviation + epsilon) of its group."""
-    found = np.empty(len(batch.rewards))
+    advantages = np.empty(len(batch.rewards))
     for at in _members(batch):
         rewards = batch.rewards[at]
-        found[at] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
-    return found
+        advantages[at] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
+    return advantages
 
 
 def whitened_over_the_batch(batch: Batch) -> Floats:
-    """r - mean of its group, for each token; then less the mean of all tokens, over their deviation."""
-    found = np.empty((len(batch.rewards), TOKENS))
+    """r - mean of its group, for each token; then minus the mean of all tokens, divided by their
+    deviation."""
+    advantages = np.empty((len(batch.rewards), TOKENS))
     for at in _members(batch):
         rewards = batch.rewards[at]
-        found[at] = (rewards - rewards.mean())[:, None]
-    flat = found.ravel()
+        advantages[at] = (rewards - rewards.mean())[:, None]
+    flat = advantages.ravel()
     scaled: Floats = (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
     return scaled
 
@@ -157,7 +159,7 @@ LOOPS: Mapping[str, Callable[[Batch], Floats]] = {
 
 
 def sort_out_by_groups(batch: Batch) -> Sorted:
-    """What is neither too old nor in a group of equal rewards, and the others by rule."""
+    """The samples that are neither too old nor in a group of equal rewards, and the others by rule."""
     kept, stale, flat = list[Ints](), list[Ints](), list[Ints]()
     for at in _members(batch):
         indexes = np.array(at)
@@ -167,5 +169,5 @@ def sort_out_by_groups(batch: Batch) -> Sorted:
         stale.append(indexes[old])
         (flat if len(left) and rewards.min() == rewards.max() else kept).append(left)
     none = np.zeros(0, np.int64)
-    found = (np.sort(np.concatenate([none, *one])) for one in (kept, stale, flat))
-    return next(found), dict(zip(("staleness", "zero_variance"), found, strict=True))
+    ordered = (np.sort(np.concatenate([none, *indices])) for indices in (kept, stale, flat))
+    return next(ordered), dict(zip(("staleness", "zero_variance"), ordered, strict=True))

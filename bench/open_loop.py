@@ -1,7 +1,7 @@
-"""Agents' traffic as the log sees it: events that come when they come, each acknowledged on its own.
+"""Agents' traffic as the log sees it: events arrive at their own times, each acknowledged separately.
 
-Arrivals are a Poisson process that does not wait for answers. A latency counts from the moment the event
-was due, so a producer that has fallen behind hides nothing.
+Arrivals are a Poisson process that does not wait for answers. A latency counts from the moment
+the event was due, so a producer that has fallen behind hides nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What happened: milliseconds per event, by how much sleeping `TICK_S` took too long, and cores used."""
+    """The measurements: milliseconds per event, how much longer than `TICK_S` sleeps took, and
+    cores used."""
 
     ack_ms: Sequence[float]
     overshoot_ms: Sequence[float]
@@ -77,7 +78,7 @@ async def _produce(append: Append, turns: Sequence[TurnCompleted], due: Sequence
 
 
 async def _watch_sleep(overshoot: list[float]) -> None:
-    """The control: how late this loop wakes up anyway."""
+    """The control: how late this loop wakes up in any case."""
     while True:
         begun = time.perf_counter()
         await asyncio.sleep(TICK_S)

@@ -1,4 +1,5 @@
-"""Processes of a benchmark: started on some cores, asked what they use, ended with whoever started them."""
+"""Processes of a benchmark: started on given cores, measured, and ended with the process that
+started them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def module(name: str, *words: object) -> list[str]:
 
 
 class Process:
-    """A child that ends with its parent. It logs to a file, also what it prints if it does not talk."""
+    """A child that ends with its parent. It logs to a file, including its stdout if it takes no
+    commands."""
 
     def __init__(
         self,
@@ -78,21 +80,21 @@ class Process:
             BenchError: it ended instead.
         """
         assert self.child.stdout is not None
-        found = self.child.stdout.readline()
-        if not found:
+        line = self.child.stdout.readline()
+        if not line:
             self.child.wait(STOP_S)
             raise self.failed("ended")
-        return found.strip()
+        return line.strip()
 
     def url(self) -> str:
-        """Its address, which it prints first."""
+        """Its address, which is the first line it prints."""
         return self.line().decode()
 
     def ask(self, **command: Any) -> Any:
-        """Have it do something; its answer.
+        """Send it a command; its answer.
 
         Raises:
-            BenchError: it ended, or says what went wrong.
+            BenchError: it ended, or reports an error.
         """
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
@@ -114,15 +116,15 @@ class Process:
             if self.child.poll() is not None:
                 raise self.failed(f"ended with {self.child.returncode}")
             try:
-                with urlopen(url, timeout=2) as found:
-                    if found.status == 200:
+                with urlopen(url, timeout=2) as response:
+                    if response.status == 200:
                         return
             except (URLError, OSError):
                 time.sleep(0.1)
         raise self.failed(f"did not answer within {seconds:.0f} s")
 
     def failed(self, how: str) -> BenchError:
-        """What to raise when it failed."""
+        """The error for its failure."""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return BenchError("\n".join([f"{self.name} {how}", *lines]))
 
@@ -199,11 +201,12 @@ def _status(pid: int, name: str) -> int:
 
 
 def obey(do: Callable[[dict[str, Any]], Any]) -> None:
-    """What a process that talks does: answers each line of stdin with one on stdout, until stdin ends."""
+    """The loop of a process that takes commands: answers each line of stdin with one on stdout,
+    until stdin ends."""
     for line in sys.stdin.buffer:
         try:
-            found = do(orjson.loads(line))
+            answer = do(orjson.loads(line))
         except Exception as error:  # told to who asked, who knows what it means
-            found = {"error": repr(error)}
-        sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
+            answer = {"error": repr(error)}
+        sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
         sys.stdout.buffer.flush()

@@ -1,10 +1,11 @@
-"""`proxy.*`: the recording proxy between agents and an engine that costs next to nothing.
+"""`proxy.*`: the recording proxy between agents and an engine that takes almost no time.
 
-The proxy is the real `rollbook serve --engine sglang`, durable; the engine a scripted server of SGLang's
-protocol; the agents a process that checks every reply. They share two cores. In each round the same
-conversations go through the proxy, whole and streamed, to a bare echo, and through LiteLLM's proxy. Then,
-with one request in flight, each is asked again of the engine itself, with the same ids: the difference is the
-proxy's. At the end everything recorded is compared with what the engine must have said.
+The proxy is the real `rollbook serve --engine sglang`, durable; the engine a scripted server of
+SGLang's protocol; the agents a process that checks every reply. They share two cores. In each
+round the same conversations go through the proxy, whole and streamed, to a bare echo, and
+through LiteLLM's proxy. Then, with one request in flight, each request is repeated to the engine
+itself, with the same ids: the difference is the proxy's. At the end everything recorded is
+compared with the engine's script.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is needed to start processes: where their files go, their cores, and what they talk about."""
+    """What processes need to start: where their files go, their cores, and the conversations."""
 
     folder: Path
     cores: str
@@ -99,7 +100,7 @@ class Stage:
         return cls(folder, some_cores(plan.cores), material)
 
     def engine(self, name: str = "engine") -> Process:
-        """The scripted engine. It remembers one request, to be asked again."""
+        """The scripted engine. It remembers one request, to be repeated."""
         words = [
             "--script",
             "rollbook.bench.scripted.dialogues:by_mark",
@@ -155,7 +156,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way for the same conversations to go: the load's command, and the processes that answer it."""
+    """One route for the same conversations: the load's command, and the processes that answer it."""
 
     command: Mapping[str, Any]
     processes: Mapping[str, Process]
@@ -195,12 +196,12 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         }
         laps, turns = _workers(plan, load, proxies, on_round)
         replies = folder / "replies.json"
-        found = [
+        results = [
             check(folder / "store", replies, bench.turns + turns[ONE]),
             check(folder / "of-two", replies, turns[TWO]),
             check(folder / "of-peers", replies, turns[PROXIES]),
         ]
-        recorded = Recorded(sum(one.turns for one in found), sum(one.wrong for one in found))
+        recorded = Recorded(sum(result.turns for result in results), sum(result.wrong for result in results))
         peak = {name: p.peak_rss() for side in sides.values() for name, p in side.processes.items()}
     big = _big(stage, plan) if plan.big else None
     on_round()
@@ -217,7 +218,7 @@ def _workers(
     """(the laps of one and of two workers, and of two proxies; the turns that each took)"""
     laps: dict[str, list[WorkersLap]] = {side: [] for side in SIDES}
     size = {"concurrency": plan.concurrency, "trajectories": plan.workers_trajectories, "turns": plan.turns}
-    told, deadline = Counter[str](), time.monotonic() + plan.limit.seconds
+    turn_counts, deadline = Counter[str](), time.monotonic() + plan.limit.seconds
     for number in range(-1, plan.limit.rounds):
         for side in order(list(SIDES), max(number, 0)):
             which = side.removesuffix(SHARED)
@@ -225,14 +226,14 @@ def _workers(
             command = size | {"do": "turns", "url": url, "path": CHAT, "kind": PROXY, "finish": True}
             command |= {"name": f"workers-{number}-{SIDES.index(side)}", "seed": SEED * (number + 2)}
             lap, turns = workers_lap(load, engine, processes, command | {"shared": SHARED in side})
-            told[which] += turns
+            turn_counts[which] += turns
             if number >= 0:  # the first round warms up
                 laps[side].append(lap)
         if number >= 0:
             on_round()
             if time.monotonic() >= deadline:
                 break
-    return laps, told
+    return laps, turn_counts
 
 
 def _sides(
@@ -263,7 +264,7 @@ def _sides(
 
 
 class _Bench:
-    """The rounds, and what they found."""
+    """The rounds, and their results."""
 
     def __init__(self, plan: Plan, load: Process, sides: Mapping[str, Side], url: str, engine: str) -> None:
         self._plan, self._load, self._sides = plan, load, sides
@@ -296,40 +297,40 @@ class _Bench:
                 break
 
     def _ask(self, command: Mapping[str, Any]) -> Any:
-        found = self._load.ask(**command)
-        if found["wrong"]:
-            raise self._load.failed(f"got {found['wrong']} wrong replies: {found['reasons']}")
-        return found
+        report = self._load.ask(**command)
+        if report["wrong"]:
+            raise self._load.failed(f"got {report['wrong']} wrong replies: {report['reasons']}")
+        return report
 
     def _lap(self, name: str, number: int) -> Lap:
         side = self._sides[name]
         before = {key: process.cpu_s() for key, process in side.processes.items()}
         seed = SEED * (number + 1)
-        found = self._ask({**side.command, "name": f"{name}-{number}", "seed": seed})
+        report = self._ask({**side.command, "name": f"{name}-{number}", "seed": seed})
         cpu = {key: process.cpu_s() - before[key] for key, process in side.processes.items()}
-        turns = found["turns"]
+        turns = report["turns"]
         if name in (PROXY, STREAM):
             self.turns += turns
-        cpu_ms = {key: 1e3 * s / turns for key, s in (cpu | {"load": found["cpu_s"]}).items()}
-        return Lap(turns / found["wall_s"], cpu_ms, found["whole_ms"], found["first_ms"])
+        cpu_ms = {key: 1e3 * s / turns for key, s in (cpu | {"load": report["cpu_s"]}).items()}
+        return Lap(turns / report["wall_s"], cpu_ms, report["whole_ms"], report["first_ms"])
 
     def _converse(self, name: str, seed: int, turns: int, at: Iterable[int]) -> list[tuple[int, Pair]]:
-        found = self._ask({**self._one, "name": name, "seed": seed, "turns": turns, "at": list(at)})
-        self.turns += found["turns"]
-        return [(turn, Pair(through, direct)) for turn, through, direct in found["added"]]
+        report = self._ask({**self._one, "name": name, "seed": seed, "turns": turns, "at": list(at)})
+        self.turns += report["turns"]
+        return [(turn, Pair(through, direct)) for turn, through, direct in report["added"]]
 
     def _pairs(self, number: int) -> list[Pair]:
         turns = self._plan.turns
         seeds = range(SEED * (number + 1), SEED * (number + 1) + self._plan.pairs)
         every = [self._converse(f"one-{number}-{seed}", seed, turns, range(turns)) for seed in seeds]
-        return [pair for found in every for _, pair in found]
+        return [pair for pairs in every for _, pair in pairs]
 
     def _long(self, number: int) -> dict[int, list[Pair]]:
-        """By the turn looked at: it and its neighbours."""
+        """By the turn looked at: the pairs of it and its neighbours."""
         near = {turn: range(turn - 2, turn + 1) for turn in self._plan.looked_at}
         at = sorted({turn for turns in near.values() for turn in turns})
-        found = dict(self._converse(f"long-{number}", SEED * number, self._plan.long_turns, at))
-        return {turn: [found[one] for one in turns] for turn, turns in near.items()}
+        by_turn = dict(self._converse(f"long-{number}", SEED * number, self._plan.long_turns, at))
+        return {turn: [by_turn[position] for position in turns] for turn, turns in near.items()}
 
 
 def _big(stage: Stage, plan: Plan) -> Big:
@@ -339,13 +340,13 @@ def _big(stage: Stage, plan: Plan) -> Big:
         engine = stack.enter_context(stage.engine())
         proxy, url = stage.proxy(engine.url(), "big-store")
         stack.enter_context(proxy)
-        found = load.ask(
+        report = load.ask(
             **{"do": "big", "url": url, "path": CHAT, "name": "big", "timeout_s": plan.big_timeout_s},
             **{"count": plan.big, "size": plan.big_bytes},
         )
         disk = sum(f.stat().st_size for f in (stage.folder / "big-store").rglob("*") if f.is_file())
         return Big(
-            *(plan.big, plan.big_bytes, found["wrong"], found["reasons"], found["wall_s"]),
+            *(plan.big, plan.big_bytes, report["wrong"], report["reasons"], report["wall_s"]),
             *(proxy.peak_rss(), disk, engine.peak_rss()),
         )
 

@@ -1,4 +1,4 @@
-"""What the proxy's benchmark saw, as figures. Pure."""
+"""The results of the proxy's benchmark, as figures. Pure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Pair:
 
     @property
     def added_ms(self) -> float:
-        """What the proxy took."""
+        """The proxy's share."""
         return self.through_ms - self.direct_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Big:
-    """What became of the big bodies, and what they cost."""
+    """The outcome of the big bodies, and their cost."""
 
     count: int
     bytes: int
@@ -53,7 +53,7 @@ class Big:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How many turns were recorded, and how many of them, or of those expected, are not as they should be."""
+    """How many turns were recorded, and how many of the recorded or expected ones are wrong or missing."""
 
     turns: int
     wrong: int
@@ -82,24 +82,24 @@ def figures(measured: Measured) -> list[Figure]:
     laps = measured.laps
     runs = len(laps[PROXY])
     with_load = "agents and engine on the same cores"
-    found = [
+    shown = [
         Figure("proxy.turns_per_s", _rate(laps[PROXY]), "turns/s", with_load, None, runs),
         _against("proxy.stream_turns_per_s", laps, STREAM, PROXY, "not streamed"),
         _against("proxy.vs_echo", laps, PROXY, ECHO, "a FastAPI echo of the same bodies"),
     ]
     if LITELLM in laps:
-        found.append(_against("proxy.vs_litellm", laps, PROXY, LITELLM, "LiteLLM's proxy, not recording"))
-    found += _added(measured)
-    found.append(_long(measured.long))
+        shown.append(_against("proxy.vs_litellm", laps, PROXY, LITELLM, "LiteLLM's proxy, not recording"))
+    shown += _added(measured)
+    shown.append(_long(measured.long))
     if measured.big is not None:
-        found.append(_big(measured.big))
-    found += workers_figures(measured.workers, measured.cores)
+        shown.append(_big(measured.big))
+    shown += workers_figures(measured.workers, measured.cores)
     cpu = [lap.cpu_ms["proxy"] for lap in laps[PROXY]]
     against = f"the echo: {median(lap.cpu_ms['echo'] for lap in laps[ECHO]):.2f} ms"
-    found.append(Figure("proxy.cpu_ms_per_turn", median(cpu), "ms", against, None, runs))
+    shown.append(Figure("proxy.cpu_ms_per_turn", median(cpu), "ms", against, None, runs))
     of_all = f"of {measured.recorded.turns} turns compared with what the engine said"
-    found.append(Figure("proxy.recorded_wrong", measured.recorded.wrong, "turns", of_all, None, 1))
-    return found
+    shown.append(Figure("proxy.recorded_wrong", measured.recorded.wrong, "turns", of_all, None, 1))
+    return shown
 
 
 def _rate(laps: Sequence[Lap]) -> float:
@@ -128,7 +128,7 @@ def _added(measured: Measured) -> list[Figure]:
 
 def _typical(long: Sequence[Mapping[int, Sequence[Pair]]], turn: int) -> list[float]:
     """Added milliseconds at a turn, by conversation: the median of it and its neighbours."""
-    return [median(pair.added_ms for pair in one[turn]) for one in long]
+    return [median(pair.added_ms for pair in conversation[turn]) for conversation in long]
 
 
 def _long(long: Sequence[Mapping[int, Sequence[Pair]]]) -> Figure:
@@ -150,7 +150,7 @@ def _big(big: Big) -> Figure:
 
 
 def spreads(measured: Measured) -> list[Spread]:
-    """How far the rounds lie apart: rates, latencies, CPU by process, memory."""
+    """How much the rounds vary: rates, latencies, CPU by process, memory."""
     laps = measured.laps
     return [
         *_each(laps, "", "turns/s", lambda lap: {"": lap.turns_per_s}),
@@ -171,11 +171,11 @@ def spreads(measured: Measured) -> list[Spread]:
 
 
 def _each(
-    laps: Mapping[str, Sequence[Lap]], words: str, unit: str, of: Callable[[Lap], Mapping[str, float]]
+    laps: Mapping[str, Sequence[Lap]], words: str, unit: str, values_of: Callable[[Lap], Mapping[str, float]]
 ) -> Iterable[Spread]:
-    for side, found in laps.items():
-        for key in of(found[0]):
-            values = [of(lap)[key] for lap in found]
+    for side, side_laps in laps.items():
+        for key in values_of(side_laps[0]):
+            values = [values_of(lap)[key] for lap in side_laps]
             yield spread(f"{side}{words} {key}".rstrip(), unit, values)
 
 

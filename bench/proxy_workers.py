@@ -1,9 +1,11 @@
-"""`proxy.workers*`, `proxy.sent_on*`: two workers, or two proxies of a run, against one; the same turns.
+"""`proxy.workers*`, `proxy.sent_on*`: two workers, or two proxies of a run, compared with one on
+the same turns.
 
-Agents and engine share the cores with them, so how many turns a second come out says as much about the
-machine. What two workers could do is said by their CPU: how much a turn takes, and how it is split between
-them. In the laps of `SHARED` every turn takes a connection from one pool, so that half of them come to the
-other worker first. Of two proxies one is asked for all, so that half of the turns are sent on to the other.
+Agents and engine share the cores with them, so the turns per second say as much about the
+machine. What two workers could do follows from their CPU: how much a turn takes, and how it is
+split between them. In the laps of `SHARED` every turn takes a connection from one pool, so that
+half of them reach the other worker first. Of two proxies only one gets requests, so that half of
+the turns are forwarded to the other.
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ class WorkersLap:
 def workers_lap(
     load: Process, engine: Process, proxies: Sequence[Process], command: Mapping[str, Any]
 ) -> tuple[WorkersLap, int]:
-    """(a lap, how many turns it took)
+    """(a lap, the number of its turns)
 
     Raises:
         BenchError: an agent got another reply than the engine gave.
     """
     before, engine_before = _cpu(proxies), engine.cpu_s()
-    found = load.ask(**command)
-    if found["wrong"]:
-        raise load.failed(f"got {found['wrong']} wrong replies: {found['reasons']}")
-    turns, after = found["turns"], _cpu(proxies)
+    report = load.ask(**command)
+    if report["wrong"]:
+        raise load.failed(f"got {report['wrong']} wrong replies: {report['reasons']}")
+    turns, after = report["turns"], _cpu(proxies)
     each = [1e3 * (seconds - before.get(pid, 0.0)) / turns for pid, seconds in after.items()]
-    beside = 1e3 * (engine.cpu_s() - engine_before + found["cpu_s"]) / turns
-    return WorkersLap(turns / found["wall_s"], sum(each), max(each), beside), turns
+    beside = 1e3 * (engine.cpu_s() - engine_before + report["cpu_s"]) / turns
+    return WorkersLap(turns / report["wall_s"], sum(each), max(each), beside), turns
 
 
 def _cpu(proxies: Sequence[Process]) -> dict[int, float]:
@@ -66,10 +68,10 @@ def _cpu(proxies: Sequence[Process]) -> dict[int, float]:
 
 def workers_figures(laps: Mapping[str, Sequence[WorkersLap]], cores: int) -> list[Figure]:
     """The figures. Pure."""
-    one, two = laps[ONE], laps[TWO]
-    beside = median(lap.beside_ms * lap.turns_per_s / 1e3 for lap in two)
-    shown = f"one worker: {_rate(one):.0f} turns/s; agents and engine took {beside:.2f} of {cores} cores"
-    bound = median(lap.bound for lap in one)
+    single, double = laps[ONE], laps[TWO]
+    beside = median(lap.beside_ms * lap.turns_per_s / 1e3 for lap in double)
+    shown = f"one worker: {_rate(single):.0f} turns/s; agents and engine took {beside:.2f} of {cores} cores"
+    bound = median(lap.bound for lap in single)
     return [
         _figure("proxy.workers", "turns/s", shown, [(b.turns_per_s, a.turns_per_s) for a, b in _pairs(laps)]),
         _figure(
@@ -87,8 +89,9 @@ def workers_figures(laps: Mapping[str, Sequence[WorkersLap]], cores: int) -> lis
         ),
         _figure(
             *("proxy.sent_on_cpu", "ms"),
-            f"one proxy that is asked for its own: {median(lap.cpu_ms for lap in one):.2f} ms of CPU a turn",
-            [(b.cpu_ms, a.cpu_ms) for a, b in zip(one, laps[PROXIES], strict=True)],
+            f"one proxy that is asked for its own: {median(lap.cpu_ms for lap in single):.2f} ms of CPU "
+            "a turn",
+            [(b.cpu_ms, a.cpu_ms) for a, b in zip(single, laps[PROXIES], strict=True)],
         ),
     ]
 
@@ -107,13 +110,15 @@ def _figure(name: str, unit: str, against: str, pairs: Sequence[tuple[float, flo
 
 
 def workers_spreads(laps: Mapping[str, Sequence[WorkersLap]]) -> list[Spread]:
-    """How far the rounds lie apart. Pure."""
+    """How much the rounds vary. Pure."""
     return [
-        made
-        for side, found in laps.items()
-        for made in (
-            spread(f"proxy of {side}", "turns/s", [lap.turns_per_s for lap in found]),
-            spread(f"proxy of {side}, CPU a turn", "ms", [lap.cpu_ms for lap in found]),
-            spread(f"proxy of {side}, CPU a turn of the busiest", "ms", [lap.busiest_ms for lap in found]),
+        measured
+        for side, side_laps in laps.items()
+        for measured in (
+            spread(f"proxy of {side}", "turns/s", [lap.turns_per_s for lap in side_laps]),
+            spread(f"proxy of {side}, CPU a turn", "ms", [lap.cpu_ms for lap in side_laps]),
+            spread(
+                f"proxy of {side}, CPU a turn of the busiest", "ms", [lap.busiest_ms for lap in side_laps]
+            ),
         )
     ]

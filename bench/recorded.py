@@ -1,4 +1,4 @@
-"""What the proxy recorded, held against what the scripted engine must have said; and what a commit takes."""
+"""Compares the proxy's recording with the scripted engine's replies; and times its commits."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def check(folder: Path, replies: Path, expected: int) -> Recorded:
         turn = event.record
         if isinstance(turn, TurnCompleted):
             turns += 1
-            said = script(turn.prompt_ids.tolist(), {})
-            same = turn.completion_ids.tolist() == list(said.ids)
+            expected_answer = script(turn.prompt_ids.tolist(), {})
+            same = turn.completion_ids.tolist() == list(expected_answer.ids)
             same = same and turn.logprobs is not None
-            same = same and np.array_equal(turn.logprobs, np.array(said.logprobs, np.float32))  # type: ignore[arg-type]
-            covered = [(s.start, s.end) for s in turn.version_spans] == [(0, len(said.ids))]
+            same = same and np.array_equal(turn.logprobs, np.array(expected_answer.logprobs, np.float32))  # type: ignore[arg-type]
+            covered = [(s.start, s.end) for s in turn.version_spans] == [(0, len(expected_answer.ids))]
             wrong += not (same and covered)
     return Recorded(turns, wrong + abs(expected - turns))
 
 
 class Commits:
-    """Turns that were recorded, appended again to a store of their own, as the proxy appends them."""
+    """Recorded turns, appended again to a store of their own, in the way the proxy appends them."""
 
     def __init__(self, folder: Path, copy: Path) -> None:
         self._turns: list[tuple[TurnRequested, TurnCompleted]] = []
-        asked: dict[str, TurnRequested] = {}
+        pending: dict[str, TurnRequested] = {}
         for event in store.open(folder).events():
             record = event.record
             if isinstance(record, TurnRequested):
-                asked[record.turn_id] = record
+                pending[record.turn_id] = record
             elif isinstance(record, TurnCompleted):
-                self._turns.append((asked.pop(record.turn_id), record))
+                self._turns.append((pending.pop(record.turn_id), record))
         self._writer = store.open(copy, create=True).writer("commits")
 
     def take(self, count: int) -> list[float]:
         """Milliseconds until a turn is durable, one after the other: its request is not waited for."""
-        taken: list[float] = []
+        times_ms: list[float] = []
         for requested, completed in islice(cycle(self._turns), count):
             begun = time.perf_counter()
             self._writer.append([Event(requested, RUN)])
             self._writer.append([Event(completed, RUN)]).result(WAIT_S)
-            taken.append(1e3 * (time.perf_counter() - begun))
-        return taken
+            times_ms.append(1e3 * (time.perf_counter() - begun))
+        return times_ms
 
     def close(self) -> None:
         """Close the store."""

@@ -1,10 +1,11 @@
-"""`recover.*`: what is left of acknowledged events after `kill -9`, and how fast a lane is recovered.
+"""`recover.*`: which acknowledged events survive `kill -9`, and how fast a lane is recovered.
 
-A process appends to a lane of tiny segments while it seals them, merges sealed units, derives tables and
-notes it all in the catalog (`bench.crash`). It is killed at a random moment: of its life, or of what its
-sealer is doing, each in its turn, since some of that is over in milliseconds. Then the lane is recovered and
-every event whose acknowledgement got out is looked up and compared, all those of earlier lives too. `kill -9`
-leaves the operating system's page cache alone: it tests what the code does, not whether the disk flushes.
+A process appends to a lane of tiny segments while it seals them, merges sealed units, derives
+tables and notes everything in the catalog (`bench.crash`). It is killed at a random moment:
+alternately of its life, or of one of its sealer's phases, since some of these last only
+milliseconds. Then the lane is recovered, and every event whose acknowledgement got out is looked
+up and compared, including those of earlier lives. `kill -9` leaves the operating system's page
+cache alone: it tests what the code does, not whether the disk flushes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Killed:
-    """What the kills did; `phases` counts what the sealer was doing at each."""
+    """The outcome of the kills; `phases` counts what the sealer was doing at each."""
 
     kills: int = 0
     acknowledged: int = 0
@@ -126,7 +127,7 @@ class _Victims:
         # Every second kill comes at any moment, the others soon after the sealer began something.
         number = self._killed.kills
         phase = PHASES[number // 2 % len(PHASES)] if number % 2 else None
-        told = self._live(life_s, phase)
+        acks = self._live(life_s, phase)
         self._killed.kills += 1
         self._killed.phases[in_phase(self._note)] += 1
         self._note.write_bytes(bytes(1))
@@ -134,84 +135,86 @@ class _Victims:
         self._killed.in_roll += max(segment_numbers(lane)) > read_watermark(lane).segment
         with self._log.writer(LANE) as writer:
             self._killed.torn += writer.recovered.truncated_bytes > 0
-        new = _parse(told)
+        new = _parse(acks)
         self._killed.acknowledged += len(new)
         self._compare(new, head)
         self._acknowledged |= new
 
     def close(self) -> None:
-        """Compare once more all that was ever acknowledged: it may have been sealed and merged since."""
+        """Compare everything ever acknowledged once more: it may have been sealed and merged since."""
         self._compare(self._acknowledged, {})
 
     def _live(self, life_s: float, phase: str | None = None) -> list[bytes]:
-        """What a process told before it was killed: within `life_s`, or when its sealer was in the phase."""
+        """A process's messages before it was killed: within `life_s`, or when its sealer was in the
+        phase."""
         mine, theirs = self._context.Pipe(duplex=False)
         args = (self._log.path, self._rng.getrandbits(32), theirs, self._note)
         process = self._context.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
-        told: list[bytes] = []
+        acks: list[bytes] = []
         try:
             if not mine.poll(START_TIMEOUT_S):
                 raise TimeoutError(f"the process that is to be killed did not begin in {START_TIMEOUT_S} s")
-            told.append(mine.recv_bytes())
+            acks.append(mine.recv_bytes())
             if phase is not None:
-                told += self._until(phase, mine, LONGEST_LIVES * life_s)
+                acks += self._until(phase, mine, LONGEST_LIVES * life_s)
             moment = self._rng.uniform(0.0, IN_PHASE_S if phase else life_s)
-            told += self._until(None, mine, moment)
+            acks += self._until(None, mine, moment)
         finally:
             process.kill()
             process.join()
-            told += _rest(mine)
+            acks += _rest(mine)
         if process.exitcode != -signal.SIGKILL:
-            _parse(told)  # says what is damaged, if that is why
+            _parse(acks)  # says what is damaged, if that is why
             raise RuntimeError(f"the process that was to be killed ended by itself, with {process.exitcode}")
-        return told
+        return acks
 
     def _until(self, phase: str | None, acks: Connection, seconds: float) -> list[bytes]:
-        """What is told until the sealer is in the phase; without one, and at the latest, for `seconds`."""
-        told: list[bytes] = []
+        """Messages until the sealer is in the phase; without a phase, and at the latest, for `seconds`."""
+        messages: list[bytes] = []
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if phase is not None and in_phase(self._note) == phase:
                 break
             if acks.poll(min(left, GLANCE_S)):
-                told.append(acks.recv_bytes())
-        return told
+                messages.append(acks.recv_bytes())
+        return messages
 
     def _compare(self, acknowledged: dict[str, bytes], start: dict[str, int]) -> None:
-        found: dict[str, list[bytes]] = {}
+        logged: dict[str, list[bytes]] = {}
         for event in self._log.events(start=start):
-            found.setdefault(event.event_id, []).append(fingerprint(event))
-        self._killed.lost += sum(event_id not in found for event_id in acknowledged)
+            logged.setdefault(event.event_id, []).append(fingerprint(event))
+        self._killed.lost += sum(event_id not in logged for event_id in acknowledged)
         self._killed.changed += sum(
-            event_id in found and found[event_id] != [expected] for event_id, expected in acknowledged.items()
+            event_id in logged and logged[event_id] != [expected]
+            for event_id, expected in acknowledged.items()
         )
 
 
 def _rest(acks: Connection) -> list[bytes]:
-    """What was still in the pipe when its writer was killed."""
-    told: list[bytes] = []
+    """Messages that were still in the pipe when their writer was killed."""
+    messages: list[bytes] = []
     with contextlib.suppress(EOFError), contextlib.closing(acks):
         while True:
-            told.append(acks.recv_bytes())
-    return told
+            messages.append(acks.recv_bytes())
+    return messages
 
 
-def _parse(told: list[bytes]) -> dict[str, bytes]:
+def _parse(messages: list[bytes]) -> dict[str, bytes]:
     """Event id -> fingerprint.
 
     Raises:
         CorruptionError: the killed process had found damage.
     """
-    found: dict[str, bytes] = {}
-    for message in told:
+    fingerprints: dict[str, bytes] = {}
+    for message in messages:
         if message.startswith(b"!"):
             raise CorruptionError(f"sealing found damage after a kill: {message[1:].decode()}")
         for at in range(0, len(message), ID_BYTES + PRINT_BYTES):
             event_id, print_ = message[at : at + ID_BYTES], message[at + ID_BYTES :][:PRINT_BYTES]
-            found[event_id.decode()] = print_
-    return found
+            fingerprints[event_id.decode()] = print_
+    return fingerprints
 
 
 def _time_recovery(folder: Path, plan: Plan, on_round: Callable[[], None]) -> tuple[Laps, int]:

@@ -127,9 +127,9 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         OSError: the disk refuses, for instance because it is full.
         BenchError: a training or command failed, a step does not replay, or another step is found to be bad.
     """
-    made = {}
+    stores = {}
     for name, turns in ((SMALL, plan.small), (FULL, plan.turns)):
-        made[name] = store_in(folder, turns)
+        stores[name] = store_in(folder, turns)
         on_round()
     with tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=folder) as inside:
         scratch = Path(inside)
@@ -140,7 +140,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         bad = in_store(folder, f"bad-{plan.bad_steps}", lambda log: _take_bad(log, plan, scratch))
         on_round()
         with _side("replay", module("rollbook.bench.replay_side"), scratch) as side:
-            stages, finds = _ask(side, steps, made, plan, on_round)
+            stages, finds = _ask(side, steps, stores, plan, on_round)
             search = _search(side, bad, plan, scratch)
         on_round()
         words = ["replay", "step", 0, "--run", LONG, "--no-model", "--to", "losses", "--store", steps.path]
@@ -148,7 +148,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         large = _large(scratch, plan, on_round)
     shares = capture_shares(few, FEW), capture_shares(bad, BAD), large
     bytes_ = [kept(few, FEW), kept(steps, MANY)]
-    return Measured(*shares, bytes_, stages, command, 1024 * plan.tokens, finds, made, search)
+    return Measured(*shares, bytes_, stages, command, 1024 * plan.tokens, finds, stores, search)
 
 
 def _take_steps(log: Store, plan: Plan, scratch: Path) -> None:
@@ -172,7 +172,7 @@ def _take_bad(log: Store, plan: Plan, scratch: Path) -> None:
 
 
 def _first_bad(plan: Plan) -> int:
-    """The step from which on it goes wrong: the last before a checkpoint, in the middle of the training."""
+    """The first step that goes wrong: the last before a checkpoint, in the middle of the training."""
     return plan.bad_steps // plan.every // 2 * plan.every - 1
 
 
@@ -181,18 +181,18 @@ def _side(name: str, words: Sequence[str], scratch: Path) -> Process:
 
 
 def _ask(
-    side: Process, steps: Store, made: Mapping[str, Made], plan: Plan, on_round: Callable[[], None]
+    side: Process, steps: Store, stores: Mapping[str, Made], plan: Plan, on_round: Callable[[], None]
 ) -> tuple[list[Any], dict[str, list[Any]]]:
     """Seconds of the stages, and of finding a step in each store, after a round that warms up."""
     stages: list[Any] = []
-    finds: dict[str, list[Any]] = {name: [] for name in made}
+    finds: dict[str, list[Any]] = {name: [] for name in stores}
     for number in range(plan.rounds + 1):
         stages.append(side.ask(what="stages", log=str(steps.path), run=LONG, step=0))
-        for name, one in made.items():
-            finds[name].append(side.ask(what="find", log=str(one.path), step=one.last_step))
+        for name, stored in stores.items():
+            finds[name].append(side.ask(what="find", log=str(stored.path), step=stored.last_step))
         if number:
             on_round()
-    return stages[1:], {name: found[1:] for name, found in finds.items()}
+    return stages[1:], {name: lap[1:] for name, lap in finds.items()}
 
 
 def _search(side: Process, log: Store, plan: Plan, scratch: Path) -> Search:
@@ -202,15 +202,15 @@ def _search(side: Process, log: Store, plan: Plan, scratch: Path) -> Search:
         BenchError: it finds another one.
     """
     side.ask(what="bisect", log=str(log.path), last=1)
-    found = side.ask(what="bisect", log=str(log.path), last=plan.bad_steps - 1)
-    if found["first"] != _first_bad(plan):
-        raise BenchError(f"the first bad step is {_first_bad(plan)}, and {found['first']} was found")
+    answer = side.ask(what="bisect", log=str(log.path), last=plan.bad_steps - 1)
+    if answer["first"] != _first_bad(plan):
+        raise BenchError(f"the first bad step is {_first_bad(plan)}, and {answer['first']} was found")
     used, _ = commands.run(["replay", "bisect", "--store", log.path, "--json"], scratch, code=1)
-    return Search(found["ran"], plan.bad_steps, found["wall_s"], used, step_time(log, BAD))
+    return Search(answer["ran"], plan.bad_steps, answer["wall_s"], used, step_time(log, BAD))
 
 
 def _large(scratch: Path, plan: Plan, on_round: Callable[[], None]) -> list[float]:
-    """The part of steps of the large model that recording takes."""
+    """The share of the large model's steps that recording takes."""
     make_model(scratch / "large", BIG)
     shares = []
     with _side("large", module("rollbook.bench.train_sides", LARGE, scratch / "large"), scratch) as side:
@@ -228,7 +228,7 @@ STAGES = ("recorded_vectors", "recorded_batch", "part_stages")
 
 def outcome(measured: Measured) -> Outcome:
     """The figures and spreads of a measurement."""
-    most = max(measured.kept, key=lambda one: one.ratio)
+    most = max(measured.kept, key=lambda entry: entry.ratio)
     search = measured.search
     own = [sum(lap[part] for part in STAGES) for lap in measured.stages]
     selection = median(lap["selection"] for lap in measured.stages)

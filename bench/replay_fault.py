@@ -1,8 +1,9 @@
-"""A training that goes wrong from one step on: its optimizer takes another learning rate than it records.
+"""A training that goes wrong from one step on: its optimizer uses another learning rate than it
+records.
 
     python -m rollbook.bench.replay_fault CONFIG STORE STEP
 
-All else is `rollbook train`, and nothing that is recorded says so: only the steps' results do.
+Everything else is `rollbook train`, and no record shows the fault: only the steps' results do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TIMES = 1.001
 
 
 def main() -> None:
-    """Train, wrongly from a step on."""
+    """Train, with a wrong learning rate from a step on."""
     config, log, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
     def wrongly(policy: Any, settings: StepSettings, batch: Any, **options: Any) -> StepResult:

@@ -1,6 +1,7 @@
-"""Rollouts in groups and a tiny model, made on the spot: what the steps of `bench replay` are taken on.
+"""Rollouts in groups and a tiny model, made on the spot: the input of the steps of `bench replay`.
 
-Ids, logprobs and rewards of the rollouts are drawn; their records are those that a proxy writes.
+Ids, logprobs and rewards of the rollouts are random; their records are those that a proxy
+writes.
 """
 
 from __future__ import annotations
@@ -86,17 +87,17 @@ vectors = [{vectors}]
 
 
 def append_rollouts(log: Store, steps: Steps) -> None:
-    """Record the rollouts that a training takes, whose members are rewarded differently."""
+    """Record the rollouts of a training, with different rewards within each group."""
     rng = np.random.default_rng(0)
-    made: list[Event] = []
+    pending: list[Event] = []
     with log.writer(f"serve-{steps.run}") as writer:
         for number in range(steps.count * steps.samples):
-            made += [Event(record, steps.run) for record in _rollout(rng, number, steps)]
-            if len(made) >= APPEND:
-                writer.append(made).result()
-                made = []
-        if made:
-            writer.append(made).result()
+            pending += [Event(record, steps.run) for record in _rollout(rng, number, steps)]
+            if len(pending) >= APPEND:
+                writer.append(pending).result()
+                pending = []
+        if pending:
+            writer.append(pending).result()
 
 
 def _rollout(rng: np.random.Generator, number: int, steps: Steps) -> Iterator[Record]:

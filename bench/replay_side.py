@@ -1,9 +1,9 @@
-"""A process that replays parts of steps and is warm: it has imported what it needs, and done it once.
+"""A warm process that replays parts of steps: it has imported what it needs, and done each once.
 
     python -m rollbook.bench.replay_side
 
-Answers each line of standard input with a line of JSON. Seconds are of its CPU, all threads, which the
-machine's other work does not change.
+Answers each line of standard input with a line of JSON. Seconds are of its CPU, all threads,
+which the machine's other work does not change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _counting(seconds: Seconds, part: str, call: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def _parts(seconds: Seconds) -> Iterator[None]:
-    """Within, seconds of the parts of `replay_step` are counted."""
+    """Context: counts the seconds of the parts of `replay_step`."""
     held = {name: getattr(module, name) for name, module in PARTS.items()}
     claim = Selections.claim
     for name, call in held.items():
@@ -81,14 +81,14 @@ def stages(log: str, run: str, step: int) -> Json:
     seconds = Seconds(float)
     with _counted(seconds, "whole"), _parts(seconds):
         part = Part(last="losses", model=False)
-        found = replay_step(store.open(Path(log)), step, run, part=part)
-    if not found.bit_for_bit or "losses" not in found.stages:
-        raise BenchError(f"step {step} of run {run} does not replay: {found.first_difference}")
+        result = replay_step(store.open(Path(log)), step, run, part=part)
+    if not result.bit_for_bit or "losses" not in result.stages:
+        raise BenchError(f"step {step} of run {run} does not replay: {result.first_difference}")
     return dict(seconds)
 
 
 def find(log: str, step: int) -> Json:
-    """Seconds that finding a step takes: all that a replay reads of the log but for its samples, by part."""
+    """Seconds, by part, to find a step: everything that a replay reads of the log except its samples."""
     seconds, opened = Seconds(float), store.open(Path(log))
     with _counted(seconds, "history"):
         history = history_with(opened, step, None, "actor")
@@ -108,15 +108,15 @@ def find(log: str, step: int) -> Json:
 
 
 def bisect(log: str, last: int) -> Json:
-    """The steps that a search for the first bad one up to `last` runs, that step, and its seconds, by the
-    clock too."""
+    """The steps run by a search for the first bad one up to `last`, that step, and the CPU and wall
+    seconds."""
     opened = store.open(Path(log))
     begun, cpu = time.perf_counter(), time.process_time()
     history = history_of(opened, None, "actor")
-    found = first_bad.find_first_bad(opened, history, min(history.steps), last)
+    search = first_bad.find_first_bad(opened, history, min(history.steps), last)
     return {
-        "ran": len(found.ran),
-        "first": None if found.first is None else found.first.step,
+        "ran": len(search.ran),
+        "first": None if search.first is None else search.first.step,
         "cpu_s": time.process_time() - cpu,
         "wall_s": time.perf_counter() - begun,
     }
@@ -128,8 +128,8 @@ ASKED: dict[str, Callable[..., Json]] = {"stages": stages, "find": find, "bisect
 def main() -> None:
     """Answer until standard input ends."""
     for line in sys.stdin:
-        asked = orjson.loads(line)
-        answer = ASKED[asked.pop("what")](**asked)
+        command = orjson.loads(line)
+        answer = ASKED[command.pop("what")](**command)
         sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
         sys.stdout.buffer.flush()
 

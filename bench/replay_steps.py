@@ -1,4 +1,4 @@
-"""What steps leave in the log for their replay, and the time it took, by the log of trainings."""
+"""What steps leave in the log for their replay, and how long that took, from the logs of trainings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "scoring_s")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a step keeps beside the log that it reads and its checkpoints.
+    """What a step stores besides the log that it reads and its checkpoints.
 
     Attributes:
-        stored: bytes of its `step.planned` and `step.committed` in the WAL, without the names of its samples.
+        stored: bytes of its `step.planned` and `step.committed` in the WAL, without the names of
+            its samples.
     """
 
     samples: int
@@ -42,7 +43,7 @@ class Kept:
 
     @property
     def ratio(self) -> float:
-        """How much of what it may keep that is."""
+        """Its size relative to the allowed size."""
         return self.stored / (FREE + A_SAMPLE * self.samples + A_TENSOR * self.tensors)
 
 
@@ -68,12 +69,12 @@ def take(log: Store, steps: Steps, model: Path, scratch: Path, *, fault: int | N
 
 
 def kept(log: Store, run: str) -> Kept:
-    """What the first step of a run keeps.
+    """What the first step of a run stores.
 
     Raises:
         BenchError: it has none, or recorded no hashes.
     """
-    planned, committed = (_first(log, run, of.KIND) for of in (StepPlanned, StepCommitted))
+    planned, committed = (_first(log, run, record_type.KIND) for record_type in (StepPlanned, StepCommitted))
     assert isinstance(planned.record, StepPlanned)
     assert isinstance(committed.record, StepCommitted)
     hashes = recorded_hashes(committed.record.hashes).tensors
@@ -92,25 +93,25 @@ def _first(log: Store, run: str, kind: str) -> Event:
 
 
 def capture_shares(log: Store, run: str) -> list[float]:
-    """Of each step but the first the part that recording it took, by its metrics: of all it takes until
-    `step.committed` is written."""
+    """For each step but the first, the share of its time until `step.committed` is written that
+    recording took, by its metrics."""
     shares = []
     for event in log.events_of([StepCommitted.KIND]):
         if isinstance(event.record, StepCommitted) and event.run == run:
-            of = event.record.metrics
-            whole = of["manifest_s"] + sum(of.get(part, 0.0) for part in PARTS)
-            shares.append(of["manifest_s"] / whole)
+            metrics = event.record.metrics
+            whole = metrics["manifest_s"] + sum(metrics.get(part, 0.0) for part in PARTS)
+            shares.append(metrics["manifest_s"] / whole)
     return shares[1:]
 
 
 def step_time(log: Store, run: str) -> float:
-    """Seconds from step to step of a training, the median, with whatever lies between two."""
+    """Median seconds from step to step of a training, including everything between two steps."""
     ended = [event.time_us for event in log.events_of([StepCommitted.KIND]) if event.run == run]
     return median(after - before for before, after in pairwise(ended)) / 1e6
 
 
 def in_store(folder: Path, name: str, make: Callable[[Store], None]) -> Store:
-    """The store of that name, made where it is missing; one whose making was cut short is made anew."""
+    """The store of that name, made if it is missing; an incomplete one is made anew."""
     place, done = folder / name, folder / f"{name}.made"
     if not done.exists():
         shutil.rmtree(place, ignore_errors=True)

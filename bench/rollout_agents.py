@@ -1,4 +1,5 @@
-"""The agent of the rollouts' benchmark that is a class, and the script that answers all of its agents."""
+"""The agent of the rollouts' benchmark that is a class, and the script that replies to all of its
+agents."""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ def _material() -> Material:
 
 
 class Converses(AgenticRollout):
-    """Talks as the load generator does, and checks every reply as that does."""
+    """Talks, and checks every reply, as the load generator does."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
     async def run(self, task: Task, llm: LLM) -> float:
         """As `AgenticRollout`."""
-        one = Conversation(_material(), task.values["seed"], self._turns, PROXY)
+        conversation = Conversation(_material(), task.values["seed"], self._turns, PROXY)
         for turn in range(self._turns):
-            fields = one.fields(turn)
+            fields = conversation.fields(turn)
             await llm.chat(fields.pop("messages"), **fields)
-            one.take(turn, llm.replies[-1]["choices"][0])
+            conversation.take(turn, llm.replies[-1]["choices"][0])
         return 1.0
 
 

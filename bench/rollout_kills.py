@@ -1,4 +1,4 @@
-"""Managers that are killed in the middle: how soon another one launches agents."""
+"""Kills rollout managers in the middle: how soon another one launches agents."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Kills:
     def _launched(
         self, process: Process, poll: Callable[[], list[Event]], after: str, many: int
     ) -> tuple[str, float]:
-        """The owner of launches that is not the one before, once it has so many, and when the first was."""
+        """The owner of so many launches, other than the previous owner, and the time of the first."""
         seen: list[tuple[str, float]] = []
         until = time.monotonic() + WITHIN_S
         while len(seen) < many:

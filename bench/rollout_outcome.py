@@ -1,4 +1,4 @@
-"""What the rollouts' benchmark saw, as figures. Pure."""
+"""The results of the rollouts' benchmark, as figures. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """What became of hostile agents: launches that the log has by status, processes that are still there,
-    and seconds that all of it took."""
+    """The outcome of hostile agents: logged launches by status, remaining processes, and the total
+    seconds."""
 
     by_status: Mapping[str, int]
     left: int
@@ -53,24 +53,24 @@ class Measured:
 def figures(measured: Measured) -> list[Figure]:
     """The figures, in the order of their goals."""
     laps, started, hostile = measured.laps, measured.started, measured.hostile
-    found = [_rate("rollouts.python_per_s", laps, PYTHON, LOAD, "the proxy's own, by the load generator")]
+    shown = [_rate("rollouts.python_per_s", laps, PYTHON, LOAD, "the proxy's own, by the load generator")]
     over = [ours - plain for ours, plain in zip(started[AUTO], started[PLAIN], strict=True)]
     against = f"subprocess, the same program: {median(started[PLAIN]):.1f} ms"
-    found.append(Figure("rollouts.subprocess_overhead_ms", median(over), "ms", against, None, len(over)))
-    told = ", ".join(f"{count} {status}" for status, count in sorted(hostile.by_status.items()))
-    against = f"{sum(hostile.by_status.values())} launches in {hostile.wall_s:.0f} s: {told}"
-    found.append(Figure("rollouts.leaked", hostile.left, "processes", against, None, 1))
+    shown.append(Figure("rollouts.subprocess_overhead_ms", median(over), "ms", against, None, len(over)))
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(hostile.by_status.items()))
+    against = f"{sum(hostile.by_status.values())} launches in {hostile.wall_s:.0f} s: {counts}"
+    shown.append(Figure("rollouts.leaked", hostile.left, "processes", against, None, 1))
     if RAY in laps:
         against = "the same agents as plain subprocesses"
-        found.append(_rate("rollouts.ray_vs_plain", laps, RAY, SUBPROCESS, against))
+        shown.append(_rate("rollouts.ray_vs_plain", laps, RAY, SUBPROCESS, against))
     for kind, seconds in measured.recovered.items():
         name = "rollouts.recover_s" if kind == PROCESS else f"rollouts.recover_{kind}_s"
-        found.append(Figure(name, median(seconds), "s", f"longest: {max(seconds):.1f} s", None, len(seconds)))
+        shown.append(Figure(name, median(seconds), "s", f"longest: {max(seconds):.1f} s", None, len(seconds)))
     if measured.lines is not None:
         most = max(measured.lines.values())
         against = ", ".join(f"{agent}: {count}" for agent, count in sorted(measured.lines.items()))
-        found.append(Figure("rollouts.lines_to_integrate", most, "lines", against, None, len(measured.lines)))
-    return found
+        shown.append(Figure("rollouts.lines_to_integrate", most, "lines", against, None, len(measured.lines)))
+    return shown
 
 
 def _rate(name: str, laps: Mapping[str, Sequence[Lap]], ours: str, theirs: str, what: str) -> Figure:
@@ -81,7 +81,7 @@ def _rate(name: str, laps: Mapping[str, Sequence[Lap]], ours: str, theirs: str, 
 
 
 def spreads(measured: Measured) -> Iterator[Spread]:
-    """How far the rounds lie apart."""
+    """How much the rounds vary."""
     for side, laps in measured.laps.items():
         yield spread(side, "turns/s", [lap.turns_per_s for lap in laps])
         for process in laps[0].cpu_ms:

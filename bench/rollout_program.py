@@ -1,7 +1,8 @@
-"""An agent of Python's own library: `python3 -S rollout_program.py`. It notes when it first asks, and asks.
+"""An agent with only the standard library: `python3 -S rollout_program.py`. It notes the time of
+its first request.
 
-Of its task, `prompt` is what it says, `turns` how often, and `do` what it does besides: what a program should
-not. All that it leaves behind sleeps for `word` seconds, by which it is found.
+In its task, `prompt` is what it says, `turns` how often, and `do` what it does besides: what a
+program should not. Everything it leaves behind sleeps for `word` seconds, by which it is found.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 
 def converse(prompt: str, turns: int) -> None:
-    """Ask, each time with all that was said before."""
+    """Send the prompt repeatedly, each time with the whole conversation so far."""
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     with open("asked", "w") as file:
         file.write(str(time.monotonic()))
@@ -29,14 +30,15 @@ def converse(prompt: str, turns: int) -> None:
         body = json.dumps({"model": "policy", "messages": messages})
         connection.request("POST", url.path + "/chat/completions", body, headers)
         answer = connection.getresponse()
-        said = json.loads(answer.read())
+        reply = json.loads(answer.read())
         if answer.status != 200:
-            sys.exit(f"{answer.status}: {said}")
-        messages.append(said["choices"][0]["message"])
+            sys.exit(f"{answer.status}: {reply}")
+        messages.append(reply["choices"][0]["message"])
 
 
 def leave(word: str) -> None:
-    """A child, one in a session of its own, and a daemon that has nothing of this environment."""
+    """Leave processes behind: a child, one in its own session, and a daemon with nothing of this
+    environment."""
     sleep = ["sleep", word]
     subprocess.Popen(sleep)
     subprocess.Popen(sleep, start_new_session=True)

@@ -1,4 +1,4 @@
-"""The manager's process of the rollouts' benchmark: runs rollouts, or starts agents one by one.
+"""The manager's process in the rollouts' benchmark: runs rollouts, or starts agents one by one.
 
 It reads commands from stdin, a JSON object a line, and answers each with one on stdout.
 """
@@ -30,35 +30,35 @@ PLAIN = "plain"
 """An agent that nobody keeps, as `subprocess` starts it; others are levels of isolation."""
 
 
-async def run(given: Mapping[str, Any]) -> dict[str, Any]:
+async def run(options: Mapping[str, Any]) -> dict[str, Any]:
     """Run the rollouts of a CONFIG, as `rollbook rollout` does; the clock begins with the first agent."""
-    config, said = parse_rollouts(given["config"], "bench"), list[str]()
+    config, messages = parse_rollouts(options["config"], "bench"), list[str]()
     began: list[tuple[float, float]] = []
 
     def tell(progress: Progress) -> None:
         if progress.running and not began:
             began.append((time.perf_counter(), time.process_time()))
 
-    found = await RolloutManager(config, say=said.append, tell=tell).run()
+    result = await RolloutManager(config, say=messages.append, tell=tell).run()
     wall, cpu = time.perf_counter() - began[0][0], time.process_time() - began[0][1]
     return {
-        **{"wall_s": wall, "cpu_s": cpu, "done": found.done, "said": said[:5], "leaked": found.leaked},
-        "by_status": {str(status): count for status, count in found.by_status.items()},
+        **{"wall_s": wall, "cpu_s": cpu, "done": result.done, "said": messages[:5], "leaked": result.leaked},
+        "by_status": {str(status): count for status, count in result.by_status.items()},
     }
 
 
-async def start(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Start agents one by one, in turn plain and at each level: milliseconds to their first request."""
-    took: dict[str, list[float]] = {way: [] for way in given["ways"]}
-    launcher = SubprocessLauncher(Files((Path(given["program"]).parent,)))
-    for number in range(given["count"]):
-        for way in given["ways"]:
+async def start(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Start agents one by one, alternately plain and at each level: milliseconds to their first request."""
+    took: dict[str, list[float]] = {way: [] for way in options["ways"]}
+    launcher = SubprocessLauncher(Files((Path(options["program"]).parent,)))
+    for number in range(options["count"]):
+        for way in options["ways"]:
             name = f"start-{way}-{number}-{uuid.uuid4().hex[:8]}"
-            folder = Path(given["folder"]) / name
+            folder = Path(options["folder"]) / name
             folder.mkdir(parents=True)
-            (folder / "task.json").write_bytes(orjson.dumps(given["task"]))
-            environment = _environment(given["url"], name, folder)
-            command = [sys.executable, "-S", given["program"]]
+            (folder / "task.json").write_bytes(orjson.dumps(options["task"]))
+            environment = _environment(options["url"], name, folder)
+            command = [sys.executable, "-S", options["program"]]
             begun = time.monotonic()
             if way == PLAIN:
                 await asyncio.to_thread(_plain, command, environment, folder)
@@ -87,10 +87,10 @@ COMMANDS = {"run": run, "start": start}
 
 
 def main() -> None:
-    """Obey until stdin ends."""
+    """Execute commands until stdin ends."""
     end_with_parent()
     with asyncio.Runner() as runner:
-        obey(lambda given: runner.run(COMMANDS[given["do"]](given)))
+        obey(lambda options: runner.run(COMMANDS[options["do"]](options)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""`rollouts.*`: what starting, watching and scoring agents costs beside what they do, and what it leaves.
+"""`rollouts.*`: the overhead of starting, watching and scoring agents, and what is left behind.
 
-The proxy is the real `rollbook serve`, durable, with a script for an engine; the manager runs the rollouts of
-a CONFIG in a process of its own, as `rollbook rollout` does. They share two cores. In each round the same
-conversations come from the load generator of `bench proxy` and from coroutines of a manager, and the same
-programs are started by the launcher of this host and by one of a Ray cluster of one node. Hostile programs
-are counted by a word in their command lines that nothing else on the host has.
+The proxy is the real `rollbook serve`, durable, with a script as its engine; the manager runs
+the rollouts of a CONFIG in a separate process, as `rollbook rollout` does. They share two cores.
+In each round the same conversations come from the load generator of `bench proxy` and from
+coroutines of a manager, and the same programs are started by this host's launcher and by a
+launcher on a one-node Ray cluster. Hostile programs are counted by a word in their command lines
+that nothing else on the host has.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def _ray(wanted: bool) -> Iterator[dict[str, str]]:
 
 
 class _Bench:
-    """What is measured, over a stage."""
+    """The measurements, over a stage."""
 
     def __init__(self, stage: Stage, plan: Plan, load: Process, manager: Process, proxy: Process) -> None:
         self._stage, self._plan = stage, plan
@@ -186,7 +187,7 @@ class _Bench:
     def rounds(
         self, sides: Mapping[str, Callable[[int], Lap]], on_round: Callable[[], None]
     ) -> dict[str, list[Lap]]:
-        """The laps of sides that take turns, after one each that is not counted."""
+        """The laps of sides that take turns, after one warm-up each."""
         laps: dict[str, list[Lap]] = {name: [] for name in sides}
         for side in sides.values():
             side(-1)
@@ -205,10 +206,10 @@ class _Bench:
         size = {"concurrency": plan.concurrency, "trajectories": plan.trajectories, "turns": plan.turns}
         words = {"do": "turns", "url": self._stage.url, "path": CHAT, "kind": PROXY, "finish": True}
         before = self._proxy.cpu_s()
-        found = self._load.ask(**words, **size, name=f"load-{number}", seed=SEED * (number + 1))
-        if found["wrong"]:
-            raise self._load.failed(f"got {found['wrong']} wrong replies: {found['reasons']}")
-        return self._lap(found["turns"], found, before, "load")
+        report = self._load.ask(**words, **size, name=f"load-{number}", seed=SEED * (number + 1))
+        if report["wrong"]:
+            raise self._load.failed(f"got {report['wrong']} wrong replies: {report['reasons']}")
+        return self._lap(report["turns"], report, before, "load")
 
     def coroutines(self, number: int) -> Lap:
         """The same conversations, by coroutines of a manager."""
@@ -236,10 +237,10 @@ class _Bench:
         return lap
 
     def _run(self, manager: Process, config: Mapping[str, Any]) -> Any:
-        found = manager.ask(do="run", config=config)
-        if found["by_status"].keys() != {"done"}:
-            raise manager.failed(f"ran {config['name']}: {found['by_status']} {self._whys(config['name'])}")
-        return found
+        report = manager.ask(do="run", config=config)
+        if report["by_status"].keys() != {"done"}:
+            raise manager.failed(f"ran {config['name']}: {report['by_status']} {self._whys(config['name'])}")
+        return report
 
     def _whys(self, rollout: str) -> list[Any]:
         with store.connect(self._stage.folder / "store") as connection:
@@ -248,9 +249,9 @@ class _Bench:
             )
             return list(connection.execute(query, [rollout]).fetchall())
 
-    def _lap(self, turns: int, found: Mapping[str, Any], proxy_s: float, ours: str) -> Lap:
-        cpu = {"proxy": self._proxy.cpu_s() - proxy_s, ours: found["cpu_s"]}
-        return Lap(turns / found["wall_s"], {name: 1e3 * s / turns for name, s in cpu.items()})
+    def _lap(self, turns: int, report: Mapping[str, Any], proxy_s: float, ours: str) -> Lap:
+        cpu = {"proxy": self._proxy.cpu_s() - proxy_s, ours: report["cpu_s"]}
+        return Lap(turns / report["wall_s"], {name: 1e3 * s / turns for name, s in cpu.items()})
 
     def started(self) -> dict[str, list[float]]:
         """Milliseconds from the start of an agent to its first request: plain, and at each level."""
@@ -258,11 +259,11 @@ class _Bench:
         task = {"prompt": PROMPT, "turns": 1}
         words = {"ways": [PLAIN, AUTO, *levels], "count": self._plan.starts + 1, "url": self._stage.url}
         where = {"folder": str(self._stage.folder / "starts"), "program": rollout_program.__file__}
-        found: dict[str, list[float]] = self._manager.ask(do="start", task=task, **words, **where)["took"]
-        return found
+        times_ms: dict[str, list[float]] = self._manager.ask(do="start", task=task, **words, **where)["took"]
+        return times_ms
 
     def hostile(self) -> Hostile:
-        """Hostile agents, a part of them at each level that works here."""
+        """Hostile agents, some at each isolation level that works here."""
         levels = [level for level in LEVELS if level != "none" and missing(level) is None]
         word, begun = f"3{int.from_bytes(os.urandom(4)):010d}", time.monotonic()
         by_status: Counter[str] = Counter()
@@ -299,19 +300,20 @@ def _recovered(stage: Stage, plan: Plan, kind: str, environment: Mapping[str, st
 
 
 def with_word(word: str) -> list[int]:
-    """Processes in whose command line it is."""
-    found = []
+    """Ids of the processes with this word in their command line."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if word.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue  # it ended meanwhile
-    return found
+    return pids
 
 
 def examples_lines() -> dict[str, int] | None:
-    """Of each example's agent, how many lines are there for Rollbook; None: there are no examples here."""
+    """For each example's agent, the number of lines that are there for Rollbook; None: there are no
+    examples here."""
     examples = Path(rollbook.__file__).resolve().parents[2] / "examples"
     agents = sorted(path for path in examples.glob("*/agent.*"))
     return {path.parent.name: len(lines_of_ours(path.read_text())) for path in agents} or None
@@ -323,7 +325,7 @@ def lines_of_ours(text: str) -> list[str]:
 
 
 def sized(scale: float) -> Plan:
-    """The plan with times 1,000 hostile agents."""
+    """A plan of so many times 1,000 hostile agents."""
     return replace(Plan(), hostile=max(round(1000 * scale), 1))
 
 

@@ -1,4 +1,4 @@
-"""Sides of a benchmark taking turns in one run, so that a noisy neighbour hits them all."""
+"""Sides of a benchmark that take turns in one run, so that a noisy neighbour affects them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Side = Callable[[int], Work]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long to go on: until `rounds`, or for `seconds` if that ends first; one round at least."""
+    """When to stop: after `rounds`, or after `seconds` if that comes first; one round at least."""
 
     rounds: int
     seconds: float = 20.0
@@ -23,14 +23,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds that a side's work took in one round: by the clock, and of this process's CPU (threads too)."""
+    """Seconds of a side's work in one round: wall time, and CPU time of this process (all threads)."""
 
     wall_s: float
     cpu_s: float
 
 
 def always(work: Work) -> Side:
-    """A side whose work is the same in each round."""
+    """A side that does the same work in each round."""
     return lambda _: work
 
 
@@ -39,14 +39,14 @@ Laps = Mapping[str, Sequence[Lap]]
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
-    """Who goes when in a round: over the rounds everyone comes before everyone else equally often."""
+    """The order of a round: over the rounds everyone comes before everyone else equally often."""
     turn = number // 2 % len(names)
     turned = [*names[turn:], *names[:turn]]
     return turned if number % 2 == 0 else turned[::-1]
 
 
 def interleave(sides: Mapping[str, Side], limit: Limit, on_round: Callable[[], None]) -> Laps:
-    """Time each side once a round, after one round that warms up. Calls `on_round` after each round."""
+    """Time each side once a round, after a warm-up round. Calls `on_round` after each round."""
     names = list(sides)
     laps: dict[str, list[Lap]] = {name: [] for name in names}
     for name in names:
@@ -69,10 +69,10 @@ def _timed(work: Work) -> Lap:
 
 
 def walls(laps: Sequence[Lap]) -> list[float]:
-    """Seconds by the clock, round by round."""
+    """Wall seconds, round by round."""
     return [lap.wall_s for lap in laps]
 
 
 def times_faster(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over the rounds of their seconds over ours: how many times as fast we are."""
+    """The median over the rounds of their seconds divided by ours: how many times as fast we are."""
     return median(b / a for a, b in zip(ours, theirs, strict=True))

@@ -123,24 +123,24 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         BenchError: a command failed; a step did not replay; a ledger does not balance.
         AssertionError: a command printed what the store does not hold, or batches differ from the file's.
     """
-    made: dict[str, Made] = {}
+    stores: dict[str, Made] = {}
     for name, turns in ((SMALL, plan.small), (TENTH, plan.tenth), (FULL, plan.turns)):
-        made[name] = store_in(folder, turns)
+        stores[name] = store_in(folder, turns)
         on_round()
     with tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=folder) as inside:
         scratch = Path(inside)
-        asking = _Asking(made, model_in(folder), scratch, plan.tail_turns)
+        asking = _Asking(stores, model_in(folder), scratch, plan.tail_turns)
         uses = {name: _take_turns(sides, plan, on_round) for name, sides in asking.commands().items()}
         passes = {}
         for name in (SMALL, FULL):
-            passes[name] = commands.feed_pass(made[name].path, scratch)
+            passes[name] = commands.feed_pass(stores[name].path, scratch)
             on_round()
         laps, tokens = materialize(scratch, plan, on_round)
-    return Measured(made, uses, asking.printed_turns, passes, laps, tokens)
+    return Measured(stores, uses, asking.printed_turns, passes, laps, tokens)
 
 
 def _take_turns(sides: Mapping[str, Callable[[], Use]], plan: Plan, on_round: Callable[[], None]) -> Rounds:
-    """Each side once a round. The first one warms up what all of them import."""
+    """Each side once a round. The first round warms up the common imports."""
     names = list(sides)
     sides[names[0]]()
     uses: dict[str, list[Use]] = {name: [] for name in names}
@@ -155,11 +155,11 @@ def _take_turns(sides: Mapping[str, Callable[[], Use]], plan: Plan, on_round: Ca
 
 
 class _Asking:
-    """The commands, each with the stores that it is asked of; the cheapest store comes first."""
+    """The commands, each with the stores that it runs on; the cheapest store comes first."""
 
-    def __init__(self, made: Mapping[str, Made], model: Path, scratch: Path, tail_turns: int) -> None:
-        self._made, self._model, self._scratch = made, model, scratch
-        newest = made[FULL]
+    def __init__(self, stores: Mapping[str, Made], model: Path, scratch: Path, tail_turns: int) -> None:
+        self._made, self._model, self._scratch = stores, model, scratch
+        newest = stores[FULL]
         head = store.open(newest.path).head()
         behind = head | {LANE: max(head[LANE] - tail_turns * EVENTS // TURNS, 0)}
         self._tail_from = format_cut(behind)
@@ -169,59 +169,62 @@ class _Asking:
         )
 
     def commands(self) -> dict[str, dict[str, Callable[[], Use]]]:
-        """Command -> store -> what runs it once."""
+        """Command -> store -> function that runs it once."""
 
-        def of(asked: Callable[[Made], Use], *names: str) -> dict[str, Callable[[], Use]]:
-            return {name: partial(asked, self._made[name]) for name in names}
+        def of(measure_once: Callable[[Made], Use], *names: str) -> dict[str, Callable[[], Use]]:
+            return {name: partial(measure_once, self._made[name]) for name in names}
 
         return {
             "serve_ready": {EMPTY: self._serve_empty} | of(self._serve, TENTH, FULL),
             "train_ready": of(self._train, SMALL, TENTH, FULL),
-            "show": of(lambda made: self._says(made, made.shown, "show", made.shown), SMALL, TENTH, FULL),
+            "show": of(
+                lambda target: self._says(target, target.shown, "show", target.shown), SMALL, TENTH, FULL
+            ),
             "samples": of(self._samples, SMALL, TENTH, FULL),
             "replay": of(self._replay, SMALL, TENTH, FULL),
-            "ledger": of(lambda made: self._says(made, "balances", "ledger"), TENTH, FULL),
+            "ledger": of(lambda target: self._says(target, "balances", "ledger"), TENTH, FULL),
             "sql_ready": of(self._count, FULL),
             "tail": of(self._tail, FULL),
         }
 
-    def _says(self, made: Made, text: str, *words: object) -> Use:
-        used, said = commands.run([*words, "--store", made.path], self._scratch)
-        assert text in said.decode(), f"rollbook {words[0]} does not say {text!r}"
+    def _says(self, target: Made, text: str, *words: object) -> Use:
+        used, output = commands.run([*words, "--store", target.path], self._scratch)
+        assert text in output.decode(), f"rollbook {words[0]} does not say {text!r}"
         return used
 
     def _serve_empty(self) -> Use:
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             return commands.serve_ready(Path(folder) / "store", self._model, self._scratch)
 
-    def _serve(self, made: Made) -> Use:
-        with borrowed(made.path, self._scratch) as log:
+    def _serve(self, target: Made) -> Use:
+        with borrowed(target.path, self._scratch) as log:
             return commands.serve_ready(log, self._model, self._scratch)
 
-    def _train(self, made: Made) -> Use:
-        with borrowed(made.path, self._scratch) as log:
+    def _train(self, target: Made) -> Use:
+        with borrowed(target.path, self._scratch) as log:
             return commands.train_ready(log, self._model, self._scratch)
 
-    def _samples(self, made: Made) -> Use:
-        return self._says(made, made.shown, "samples", "--trajectory", made.shown)
+    def _samples(self, target: Made) -> Use:
+        return self._says(target, target.shown, "samples", "--trajectory", target.shown)
 
-    def _replay(self, made: Made) -> Use:
-        """A replay, which names the choice of samples, since it was told to the trainer, and nothing else."""
-        words = ("replay", "step", made.last_step, "--json", "--store", made.path)
-        used, said = commands.run(words, self._scratch, 1)
-        verdicts = {name: one["verdict"] for name, one in orjson.loads(said)["stages"].items()}
+    def _replay(self, target: Made) -> Use:
+        """A replay whose only difference is the selection of samples, since the trainer was told
+        its samples."""
+        words = ("replay", "step", target.last_step, "--json", "--store", target.path)
+        used, output = commands.run(words, self._scratch, 1)
+        verdicts = {name: stage["verdict"] for name, stage in orjson.loads(output)["stages"].items()}
         assert {name for name, verdict in verdicts.items() if verdict != "equal"} == {"selection"}, verdicts
         return used
 
-    def _count(self, made: Made) -> Use:
-        used, said = commands.run(["sql", COUNT, "--format", "json", "--store", made.path], self._scratch)
-        assert orjson.loads(said)[0]["turns"] == made.turns, f"{said.decode()} and not {made.turns}"
+    def _count(self, target: Made) -> Use:
+        used, output = commands.run(["sql", COUNT, "--format", "json", "--store", target.path], self._scratch)
+        assert orjson.loads(output)[0]["turns"] == target.turns, f"{output.decode()} and not {target.turns}"
         return used
 
-    def _tail(self, made: Made) -> Use:
-        words = ("tail", "--no-follow", "--from", self._tail_from, "--store", made.path)
-        used, said = commands.run(words, self._scratch)
-        lines = said.count(b"\n")
+    def _tail(self, target: Made) -> Use:
+        words = ("tail", "--no-follow", "--from", self._tail_from, "--store", target.path)
+        used, output = commands.run(words, self._scratch)
+        lines = output.count(b"\n")
         assert lines >= self.printed_turns, f"{lines} lines of {self.printed_turns} turns"
         return used
 
@@ -247,7 +250,7 @@ def materialize(scratch: Path, plan: Plan, on_round: Callable[[], None]) -> tupl
 
 
 def _check(file: Path, log: Store) -> None:
-    """See that the store's batches are those that the file's rows make."""
+    """Check that the store's batches equal those made of the file's rows."""
     ours, theirs = trained_batches(log), read_rows(file, orjson.loads)
     for a, b in zip(rows_of(ours), rows_of(theirs), strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a), "the log's samples are not the file's"
@@ -262,12 +265,12 @@ def _exhaust(batches: Any) -> None:
 def outcome(measured: Measured) -> Outcome:
     """The figures and spreads of a measurement."""
     uses = measured.uses
-    found = {name: _against_least(uses[name]) for name in ("show", "samples", "replay")}
-    worst = max(found, key=lambda name: found[name])
+    ratios = {name: _against_least(uses[name]) for name in ("show", "samples", "replay")}
+    worst = max(ratios, key=lambda name: ratios[name])
     figures = (
         _ready("serve_ready", uses, "an empty store", "<= 1.5"),
         _ready("train_ready", uses, "the small store", "<= 3"),
-        *(_ready(name, uses, "the small store", "<= 1.5") for name in found),
+        *(_ready(name, uses, "the small store", "<= 1.5") for name in ratios),
         _ready(worst, uses, f"{worst}, on the small store", "<= 1.5", called="find"),
         _plain("ledger", uses, f"{measured.made[FULL].turns:,} turns; goal <= 6 s"),
         _plain("sql_ready", uses, f"{_wall(uses['sql_ready']):.2f} s by the clock; goal < 1 s"),
@@ -293,7 +296,7 @@ def _times(ours: Sequence[Use], theirs: Sequence[Use]) -> float:
 
 
 def _against_least(rounds: Rounds) -> float:
-    """How many times what the cheapest store takes, the first, the full one takes."""
+    """The full store's CPU time as a multiple of that of the cheapest store, which comes first."""
     return _times(rounds[FULL], next(iter(rounds.values())))
 
 
@@ -311,14 +314,14 @@ def _plain(name: str, uses: Mapping[str, Rounds], against: str) -> Figure:
 
 
 def _growth(measured: Measured) -> Figure:
-    """The greatest ratio of the full store to the tenth, of the commands that were asked of both."""
-    asked = {name: rounds for name, rounds in measured.uses.items() if TENTH in rounds}
-    ratios = {name: _times(rounds[FULL], rounds[TENTH]) for name, rounds in asked.items()}
+    """The greatest ratio of the full store to the tenth, among the commands that ran on both."""
+    compared = {name: rounds for name, rounds in measured.uses.items() if TENTH in rounds}
+    ratios = {name: _times(rounds[FULL], rounds[TENTH]) for name, rounds in compared.items()}
     worst = max(ratios, key=lambda name: ratios[name])
-    least, most = (median(_cpu(asked[worst][size])) for size in (TENTH, FULL))
+    least, most = (median(_cpu(compared[worst][size])) for size in (TENTH, FULL))
     tenth = measured.made[TENTH].turns
     against = f"{worst}: {most:.2f} s, with {tenth:,} turns {least:.2f} s; goal <= 2"
-    return Figure("scale.growth", ratios[worst], "", against, ratios[worst], len(asked[worst][FULL]))
+    return Figure("scale.growth", ratios[worst], "", against, ratios[worst], len(compared[worst][FULL]))
 
 
 def _peak(measured: Measured) -> Figure:
@@ -329,15 +332,15 @@ def _peak(measured: Measured) -> Figure:
 
 
 def _materialized(measured: Measured) -> tuple[Figure, ...]:
-    """Millions of tokens a CPU second, and how many times that is what JSON lines give."""
+    """Millions of tokens per CPU second, and as a multiple of those from JSON lines."""
     rates = {side: _rates(laps, measured.tokens) for side, laps in measured.laps.items()}
     slower = min((SEALED, LIVE), key=lambda side: median(rates[side]))
     value, runs = median(rates[slower]), len(rates[slower])
 
     def against(side: str, what: str, goal: str) -> Figure:
         ratio = median(a / b for a, b in zip(rates[slower], rates[side], strict=True))
-        said = f"{what}: {median(rates[side]):.2f} Mtokens/s{goal}"
-        return Figure(f"materialize.vs_{what}", value, "Mtokens/s", said, ratio, runs)
+        text = f"{what}: {median(rates[side]):.2f} Mtokens/s{goal}"
+        return Figure(f"materialize.vs_{what}", value, "Mtokens/s", text, ratio, runs)
 
     unit = "Mtokens/s"
     return (
@@ -354,22 +357,22 @@ def _rates(laps: Sequence[Lap], tokens: int) -> list[float]:
 
 
 def _spreads(measured: Measured) -> tuple[Spread, ...]:
-    sizes = {name: f"{made.turns:,} turns" for name, made in measured.made.items()} | {EMPTY: EMPTY}
-    taken = [
+    sizes = {name: f"{target.turns:,} turns" for name, target in measured.made.items()} | {EMPTY: EMPTY}
+    command_spreads = [
         spread(f"{name}, {sizes[size]}", "CPU s", _cpu(uses))
         for name, rounds in measured.uses.items()
         for size, uses in rounds.items()
     ]
     stores = [
-        spread(f"making {sizes[name]}, {made.bytes / 2**20:.0f} MiB", "s", [made.seconds])
-        for name, made in measured.made.items()
+        spread(f"making {sizes[name]}, {target.bytes / 2**20:.0f} MiB", "s", [target.seconds])
+        for name, target in measured.made.items()
     ]
     passes = [
-        spread(f"a pass, {sizes[name]}", "GiB", [one.peak_bytes / 2**30])
-        for name, one in measured.passes.items()
+        spread(f"a pass, {sizes[name]}", "GiB", [feed.peak_bytes / 2**30])
+        for name, feed in measured.passes.items()
     ]
     rates = [
         spread(f"materialize {side}", "Mtokens/s", _rates(laps, measured.tokens))
         for side, laps in measured.laps.items()
     ]
-    return (*stores, *taken, *passes, *rates)
+    return (*stores, *command_spreads, *passes, *rates)

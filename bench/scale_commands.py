@@ -1,4 +1,4 @@
-"""Commands as users start them, each in a process of its own, and the CPU time that they took."""
+"""Commands as users start them, each in a separate process, and the CPU time that they took."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "COLUMNS": "100"
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a command took: CPU seconds of it and its children, and seconds by the clock."""
+    """The cost of a command: CPU seconds of it and its children, and wall seconds."""
 
     cpu_s: float
     wall_s: float
@@ -41,14 +41,14 @@ def command(*words: object) -> list[str]:
 
 
 def run(words: Sequence[object], scratch: Path, code: int = 0) -> tuple[Use, bytes]:
-    """Run `rollbook WORDS...` to its end; what it took, and what it printed.
+    """Run `rollbook WORDS...` to its end; its cost, and its output.
 
     Raises:
         BenchError: its exit code is not `code`; with its last lines.
     """
-    told, out = scratch / "command.err", scratch / "command.out"
+    error_log, out = scratch / "command.err", scratch / "command.out"
     begun = time.perf_counter()
-    with told.open("wb") as errors, out.open("wb") as file:
+    with error_log.open("wb") as errors, out.open("wb") as file:
         tie = [sys.executable, str(Path(tied.__file__)), "all"]
         child = subprocess.Popen(
             [*tie, *command(*words)],
@@ -60,9 +60,9 @@ def run(words: Sequence[object], scratch: Path, code: int = 0) -> tuple[Use, byt
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != code:
-        lines = [*out.read_text().splitlines()[-10:], *told.read_text().splitlines()[-15:]]
-        said = "\n".join([f"rollbook {' '.join(map(str, words))} ended with {child.returncode}", *lines])
-        raise BenchError(said)
+        lines = [*out.read_text().splitlines()[-10:], *error_log.read_text().splitlines()[-15:]]
+        text = "\n".join([f"rollbook {' '.join(map(str, words))} ended with {child.returncode}", *lines])
+        raise BenchError(text)
     return Use(used.ru_utime + used.ru_stime, time.perf_counter() - begun), out.read_bytes()
 
 
@@ -72,9 +72,9 @@ def _environment() -> Mapping[str, str]:
 
 
 def serve_ready(log: Path, model: Path, scratch: Path) -> Use:
-    """Start `rollbook serve` on a store, which it writes to; what it took until it answered.
+    """Start `rollbook serve` on a store, which it writes to; the cost until it answered.
 
-    The sealer stays out: its work begins then, in a process of its own.
+    The sealer is left out: it starts working only then, in a process of its own.
 
     Raises:
         BenchError: it did not answer.
@@ -91,10 +91,10 @@ def serve_ready(log: Path, model: Path, scratch: Path) -> Use:
 
 
 def train_ready(log: Path, model: Path, scratch: Path) -> Use:
-    """Go on with the training of a store's run, by GRPO from its tail, until the next step is planned.
+    """Resume the training of a store's run, by GRPO from its tail, until the next step is planned.
 
-    By then it has the weights, knows what was used, has taken in the rest of the log and chosen of it: the
-    manifest is written before the step runs.
+    By then it has loaded the weights, knows what was used, has read the rest of the log and
+    selected from it: the manifest is written before the step runs.
 
     Raises:
         BenchError: it planned none.
@@ -131,9 +131,9 @@ def feed_pass(log: Path, scratch: Path) -> Pass:
     """Make every batch of a supervised pass over a store, without a model.
 
     Raises:
-        BenchError: it failed, for instance for want of memory.
+        BenchError: it failed, for instance for lack of memory.
     """
     words = module("rollbook.bench.scale_feed", log)
     with Process("feed", words, scratch, "all") as feed:
-        told = orjson.loads(feed.line())
-        return Pass(told["tokens"], feed.peak_rss(), feed.cpu_s())
+        report = orjson.loads(feed.line())
+        return Pass(report["tokens"], feed.peak_rss(), feed.cpu_s())

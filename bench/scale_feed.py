@@ -1,7 +1,7 @@
 """From the log to the batches of a supervised pass, without a model; and the same from JSON lines.
 
-`python -m rollbook.bench.scale_feed STORE` makes all batches of a store once, prints what they were, and
-stays until its standard input ends, so that its memory can be looked at.
+`python -m rollbook.bench.scale_feed STORE` makes all batches of a store once, prints their
+totals, and stays until its standard input ends, so that its memory can be measured.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Arrays:
 
 
 def trained_batches(log: Store) -> Iterator[Arrays]:
-    """Each sample of the log once, in the batches that `rollbook train` with SFT makes of its first epoch.
+    """Each sample of the log once, in the batches of the first epoch of `rollbook train` with SFT.
 
-    The one place here that knows how the trainer comes by its batches.
+    This is the only place here that depends on how the trainer makes its batches.
     """
     from rollbook.store.fold.history import History
     from rollbook.train.algorithms.sft import Sft

@@ -1,10 +1,12 @@
-"""The steps of a long run: the last ones trained, those before written in their image.
+"""The steps of a long run: the last ones really trained, the earlier ones written as copies of a
+real one.
 
-A tiny model is trained for two steps on a store of its own, by the trainer; what it wrote there is what every
-step here looks like, with its own number, versions, samples, cut, seed and digests. So a run of many steps
-costs no training. It ends in a checkpoint of real weights, from which the trainer takes the last steps: these
-are replayed bit for bit. They are another configuration than the written ones (supervised, two samples each,
-so that a step takes a second), and so a phase of their own, which the trainer begins with a new optimizer.
+The trainer takes two steps of a tiny model on a separate store; every step here is a copy of
+what it wrote there, with its own number, versions, samples, cut, seed and digests. So a run of
+many steps costs no training. It ends in a checkpoint of real weights, from which the trainer
+takes the last steps: these are replayed bit for bit. Their configuration differs from that of
+the written ones (supervised, two samples each, so that a step takes a second), so they are a
+phase of their own, which the trainer begins with a new optimizer.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What the trainer wrote when it really took a step, and checkpoints of what it began with and made."""
+    """The trainer's records of a real step, and checkpoints of the weights before and after it."""
 
     opened: RunOpened
     dropped: SampleDropped
@@ -100,10 +102,12 @@ def write_model(folder: Path) -> Path:
     make_model(folder, seed=0)
     smaller = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
     smaller |= {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": CONTEXT}
-    given = orjson.loads((folder / "config.json").read_bytes())
+    config = orjson.loads((folder / "config.json").read_bytes())
     torch.manual_seed(0)
-    kept = {name: value for name, value in given.items() if name not in ("layer_types", "max_window_layers")}
-    Qwen3ForCausalLM(Qwen3Config(**kept | smaller)).save_pretrained(folder)
+    settings = {
+        name: value for name, value in config.items() if name not in ("layer_types", "max_window_layers")
+    }
+    Qwen3ForCausalLM(Qwen3Config(**settings | smaller)).save_pretrained(folder)
     return folder
 
 
@@ -113,9 +117,10 @@ def config_text(model: Path, steps: int, algorithm: str) -> str:
 
 
 def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence[str]]) -> None:
-    """Have the trainer take a step on each of these lists of trajectories, and note it as it does.
+    """Let the trainer take a step on each of these lists of trajectories, and record it as usual.
 
-    What to train on is told instead of looked for in the log: all else of `rollbook train` is as always.
+    The trajectories are given instead of selected from the log: everything else of `rollbook
+    train` is unchanged.
     """
     import tomllib
 
@@ -133,11 +138,11 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
     with log.writer(TRAIN_LANE) as writer:
         history = fold_history(log.events(None, own), RUN, POLICY)
         trainer = Trainer(config, log, writer, history, family_in(history, config, "tail"), Ranks())
-        said = config.as_json() | {"source": "tail", "steps_done": 0}
-        trainer.write(RunOpened("train", said, environment=trainer.environment))
+        settings = config.as_json() | {"source": "tail", "steps_done": 0}
+        trainer.write(RunOpened("train", settings, environment=trainer.environment))
         for chosen in steps:
-            found = log.trajectories(ids=chosen)
-            samples = all_samples(found[trajectory_id] for trajectory_id in chosen)
+            trajectories = log.trajectories(ids=chosen)
+            samples = all_samples(trajectories[trajectory_id] for trajectory_id in chosen)
             kept, drops = select(samples, config.recipe, config.algorithm, trainer.version)
             trainer.begin(Selection(kept, drops, log.head()))
             trainer.take_step()
@@ -171,7 +176,7 @@ def make_image(folder: Path, model: Path) -> Image:
 
 
 def write_steps(writer: LaneWriter, log: Store, image: Image, sampled: Sampled, steps: int, each: int) -> int:
-    """Write so many steps, of `each` groups, in the image of a real one; the groups that they used."""
+    """Write so many steps, of `each` groups, as copies of a real one; the number of groups they used."""
     from rollbook.train.algorithms.policy_gradient import Grpo
     from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
     from rollbook.train.config.config import parse_config
@@ -179,8 +184,8 @@ def write_steps(writer: LaneWriter, log: Store, image: Image, sampled: Sampled, 
 
     algorithm = Grpo(name="grpo", groups=each, group_size=GROUP)
     values = image.opened.config | {"algorithm": algorithm.model_dump(mode="json"), "steps": steps}
-    said = {key: value for key, value in values.items() if key not in ("source", "steps_done")}
-    phase = family_names(parse_config(said, "CONFIG"), "tail")[0]
+    settings = {key: value for key, value in values.items() if key not in ("source", "steps_done")}
+    phase = family_names(parse_config(settings, "CONFIG"), "tail")[0]
     begun, ended = read_checkpoint(image.begun), read_checkpoint(image.ended)
     image = replace(image, planned=replace(image.planned, phase=phase, algorithm=values["algorithm"]))
 
@@ -247,14 +252,14 @@ def _step(image: Image, sampled: Sampled, step: int, groups: range, cut: str) ->
     )
     digests = _digests(step, image.committed.digests)
     yield replace(image.committed, step=step, attempt=1, policy_version=step + 1, digests=digests)
-    made = (POLICY, step + 1)
+    version = (POLICY, step + 1)
     sync = new_id()
-    yield SyncStarted(*made, sync, ENGINE, "disk")
-    yield PolicyActivated(*made, ENGINE, digests["weights"], "", f"{RUN}-{step + 1}-{sync[-8:]}", sync)
-    yield SyncFinished(*made, sync, ENGINE, image.checkpoint.bytes, 0.5)
+    yield SyncStarted(*version, sync, ENGINE, "disk")
+    yield PolicyActivated(*version, ENGINE, digests["weights"], "", f"{RUN}-{step + 1}-{sync[-8:]}", sync)
+    yield SyncFinished(*version, sync, ENGINE, image.checkpoint.bytes, 0.5)
 
 
 def _digests(step: int, like: dict[str, str]) -> dict[str, str]:
-    """Digests of the length and by the names of these, of nothing."""
+    """Digests with the length and names of these, but of no data."""
     rng = np.random.default_rng(step)
     return {name: hashlib.sha256(rng.bytes(16)).hexdigest()[: len(value)] for name, value in like.items()}

@@ -1,9 +1,10 @@
-"""The store of `bench scale`: sealed but for its newest turns, with a run of many steps, and kept.
+"""The store of `bench scale`: sealed except for its newest turns, with a run of many steps, and kept.
 
-Units are written by the very code that seals segments, of about the size at which the sealer stops merging;
-only the segments themselves never were. The newest trajectories are appended through the log, and so is what
-the trainer writes, which is sealed but for the steps that are really trained. `scale.json` beside the store
-says what it holds; it is written last, so what was cut short is made anew.
+Units are written by the same code that seals segments, at about the size at which the sealer
+stops merging; only the segments themselves never existed. The newest trajectories are appended
+through the log, and so are the trainer's records, which are sealed except for the steps that are
+really trained. `scale.json` beside the store describes it; it is written last, so an incomplete
+store is made anew.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A store that is there.
+    """A store that exists.
 
     Attributes:
         turns, events: completed turns, and events of the agents' lane.
@@ -128,26 +129,27 @@ def store_in(folder: Path, turns: int, on_unit: Callable[[], None] = lambda: Non
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     begun = time.monotonic()
-    made = _make(place / "store", Shape(turns), model_in(folder), on_unit)
+    counts = _make(place / "store", Shape(turns), model_in(folder), on_unit)
     files = (place / "store").rglob("*")
     size = sum(file.stat().st_size for file in files if file.is_file())
-    found = Made(place / "store", *made, size, round(time.monotonic() - begun, 1))
-    values = asdict(found)
+    result = Made(place / "store", *counts, size, round(time.monotonic() - begun, 1))
+    values = asdict(result)
     del values["path"]
     (place / MADE).write_bytes(orjson.dumps(values))
-    return found
+    return result
 
 
 @contextlib.contextmanager
-def borrowed(made: Path, scratch: Path) -> Iterator[Path]:
-    """A copy of a store that may be written to: what never changes is linked, so it costs no room."""
+def borrowed(original: Path, scratch: Path) -> Iterator[Path]:
+    """Context: a writable copy of a store, in which immutable files are links, so that it takes no
+    space."""
     copy = scratch / "borrowed"
 
     def put(source: str, target: str) -> str:
-        same = Path(source).relative_to(made).parts[0] in ("sealed", "derived", "checkpoints")
+        same = Path(source).relative_to(original).parts[0] in ("sealed", "derived", "checkpoints")
         return str((os.link if same else shutil.copy2)(source, target) or target)
 
-    shutil.copytree(made, copy, copy_function=put)
+    shutil.copytree(original, copy, copy_function=put)
     try:
         yield copy
     finally:

@@ -1,9 +1,10 @@
-"""Events of many trajectories as Arrow tables, made without a Python object an event.
+"""Events of many trajectories as Arrow tables, made without a Python object for each event.
 
-What a turn says is drawn once for a pool of trajectories: exact token ids with the sha256 of each prompt,
-logprobs, and text of the standard library's source. Trajectories that are so many places apart that no page
-of a file sees both share an entry of the pool; ids, names, versions, rewards and times are each one's own. A
-wave of trajectories runs side by side: all of them open, take turn after turn, are rewarded and finish.
+The content of turns is drawn once for a pool of trajectories: exact token ids with the sha256 of
+each prompt, logprobs, and text of the standard library's source. Trajectories share an entry of
+the pool only if they are too far apart for one page of a file to hold both; ids, names,
+versions, rewards and times are each one's own. A wave of trajectories runs side by side: all of
+them open, take turn after turn, are rewarded and finish.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def trajectory_name(number: int) -> str:
 
 
 def reward_of(number: int) -> float:
-    """Its reward: members of a group differ, but in each 16th group."""
+    """Its reward: rewards differ within a group, except in each 16th group."""
     return 0.5 if is_flat(number // GROUP) else float(number * 7 % 11) / 10
 
 
@@ -127,14 +128,15 @@ def events_of(table: pa.Table) -> list[Event]:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What does not differ from wave to wave of so many trajectories.
+    """The content shared by all waves of so many trajectories.
 
     Attributes:
         columns: whole columns of the wave's table.
         lengths: of the completions, turn by turn.
-        opened, requested: texts of `extra` in pieces, between which a trajectory's names and ids go.
+        opened, requested: texts of `extra` in pieces, between which a trajectory's names and ids
+            go.
         completed: texts of `extra`, turn by turn.
-        constant: `extra` of the kinds whose events all say the same.
+        constant: `extra` of the kinds whose events are all the same.
     """
 
     columns: dict[str, pa.Array]
@@ -151,11 +153,11 @@ def _pool(count: int, seed: int) -> _Pool:
     prompts, completions = (
         rng.integers(low, high, (count, TURNS), endpoint=True) for low, high in (PROMPT_IDS, COMPLETION_IDS)
     )
-    asked = [[_ids(rng, n) for n in row] for row in prompts.tolist()]
-    said = [[_ids(rng, n) for n in row] for row in completions.tolist()]
+    prompt_ids = [[_ids(rng, n) for n in row] for row in prompts.tolist()]
+    completion_ids = [[_ids(rng, n) for n in row] for row in completions.tolist()]
     text = read_text(TEXT_CHARACTERS)
     writing = _Writing(text, rng, prompts.tolist(), completions.tolist())
-    shas = [_prompt_hashes(a, s) for a, s in zip(asked, said, strict=True)]
+    shas = [_prompt_hashes(a, s) for a, s in zip(prompt_ids, completion_ids, strict=True)]
     replies = [[writing.reply(n) for n in row] for row in completions.tolist()]
     by_turn = range(TURNS)
     requested = [[_requested(writing, replies[i], i, turn) for i in range(count)] for turn in by_turn]
@@ -172,10 +174,13 @@ def _pool(count: int, seed: int) -> _Pool:
         columns={
             "kind": kinds_column,
             "schema_version": versions,
-            "prompt_ids": _lists(asked, np.int32, pa.int32()),
-            "completion_ids": _lists(said, np.int32, pa.int32()),
+            "prompt_ids": _lists(prompt_ids, np.int32, pa.int32()),
+            "completion_ids": _lists(completion_ids, np.int32, pa.int32()),
             "logprobs": _lists(
-                [[-rng.exponential(0.5, len(ids)).astype(np.float32) for ids in row] for row in said],
+                [
+                    [-rng.exponential(0.5, len(ids)).astype(np.float32) for ids in row]
+                    for row in completion_ids
+                ],
                 *(np.float32, pa.float32()),
             ),
         },
@@ -208,15 +213,15 @@ class _Writing:
         return {"role": "assistant", "content": self.window(tokens)}
 
 
-def _prompt_hashes(asked: Sequence[Any], said: Sequence[Any]) -> list[tuple[int, str]]:
+def _prompt_hashes(prompts: Sequence[Any], completions: Sequence[Any]) -> list[tuple[int, str]]:
     """Of each turn the length and the sha256 of its whole prompt."""
-    digest, length, found = hashlib.sha256(), 0, []
-    for prompt, completion in zip(asked, said, strict=True):
+    digest, length, hashes = hashlib.sha256(), 0, []
+    for prompt, completion in zip(prompts, completions, strict=True):
         digest.update(prompt.data)
-        found.append((length + len(prompt), digest.hexdigest()))
+        hashes.append((length + len(prompt), digest.hexdigest()))
         digest.update(completion.data)
         length += len(prompt) + len(completion)
-    return found
+    return hashes
 
 
 def _requested(writing: _Writing, replies: Sequence[kinds.Json], number: int, turn: int) -> str:
@@ -257,7 +262,7 @@ def _extra_of(record: kinds.Record) -> str:
 
 
 def _pieces(texts: Sequence[str]) -> list[pa.Array]:
-    """Texts cut at their placeholders, of which each has the same."""
+    """Texts cut at their placeholders; all have the same ones."""
     for marker in (_REQUEST, _PARENT, _NAME, _GROUP):
         texts = [text.replace(marker, "\0") for text in texts]
     return [pa.array(piece, pa.string()) for piece in zip(*(t.split("\0") for t in texts), strict=True)]
@@ -271,7 +276,7 @@ def _kinds(count: int) -> tuple[pa.Array, pa.Array]:
     return names, pa.array(versions.astype(np.int16))
 
 
-def _lists(rows: Sequence[Sequence[Any]], dtype: Any, of: pa.DataType) -> pa.Array:
+def _lists(rows: Sequence[Sequence[Any]], dtype: Any, value_type: pa.DataType) -> pa.Array:
     """Arrays of trajectory and turn as a whole column: null but for completed turns."""
     count = len(rows)
     parts = [row[turn] for turn in range(TURNS) for row in rows]
@@ -282,7 +287,7 @@ def _lists(rows: Sequence[Sequence[Any]], dtype: Any, of: pa.DataType) -> pa.Arr
         lengths[place] = [len(part) for part in parts[turn * count : (turn + 1) * count]]
         valid[place] = True
     offsets = np.fromiter(accumulate(lengths.tolist(), initial=0), np.int32, count * EVENTS + 1)
-    values = pa.array(np.concatenate(parts).astype(dtype), of)
+    values = pa.array(np.concatenate(parts).astype(dtype), value_type)
     return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(~valid))
 
 
@@ -333,6 +338,6 @@ def _extra(pool: _Pool, first: int, turn_ids: Sequence[pa.Array], count: int) ->
 
 
 def _joined(pieces: Sequence[pa.Array], between: Sequence[pa.Array]) -> pa.Array:
-    """Pieces of text with a column of values after each but the last."""
+    """Pieces of text, joined with a column of values after each but the last."""
     woven = [part for pair in zip(pieces, between, strict=False) for part in pair]
     return pc.binary_join_element_wise(*woven, pieces[len(between)], "")

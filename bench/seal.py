@@ -1,8 +1,10 @@
-"""`seal.*`: closed segments made Parquet: size against the WAL, speed against pyarrow's own defaults.
+"""`seal.*`: sealing closed segments into Parquet: size compared with the WAL, speed with pyarrow's
+own defaults.
 
-The lane holds trajectories made of real text and its token ids (`bench.corpus`). In each round its segments
-are sealed anew (verified, sorted, written, synced, read back and compared), and the same rows are given to
-`pyarrow.parquet.write_table` as it comes, under the same compression, and synced.
+The lane holds trajectories made of real text and its token ids (`bench.corpus`). In each round
+its segments are sealed anew (verified, sorted, written, synced, read back and compared), and the
+same rows are passed to a plain `pyarrow.parquet.write_table`, with the same compression, and
+synced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A store of many sealed turns, made without passing through the log: what `bench sql` asks questions of.
+"""A store of many sealed turns, made without passing through the log, for the queries of `bench sql`.
 
-Ten turns make a trajectory, two in each of five units in a row, so that every unit holds rows of five
-generations of trajectories and every trajectory lies in five units. Units are written by the very code that
-seals segments; only the segments themselves never were.
+Ten turns make a trajectory, two in each of five units in a row, so that every unit holds rows of
+five generations of trajectories and every trajectory lies in five units. Units are written by
+the same code that seals segments; only the segments themselves never existed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class _Agents:
         self._logprobs = -self._rng.exponential(0.5, 1 << 23).astype(np.float32)
         self._running: list[tuple[int, list[tuple[str, int]]]] = []
 
-    def _window(self, of: Any, size: int) -> Any:
-        at = int(self._rng.integers(0, len(of) - size))
-        return of[at : at + size]
+    def _window(self, sequence: Any, size: int) -> Any:
+        at = int(self._rng.integers(0, len(sequence) - size))
+        return sequence[at : at + size]
 
     def unit(self, number: int) -> Iterator[Event]:
         """Events of the unit, in order."""
@@ -95,9 +95,11 @@ class _Agents:
     def _turn(self, trajectory_id: str, version: int, turn: int) -> Iterator[Any]:
         turn_id = new_id()
         text = self._window(self._text, TEXT)
-        asked = [{"role": "user", "content": text[:400]}]
+        messages = [{"role": "user", "content": text[:400]}]
         sampling: Any = ({"temperature": 1.0}, "m", {"temperature": 1.0}, {}, "key")
-        yield kinds.TurnRequested(trajectory_id, turn_id, turn_id, None, "first", None, 0, asked, *sampling)
+        yield kinds.TurnRequested(
+            trajectory_id, turn_id, turn_id, None, "first", None, 0, messages, *sampling
+        )
         ids = self._window(self._ids, PROMPT_IDS + COMPLETION_IDS)
         yield kinds.TurnCompleted(
             *(trajectory_id, turn_id, "actor", version, ids[:PROMPT_IDS], ids[PROMPT_IDS:]),

@@ -1,7 +1,8 @@
-"""Where the append benchmark writes: Rollbook's log, the bare file, and what peers use. All durable.
+"""The targets of the append benchmark: Rollbook's log, the bare file, and what peers use. All durable.
 
-Each sink makes of the round's events what its user would have in hand (`prepare`, not timed), and then
-writes commit by commit (`write`, timed): when `write` returns, every commit is on the disk.
+Each sink converts the round's events into what its user would have at hand (`prepare`, not
+timed), and then writes commit by commit (`write`, timed): when `write` returns, every commit is
+on the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def in_envelopes(turns: Sequence[TurnCompleted]) -> list[Event]:
 
 
 class LogSink:
-    """A lane's writer; up to `in_flight` appends wait for their acknowledgement at a time."""
+    """A lane's writer; up to `in_flight` appends await their acknowledgement at a time."""
 
     def __init__(self, writer: LaneWriter, in_flight: int) -> None:
         self._writer, self._in_flight = writer, in_flight
@@ -85,7 +86,7 @@ class _FileSink:
 
 
 class RawSink(_FileSink):
-    """The very bytes that the log writes, given ready-made: `os.write` and `os.fdatasync`."""
+    """The bytes that the log writes, ready-made: `os.write` and `os.fdatasync`."""
 
     def prepare(self, commits: Commits) -> list[bytes]:
         """Each commit's frame."""

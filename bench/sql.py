@@ -186,10 +186,10 @@ def outcome(measured: Measured) -> Outcome:
     def figure(
         name: str, ours: Sequence[float], other: str, theirs: Sequence[float], *, ratio: bool
     ) -> Figure:
-        of = spread(name, "ms", [1e3 * s for s in ours]).middle
+        middle = spread(name, "ms", [1e3 * s for s in ours]).middle
         beside = spread(other, "ms", [1e3 * s for s in theirs]).middle
         faster = times_faster(ours, theirs) if ratio else None
-        return Figure(f"sql.{name}_ms", of, "ms", f"{other}: {beside:.1f} ms; {size}", faster, len(ours))
+        return Figure(f"sql.{name}_ms", middle, "ms", f"{other}: {beside:.1f} ms; {size}", faster, len(ours))
 
     table = "DuckDB table in memory of just these columns"
     scanned = "read_parquet of all turns, filtered"
@@ -201,5 +201,5 @@ def outcome(measured: Measured) -> Outcome:
         figure("trajectory_sql", walls(laps["trajectory_sql"]), scanned, walls(laps["parquet"]), ratio=True),
     )
     every = {**laps, **scans}
-    spreads = tuple(spread(name, "ms", [1e3 * s for s in walls(found)]) for name, found in every.items())
+    spreads = tuple(spread(name, "ms", [1e3 * s for s in walls(times)]) for name, times in every.items())
     return Outcome(figures, spreads)

@@ -1,10 +1,11 @@
-"""`sync.*`: new weights from the trainer to a real SGLang, as fast as the bytes, and exactly those.
+"""`sync.*`: new weights from the trainer to a real SGLang: speed compared with the bare bytes, and
+exactness.
 
-The trainer is Megatron's model in this process; the engine a real SGLang on the CPU, which it shares. In each
-round the weights change and go to the engine by every transport, verified; beside that, as many bytes are
-plainly written, synced and read again. After each sync the engine samples, and the logprobs that it gives are
-compared with the trainer's own forward of the same weights. Then a scripted engine is updated in the middle
-of requests (`bench.sync_spans`).
+The trainer is Megatron's model in this process; the engine a real SGLang on the CPU, which it
+shares. In each round the weights change and go to the engine by every transport, verified; for
+comparison, as many bytes are plainly written, synced and read again. After each sync the engine
+samples, and its logprobs are compared with the trainer's own forward of the same weights. Then a
+scripted engine is updated in the middle of requests (`bench.sync_spans`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Trainer:
         return sum(t.numel() * t.element_size() for _, t in self._policy.stream_weights())
 
     def side(self, name: str) -> Side:
-        """Give the engine other weights."""
+        """Sync other weights to the engine."""
 
         def prepare(number: int) -> Work:
             self.compare()
@@ -120,10 +121,11 @@ class _Trainer:
             self.parts.setdefault(name, []).append(Parts.of(begun, control.laps))
 
     def compare(self) -> None:
-        """Have the engine sample under the weights served last, and this process compute the same."""
+        """Let the engine sample under the weights served last, and compute the same logprobs in
+        this process."""
         if self._served is None:
             return
-        ids, told, spans = self._server.sample(PROMPT, self._plan.sampled)
+        ids, engine_logprobs, spans = self._server.sample(PROMPT, self._plan.sampled)
         assert [span["version"] for span in spans] == [str(self._served)], spans
         whole = torch.tensor([[*PROMPT, *ids]])
         with torch.no_grad():
@@ -131,7 +133,7 @@ class _Trainer:
             logits = self._policy._parts.module(whole, positions, None)[0, len(PROMPT) - 1 : -1]
         ours = torch.log_softmax(logits[:, : self._policy.shape.vocab].float(), -1)
         picked = ours[torch.arange(len(ids)), ids].tolist()
-        self.differences.append(max(abs(a - b) for a, b in zip(picked, told, strict=True)))
+        self.differences.append(max(abs(a - b) for a, b in zip(picked, engine_logprobs, strict=True)))
         self._served = None
 
     def close(self) -> None:

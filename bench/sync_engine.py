@@ -120,9 +120,9 @@ class Server:
         """(ids, logprobs, version spans) of a completion."""
         params = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True}
-        told = orjson.loads(
+        answer = orjson.loads(
             httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().content
         )
-        meta = told["meta_info"]
+        meta = answer["meta_info"]
         logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-        return told["output_ids"], logprobs, meta["weight_versions"]
+        return answer["output_ids"], logprobs, meta["weight_versions"]

@@ -1,4 +1,4 @@
-"""What the sync's benchmark saw, as figures. Pure."""
+"""The results of the sync's benchmark, as figures. Pure."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Parts:
 
     @classmethod
     def of(cls, begun: float, laps: Sequence[tuple[str, float, float]]) -> Self:
-        """From when each route was asked and answered."""
+        """From the times at which each route was called and answered."""
         asked = {route: start for route, start, _ in laps}  # the last of each
         answered = {route: end for route, _, end in laps}
         pause, checked = asked["/pause_generation"], asked["/weights_checker"]
-        told, ended = asked["/update_weight_version"], answered["/continue_generation"]
-        return cls(pause - begun, checked - pause, told - checked, ended - pause)
+        relabelled, ended = asked["/update_weight_version"], answered["/continue_generation"]
+        return cls(pause - begun, checked - pause, relabelled - checked, ended - pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,15 @@ def figures(measured: Measured) -> tuple[Figure, ...]:
 def spreads(measured: Measured) -> tuple[Spread, ...]:
     """Seconds and rates of each part."""
     size = measured.bytes / MB
-    found = [spread("bytes, whole", "s", walls(measured.laps[BYTES]))]
+    shown = [spread("bytes, whole", "s", walls(measured.laps[BYTES]))]
     for name, parts in measured.parts.items():
         whole = walls(measured.laps[name])
-        found += [spread(f"{name}, whole", "s", whole)]
-        found += [spread(f"{name}, whole", "MB/s", [size / s for s in whole])]
+        shown += [spread(f"{name}, whole", "s", whole)]
+        shown += [spread(f"{name}, whole", "MB/s", [size / s for s in whole])]
         for part in ("before", "transfer", "verify"):
-            values = [float(getattr(one, part)) for one in parts]
-            found.append(spread(f"{name}, {part}", "s", values))
-        found.append(spread(f"{name}, transfer", "MB/s", [size / one.transfer for one in parts]))
-        found.append(spread(f"{name}, engine paused", "s", [one.paused for one in parts]))
-    found.append(spread("logprob difference", "1e-6 nat", [1e6 * d for d in measured.differences]))
-    return tuple(found)
+            values = [float(getattr(lap_parts, part)) for lap_parts in parts]
+            shown.append(spread(f"{name}, {part}", "s", values))
+        shown.append(spread(f"{name}, transfer", "MB/s", [size / lap_parts.transfer for lap_parts in parts]))
+        shown.append(spread(f"{name}, engine paused", "s", [lap_parts.paused for lap_parts in parts]))
+    shown.append(spread("logprob difference", "1e-6 nat", [1e6 * d for d in measured.differences]))
+    return tuple(shown)

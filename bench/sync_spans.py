@@ -1,9 +1,10 @@
-"""Updates in the middle of requests, and what the engine really held when it made each token.
+"""Updates in the middle of requests, and the weights that the engine really held when it made each
+token.
 
-A scripted SGLang keeps checksums of the weights that it was given; a witness in it notes them with every
-token. Clients ask without a pause while a trainer syncs version after version, verified, with every way to
-treat requests that run. A token is mislabelled if the span recorded for it names a version whose verified
-weights are not those that the witness saw.
+A scripted SGLang keeps checksums of the weights that it was given; a witness in it notes them
+with every token. Clients send requests without a pause while a trainer syncs version after
+version, verified, with every way to treat running requests. A token is mislabelled if its
+recorded span names a version whose verified weights are not those that the witness saw.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BUCKET = 2048
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """What was found: tokens made, those whose label is wrong, requests of several versions, and updates."""
+    """The result: tokens made, mislabelled tokens, requests with several versions, and updates."""
 
     tokens: int
     wrong: int
@@ -52,7 +53,8 @@ class Labelled:
 
 
 class Witness(ScriptedSGLang):
-    """A scripted server whose ids all differ: `held` tells what it held when it made each."""
+    """A scripted server whose ids are all different: `held` tells which weights it held when it
+    made each."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(_counting, options)
@@ -87,9 +89,11 @@ def label_tokens(folder: Path, updates: int, clients: int, on_update: Callable[[
     with ExitStack() as stack:
         url = stack.enter_context(serving(witness))
         done = threading.Event()
-        made: list[Generation] = []
+        generations: list[Generation] = []
         names = Names()
-        asking = threading.Thread(target=lambda: made.extend(asyncio.run(_ask(url, clients, done, names))))
+        asking = threading.Thread(
+            target=lambda: generations.extend(asyncio.run(_ask(url, clients, done, names)))
+        )
         asking.start()
         true = {0: witness.holds()}
         try:
@@ -99,7 +103,7 @@ def label_tokens(folder: Path, updates: int, clients: int, on_update: Callable[[
         finally:
             done.set()
             asking.join()
-    return _compared(made, witness.held, true, updates)
+    return _compared(generations, witness.held, true, updates)
 
 
 def _synced(url: str, updates: int, stack: ExitStack, names: Names) -> Iterator[int]:
@@ -117,7 +121,7 @@ def _synced(url: str, updates: int, stack: ExitStack, names: Names) -> Iterator[
 
 
 class Names:
-    """What the syncs call the weights: the log's part, without a log."""
+    """The names that syncs give the weights: replaces the log's part, without a log."""
 
     changes = 0
 
@@ -125,7 +129,7 @@ class Names:
         self._versions = {"0": 0}  # which the server was started with
 
     def write(self, *records: object) -> None:
-        """Take what a sync says."""
+        """Take a sync's record."""
         for record in records:
             if isinstance(record, PolicyActivated):
                 self._versions[record.weight_name] = record.policy_version
@@ -147,7 +151,7 @@ class Names:
 
 
 async def _ask(url: str, clients: int, done: threading.Event, names: Names) -> list[Generation]:
-    engine, made = SglangEngine(url, names), []
+    engine, generations = SglangEngine(url, names), []
 
     async def activated(*_: Any) -> None:
         return
@@ -156,25 +160,25 @@ async def _ask(url: str, clients: int, done: threading.Event, names: Names) -> l
         number = client
         while not done.is_set():
             prompt = Prompt(token_ids([number * 10 * LENGTH]), (), None, f"{client}-{number}")
-            made.append(await engine.generate(prompt, Sampling(LENGTH, 1.0, number), ignore_tokens))
+            generations.append(await engine.generate(prompt, Sampling(LENGTH, 1.0, number), ignore_tokens))
             number += clients
 
     await engine.start(activated)
     await asyncio.gather(*(ask(client) for client in range(1, clients + 1)))
     await engine.close()
-    return made
+    return generations
 
 
 def _compared(
-    made: list[Generation], held: Mapping[int, int], true: Mapping[int, int], updates: int
+    generations: list[Generation], held: Mapping[int, int], true: Mapping[int, int], updates: int
 ) -> Labelled:
     tokens = wrong = 0
-    for one in made:
-        ids = one.completion_ids.tolist()
-        told = [span.version for span in one.version_spans for _ in range(span.start, span.end)]
+    for generation in generations:
+        ids = generation.completion_ids.tolist()
+        versions = [span.version for span in generation.version_spans for _ in range(span.start, span.end)]
         tokens += len(ids)
-        wrong += abs(len(told) - len(ids))
-        pairs = zip(ids, told, strict=False)
+        wrong += abs(len(versions) - len(ids))
+        pairs = zip(ids, versions, strict=False)
         wrong += sum(v is None or true.get(v) != held.get(token) for token, v in pairs)
-    mixed = sum(len(one.version_spans) > 1 for one in made)
+    mixed = sum(len(generation.version_spans) > 1 for generation in generations)
     return Labelled(tokens, wrong, mixed, updates)

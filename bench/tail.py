@@ -1,8 +1,9 @@
 """`tail.*`: how long after its append an event is seen in another process.
 
-One process appends about 2,000 events a second, each on its own and none waited for; an event's time is the
-moment it was made, just before its append. This process asks `Store.tail().poll()` again and again, and
-sleeps in between. How much too long those sleeps take is the control: nobody can see an event while asleep.
+One process appends about 2,000 events a second, each separately and without waiting; an event's
+time is the moment it was made, just before its append. This process calls `Store.tail().poll()`
+again and again, and sleeps in between. How much too long those sleeps take is the control:
+nobody can see an event while asleep.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Seen:
 
 
 def write(folder: Path, lane: str, traffic: Traffic, turns: int, seed: int, ready: Connection) -> None:
-    """Append the traffic to the lane; tells through `ready` that it begins, then (cores, events a second)."""
+    """Append the traffic to the lane; sends through `ready` a message when it begins, then (cores,
+    events per second)."""
     payload = make_turns(turns)
     due = arrivals(traffic, seed)
     with store.open(folder).writer(lane) as writer:
@@ -85,7 +87,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Seen
         TimeoutError: the writer stopped before all its events were seen.
     """
     log = store.open(folder / "store", create=True)
-    seen: list[Seen] = []
+    passes: list[Seen] = []
     # A fresh interpreter: a fork would share this one's threads' locks.
     spawn = multiprocessing.get_context("spawn")
     for number in range(plan.passes):
@@ -100,13 +102,13 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Seen
             mine.recv()
             visible, overshoot, cores = _read(log, plan, len(arrivals(plan.traffic, number)), start)
             writer_cores, rate = mine.recv()
-            seen.append(Seen(visible, overshoot, cores, writer_cores, rate))
+            passes.append(Seen(visible, overshoot, cores, writer_cores, rate))
         finally:
             process.kill()
             process.join()
             mine.close()
         on_round()
-    return seen
+    return passes
 
 
 def _read(
@@ -134,17 +136,17 @@ def _read(
     return visible, overshoot, (time.process_time() - cpu) / (time.perf_counter() - begun)
 
 
-def outcome(seen: Sequence[Seen]) -> Outcome:
+def outcome(passes: Sequence[Seen]) -> Outcome:
     """The figures and spreads of the passes."""
 
-    def each(of: Callable[[Seen], float]) -> list[float]:
-        return [of(one) for one in seen]
+    def each(metric: Callable[[Seen], float]) -> list[float]:
+        return [metric(result) for result in passes]
 
     control = each(lambda s: quantile(s.overshoot_ms, 99))
     against = f"sleep overshoot between polls in the same run, p99: {median(control):.2f} ms"
     by_quantile = {q: each(lambda s, q=q: quantile(s.visible_ms, q)) for q in (50, 99, 100)}  # type: ignore[misc]
     reader, writer = each(lambda s: s.reader_cores), each(lambda s: s.writer_cores)
-    runs = len(seen)
+    runs = len(passes)
     figures = (
         *(
             Figure(f"tail.visible_p{q}_ms", median(by_quantile[q]), "ms", against, None, runs)
@@ -156,7 +158,7 @@ def outcome(seen: Sequence[Seen]) -> Outcome:
         ),
     )
     spreads = (
-        *(spread(f"append to sight p{q}", "ms", found) for q, found in by_quantile.items()),
+        *(spread(f"append to sight p{q}", "ms", values) for q, values in by_quantile.items()),
         spread("sleep overshoot p99", "ms", control),
         spread("sleep overshoot, longest", "ms", each(lambda s: max(s.overshoot_ms))),
         spread("events appended", "events/s", each(lambda s: s.events_per_s)),

@@ -92,7 +92,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
     model, large = folder / "model", folder / "large"
     make_model(model)
     make_model(large, BIG)
-    found = Measured({}, [], {}, sum(sample.trained for sample in samples()))
+    measured = Measured({}, [], {}, sum(sample.trained for sample in samples()))
     losses: dict[str, float] = {}
     for names in RUNS:
         with ExitStack() as stack:
@@ -106,24 +106,24 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
             losses |= {name: answer["loss"] for name, answer in first.items() if name != LARGE}
             _check(losses)
             on_round()
-            _take_turns(sides, plan, found, on_round)
+            _take_turns(sides, plan, measured, on_round)
             for name, side in sides.items():
-                found.peaks[name] = side.peak_rss() - first[name]["resident"]
+                measured.peaks[name] = side.peak_rss() - first[name]["resident"]
     checkpoints = run_checkpoints(folder, large, plan.checkpoint_rounds, on_round)
-    return replace(found, modes=run_modes(folder, plan.mode_rounds, on_round), checkpoints=checkpoints)
+    return replace(measured, modes=run_modes(folder, plan.mode_rounds, on_round), checkpoints=checkpoints)
 
 
 def _take_turns(
-    sides: Mapping[str, Process], plan: Plan, found: Measured, on_round: Callable[[], None]
+    sides: Mapping[str, Process], plan: Plan, measured: Measured, on_round: Callable[[], None]
 ) -> None:
     for number in range(plan.rounds):
         for name in order(list(sides), number):
             if len(sides) > 1:  # memory that lay idle while others took their turns comes back slowly
                 sides[name].ask()
             answer = sides[name].ask()
-            found.seconds.setdefault(name, []).append(answer["seconds"])
+            measured.seconds.setdefault(name, []).append(answer["seconds"])
             if name == LARGE:
-                found.manifest.append(answer["manifest"])
+                measured.manifest.append(answer["manifest"])
         on_round()
 
 
@@ -139,23 +139,28 @@ def _check(losses: dict[str, float]) -> None:
 
 def outcome(measured: Measured) -> Outcome:
     """Speeds as ratios of rounds; memory as a ratio of peaks."""
-    of, rate = measured.seconds, {n: measured.tokens / median(s) for n, s in measured.seconds.items()}
-    rounds = len(of[OURS])
+    seconds, rate = measured.seconds, {n: measured.tokens / median(s) for n, s in measured.seconds.items()}
+    rounds = len(seconds[OURS])
     fastest = max((PLAIN, PLAIN_PACKED), key=lambda name: rate[name])
     smallest = min((PLAIN, PLAIN_PACKED), key=lambda name: measured.peaks[name])
-    small = median(1 - b / a for a, b in zip(of[OURS], of[BARE], strict=True))
-    share = median(part / whole for part, whole in zip(measured.manifest, of[LARGE], strict=True))
+    small = median(1 - b / a for a, b in zip(seconds[OURS], seconds[BARE], strict=True))
+    share = median(part / whole for part, whole in zip(measured.manifest, seconds[LARGE], strict=True))
     peaks = {name: peak / 2**20 for name, peak in measured.peaks.items()}
 
     def speed(figure: str, against: str, name: str = OURS) -> Figure:
-        said = f"{against}: {rate[against]:.0f} tokens/s"
+        text = f"{against}: {rate[against]:.0f} tokens/s"
         return Figure(
-            figure, rate[name], "trained tokens/s", said, times_faster(of[name], of[against]), rounds
+            figure,
+            rate[name],
+            "trained tokens/s",
+            text,
+            times_faster(seconds[name], seconds[against]),
+            rounds,
         )
 
     def peak(figure: str, against: str, name: str = OURS) -> Figure:
-        said = f"{against}: {peaks[against]:.0f} MiB"
-        return Figure(figure, peaks[name], "MiB", said, peaks[name] / peaks[against], 1)
+        text = f"{against}: {peaks[against]:.0f} MiB"
+        return Figure(figure, peaks[name], "MiB", text, peaks[name] / peaks[against], 1)
 
     return Outcome(
         (
@@ -171,7 +176,7 @@ def outcome(measured: Measured) -> Outcome:
             *checkpoint_figures(measured.checkpoints),
         ),
         (
-            *(spread(name, "s a step", laps) for name, laps in of.items()),
+            *(spread(name, "s a step", laps) for name, laps in seconds.items()),
             *mode_spreads(measured.modes),
             *checkpoint_spreads(measured.checkpoints),
         ),

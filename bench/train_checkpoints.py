@@ -1,7 +1,8 @@
-"""What checkpoints cost a training over ranks, and how soon another layout goes on from one.
+"""How long checkpoints delay a training over ranks, and how soon it resumes on another layout.
 
-A training of the 105M model on two ranks that share matrices writes checkpoints in each way, in turns. It
-goes on from the last one; so does a training on one rank, which has to come to the same.
+A training of the 105M model on two ranks that shard matrices writes checkpoints in each way, in
+turns. It continues from the last one; so does a training on one rank, which must reach the same
+result.
 """
 
 from __future__ import annotations
@@ -42,32 +43,32 @@ class CheckpointLaps:
 
 
 def run_checkpoints(folder: Path, model: Path, rounds: int, on_round: Callable[[], None]) -> CheckpointLaps:
-    """Write checkpoints in turns, and go on from one.
+    """Write checkpoints in turns, and resume from one.
 
     Raises:
         BenchError: a process failed, or the layouts' next steps differ.
     """
     held: dict[str, list[float]] = {way: [] for way in WAYS}
     begun = time.perf_counter()
-    with _side("two", 2, model, folder) as two:
-        two.ask(do="begin")
+    with _side("two", 2, model, folder) as two_ranks:
+        two_ranks.ask(do="begin")
         begin_s = time.perf_counter() - begun
-        two.ask(do="step")
+        two_ranks.ask(do="step")
         for number in range(rounds):
             for way in order(list(WAYS), number):
-                answer = two.ask(do="write", way=way)
+                answer = two_ranks.ask(do="write", way=way)
                 held[way].append(answer["seconds"])
-                two.ask(do="remove", path=answer["path"])
+                two_ranks.ask(do="remove", path=answer["path"])
             on_round()
-        path = two.ask(do="write", way=SHARDED)["path"]
-        first = two.ask(do="step")
-        two.ask(do="save", to=str(folder / "two.safetensors"))
+        path = two_ranks.ask(do="write", way=SHARDED)["path"]
+        first = two_ranks.ask(do="step")
+        two_ranks.ask(do="save", to=str(folder / "two.safetensors"))
     begun = time.perf_counter()
-    with _side("one", 1, model, folder) as one:
-        one.ask(do="resume", path=path)
+    with _side("one", 1, model, folder) as one_rank:
+        one_rank.ask(do="resume", path=path)
         resume_s = time.perf_counter() - begun
-        second = one.ask(do="step")
-        one.ask(do="save", to=str(folder / "one.safetensors"))
+        second = one_rank.ask(do="step")
+        one_rank.ask(do="save", to=str(folder / "one.safetensors"))
     for name, value in first.items():
         if abs(second[name] - value) > SAME * abs(value):
             raise BenchError(f"the next step's {name} is {second[name]} on one rank, on two {value}")
@@ -87,19 +88,20 @@ def _apart(folder: Path) -> float:
     Raises:
         BenchError: it is too large.
     """
-    one, two = (load_file(folder / f"{name}.safetensors") for name in ("one", "two"))
-    found = max(float((tensor - two[name]).abs().max()) for name, tensor in one.items())
-    if found > SAME or one.keys() != two.keys():
-        raise BenchError(f"after the next step a weight on one rank differs from that on two by {found:g}")
-    return found
+    single, sharded = (load_file(folder / f"{name}.safetensors") for name in ("one", "two"))
+    largest = max(float((tensor - sharded[name]).abs().max()) for name, tensor in single.items())
+    if largest > SAME or single.keys() != sharded.keys():
+        raise BenchError(f"after the next step a weight on one rank differs from that on two by {largest:g}")
+    return largest
 
 
 def checkpoint_figures(laps: CheckpointLaps) -> list[Figure]:
-    """How long a checkpoint holds training up, against the plain way; how soon another layout goes on."""
+    """How long a checkpoint delays training, compared with the plain way; how soon another layout
+    resumes."""
     if not laps.held:
         return []
     middle = {way: median(seconds) for way, seconds in laps.held.items()}
-    said = f"{WHOLE}: {middle[WHOLE]:.2f} s"
+    against = f"{WHOLE}: {middle[WHOLE]:.2f} s"
     names = {OVERLAPPED: "train.checkpoint_held_overlap_s", BOTH: "train.checkpoint_held_s"}
     rounds = len(laps.held[WHOLE])
     going_on = (
@@ -107,7 +109,7 @@ def checkpoint_figures(laps: CheckpointLaps) -> list[Figure]:
     )
     return [
         *(
-            Figure(name, middle[way], "s", said, _part(laps.held[way], laps.held[WHOLE]), rounds)
+            Figure(name, middle[way], "s", against, _part(laps.held[way], laps.held[WHOLE]), rounds)
             for way, name in names.items()
         ),
         Figure("train.resume_s", laps.resume_s, "s", going_on, None, 1),
@@ -119,5 +121,5 @@ def _part(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def checkpoint_spreads(laps: CheckpointLaps) -> list[Spread]:
-    """How far the rounds lie apart."""
+    """How much the rounds vary."""
     return [spread(f"checkpoint, {way}", "s held", seconds) for way, seconds in laps.held.items()]

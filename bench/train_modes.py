@@ -49,12 +49,12 @@ def run_modes(folder: Path, rounds: int, on_round: Callable[[], None]) -> Laps:
         BenchError: a process failed.
     """
     model = write_model(folder / "modes-model", WIDTH, LAYERS)
-    found: dict[str, list[float]] = {name: [] for name in MODES}
+    rates: dict[str, list[float]] = {name: [] for name in MODES}
     for number in range(rounds):
         for place, name in enumerate(order(list(MODES), number)):
-            found[name].append(_lap(folder / f"modes-{number}-{place}", model, name, number))
+            rates[name].append(_lap(folder / f"modes-{number}-{place}", model, name, number))
         on_round()
-    return Laps(found)
+    return Laps(rates)
 
 
 def _lap(folder: Path, model: Path, name: str, number: int) -> float:
@@ -70,27 +70,27 @@ def _lap(folder: Path, model: Path, name: str, number: int) -> float:
 
 
 def _rate(log: Store) -> float:
-    """Steps a second, from the last one that warms up on."""
+    """Steps per second, from the last warm-up step on."""
     ended = [event.time_us for event in log.events_of([StepCommitted.KIND])]
     return 1e6 * (len(ended) - WARM_UP) / (ended[-1] - ended[WARM_UP - 1])
 
 
 def mode_figures(laps: Laps) -> Iterator[Figure]:
     """The figures of the modes."""
-    of = laps.steps_per_s
-    if not of:
+    rates = laps.steps_per_s
+    if not rates:
         return
     for figure, ours, theirs in (
         ("train.hybrid_vs_colocate", HYBRID, COLOCATE),
         ("train.hybrid_vs_async", HYBRID, ASYNC),
         ("train.overlap_gain", OVERLAP, ASYNC),
     ):
-        ratio = median(a / b for a, b in zip(of[ours], of[theirs], strict=True))
-        against = f"{theirs}: {median(of[theirs]):.2f} steps/s"
-        yield Figure(figure, median(of[ours]), "steps/s", against, ratio, len(of[ours]))
+        ratio = median(a / b for a, b in zip(rates[ours], rates[theirs], strict=True))
+        against = f"{theirs}: {median(rates[theirs]):.2f} steps/s"
+        yield Figure(figure, median(rates[ours]), "steps/s", against, ratio, len(rates[ours]))
 
 
 def mode_spreads(laps: Laps) -> Iterator[Spread]:
-    """How far the runs of each mode lie apart."""
+    """How much the runs of each mode vary."""
     for name, rates in laps.steps_per_s.items():
         yield spread(f"{name}: steps", "1/s", rates)

@@ -1,4 +1,4 @@
-"""One side of the benchmark of training, in a process of its own: it takes a step whenever it is asked.
+"""One side of the benchmark of training, in a separate process: it takes a step on each request.
 
     python -m rollbook.bench.train_sides SIDE MODEL
 
@@ -72,10 +72,10 @@ class Way:
 
 
 def samples() -> list[Sample]:
-    """Long-tailed lengths, as agents' are; half of the tokens are the policy's own, the others what it was
-    told."""
+    """Samples with long-tailed lengths, as agents' are; half of the tokens are the policy's own,
+    the others its input."""
     rng = np.random.default_rng(0)
-    made = []
+    drawn_samples = []
     for i, drawn in enumerate(rng.lognormal(5, 1, SAMPLES)):
         length = int(np.clip(drawn, 16, LONGEST))
         mask = np.arange(length) % 64 >= 32
@@ -83,13 +83,13 @@ def samples() -> list[Sample]:
         zeros, ones = np.zeros(length, np.float32), np.ones(length, np.float32)
         versions = np.where(mask, 0, -1)
         name = f"t{i}"
-        made.append(
+        drawn_samples.append(
             Sample(
                 *("bench", name, name, name, (name,), (length,), None, "train", tokens, mask, zeros),
                 *(versions, ones, 0.0, {}),
             )
         )
-    return made
+    return drawn_samples
 
 
 def make_model(folder: Path, size: Size = SMALL) -> None:
@@ -125,9 +125,9 @@ def _policy(model: Path, way: Way) -> tuple[Any, int]:
     ranks = Ranks(count=way.ranks)
     atexit.register(ranks.close)
     how = Build(1000, torch.device("cpu"), 0, way.threads, recompute=way.recompute)
-    made = ranks.policy("actor", read_shape(model), OptimizerConfig(lr=LR), how)
-    made.load_weights(read_weights(model))
-    return made, ranks.copies
+    policy = ranks.policy("actor", read_shape(model), OptimizerConfig(lr=LR), how)
+    policy.load_weights(read_weights(model))
+    return policy, ranks.copies
 
 
 def ours(model: Path, way: Way) -> Step:
@@ -137,19 +137,19 @@ def ours(model: Path, way: Way) -> Step:
     from rollbook.train.batches.experience import experience_of
     from rollbook.train.step.step import StepSettings, input_digests, run_step
 
-    given = samples()[: way.samples]
+    dataset = samples()[: way.samples]
     policy, copies = _policy(model, way)
     if way.packed:
-        parts = packed_partition(given, MOST, policy.shape.work, 1, copies)
+        parts = packed_partition(dataset, MOST, policy.shape.work, 1, copies)
     else:
-        parts = partition(len(given), ROWS)
-    algorithm = Sft(name="sft", batch_size=len(given))
+        parts = partition(len(dataset), ROWS)
+    algorithm = Sft(name="sft", batch_size=len(dataset))
     settings = StepSettings(algorithm, LR)
 
     def step() -> float:
         input_digests(policy, 0)
         with timed("data"):
-            batch = build_batch(experience_of(given, algorithm), parts, packed=way.packed)
+            batch = build_batch(experience_of(dataset, algorithm), parts, packed=way.packed)
         result = run_step(policy, settings, batch)
         result.evidence.described()
         return float(result.metrics["loss"])
@@ -158,20 +158,20 @@ def ours(model: Path, way: Way) -> Step:
 
 
 def bare(model: Path) -> Step:
-    """The same without digests, random states, metrics, and checks that numbers are finite."""
+    """The same step without digests, random states, metrics, and checks that numbers are finite."""
 
     from rollbook.train.algorithms.sft import Sft
     from rollbook.train.batches.batch import MicroBatch, build_batch, packed_partition
     from rollbook.train.batches.experience import experience_of
     from rollbook.train.step.predictions import Predictions
 
-    given = samples()
+    dataset = samples()
     policy, _ = _policy(model, Way())
-    parts = packed_partition(given, MOST, policy.shape.work, 1)
-    algorithm = Sft(name="sft", batch_size=len(given))
+    parts = packed_partition(dataset, MOST, policy.shape.work, 1)
+    algorithm = Sft(name="sft", batch_size=len(dataset))
 
     def step() -> float:
-        batch = build_batch(experience_of(given, algorithm), parts, packed=True)
+        batch = build_batch(experience_of(dataset, algorithm), parts, packed=True)
 
         def loss_of(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             loss = -Predictions(logits, micro).logprobs().sum() / batch.trained_tokens
@@ -185,41 +185,41 @@ def bare(model: Path) -> Step:
 
 
 def plain(model: Path, *, packed: bool) -> Step:
-    """What one would write with transformers: cross-entropy, AdamW, a clipped gradient. Padded micro-batches
-    are of samples of like lengths."""
+    """The step as one would write it with transformers: cross-entropy, AdamW, a clipped gradient.
+    Padded micro-batches are of samples of similar lengths."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(THREADS)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    given = sorted(samples(), key=len)
-    total = sum(sample.trained for sample in given)
+    dataset = sorted(samples(), key=len)
+    total = sum(sample.trained for sample in dataset)
     micro_batches = (
-        _rows_of_packs(given) if packed else [given[i : i + ROWS] for i in range(0, SAMPLES, ROWS)]
+        _rows_of_packs(dataset) if packed else [dataset[i : i + ROWS] for i in range(0, SAMPLES, ROWS)]
     )
 
     def step() -> float:
         optimizer.zero_grad()
-        found = 0.0
+        loss_sum = 0.0
         for some in micro_batches:
             inputs, labels = _packed(some) if packed else _padded(some)
             logits = policy(**inputs, use_cache=False).logits[:, :-1]
             flat = labels[:, 1:].reshape(-1)
             loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), flat, reduction="sum") / total
             torch.autograd.backward(loss)
-            found += float(loss.detach())
+            loss_sum += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        return found
+        return loss_sum
 
     return step
 
 
-def _rows_of_packs(given: Sequence[Sample]) -> list[list[Sample]]:
+def _rows_of_packs(dataset: Sequence[Sample]) -> list[list[Sample]]:
     """As many samples in a row as fit."""
     rows: list[list[Sample]] = [[]]
-    for sample in given:
+    for sample in dataset:
         if rows[-1] and sum(map(len, rows[-1])) + len(sample) > MOST:
             rows.append([])
         rows[-1].append(sample)
@@ -227,7 +227,7 @@ def _rows_of_packs(given: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _packed(some: Sequence[Sample]) -> tuple[dict[str, Any], Any]:
-    """Samples in one row: positions begin anew, by which transformers tells them apart."""
+    """Samples in one row: positions restart at each, which tells transformers where they begin."""
     import torch
 
     tokens = torch.from_numpy(np.concatenate([s.tokens for s in some]).astype(np.int64))[None]

@@ -40,7 +40,7 @@ def make_turn(rng: np.random.Generator, version: int = 7) -> TurnCompleted:
 
 
 def make_turns(count: int, seed: int = 0) -> list[TurnCompleted]:
-    """Different turns, the same ones for the same seed but for their ids."""
+    """Different turns; the same seed gives the same ones, except for their ids."""
     rng = np.random.default_rng(seed)
     return [make_turn(rng) for _ in range(count)]
 

@@ -36,7 +36,7 @@ TOOLS: list[Any] = [
 
 
 def calculator(arguments: str) -> str:
-    """Run the tool; whatever is wrong with the call is the result that the model gets."""
+    """Run the tool; an invalid call gives its error as the result that the model sees."""
     try:
         call = json.loads(arguments)
         a, b = int(call["a"]), int(call["b"])

@@ -1,4 +1,4 @@
-"""What the demo shows at its end: rewards by policy version, from SQL, and their plot."""
+"""The demo's results: rewards by policy version, from SQL, and their plot."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def train_online(demo: Demo, server: Server) -> None:
         agent.work(demo.jobs("before", held_out, "eval"))
         evaluate(HELD_OUT)
         for step in range(ONLINE_STEPS):
-            asked = demo.problems(f"online-{step}", GROUPS, held_out=False)
-            agent.work(demo.jobs(f"online-{step}", asked, "train", GROUP_SIZE))
+            exercises = demo.problems(f"online-{step}", GROUPS, held_out=False)
+            agent.work(demo.jobs(f"online-{step}", exercises, "train", GROUP_SIZE))
             await_version(server, trainer, OFFLINE_STEPS + step + 1)
             shown(step + 1)
         agent.work(demo.jobs("after", held_out, "eval"))

@@ -45,7 +45,7 @@ TOOLS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, and what it asks: a number, and what is done to it, each with a call of its own."""
+    """A question: a number, and the operations applied to it, each with a call of its own."""
 
     text: str
     a: int
@@ -53,11 +53,11 @@ class Problem:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """What each call gives; the last is the answer."""
-        found = [self.a]
+        """The result of each call; the last is the answer."""
+        results = [self.a]
         for op, b in self.steps:
-            found.append(calculate(found[-1], op, b))
-        return tuple(found[1:])
+            results.append(calculate(results[-1], op, b))
+        return tuple(results[1:])
 
 
 def calculate(a: int, op: str, b: int) -> int:
@@ -66,23 +66,24 @@ def calculate(a: int, op: str, b: int) -> int:
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """A tenth of all number pairs is never trained on."""
+    """Whether a pair of numbers is held out; a tenth of all pairs is, and is never trained on."""
     return (a * 7919 + b * 104729) % 10 == 0
 
 
 def problems(rng: random.Random, count: int, *, held_out: bool, calls: int = 1) -> Iterator[Problem]:
-    """Random problems over two-digit numbers, held-out pairs apart from the others.
+    """Random problems over two-digit numbers, either of held-out pairs or of the others.
 
     Args:
-        calls: of the calculator that a problem takes; those after the first have one-digit numbers.
+        calls: of the calculator that a problem takes; those after the first have one-digit
+            numbers.
     """
-    made = 0
-    while made < count:
+    count_made = 0
+    while count_made < count:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         op = rng.choice("+-*")
         text = rng.choice(PHRASES[op]).format(a=a, b=b)
         if is_held_out(a, b) == held_out:
-            made += 1
+            count_made += 1
             further = tuple((rng.choice("+-*"), rng.randint(2, 9)) for _ in range(calls - 1))
             text += "".join(FURTHER[op].format(b=b) for op, b in further)
             yield Problem(text, a, ((op, b), *further))
@@ -121,25 +122,25 @@ def parse(text: str) -> Problem:
 
 
 def _further(text: str) -> list[tuple[str, int]] | None:
-    """What is done after the first call; None for text that says something else."""
-    found = list[tuple[str, int]]()
+    """The operations after the first call; None if the text is something else."""
+    operations = list[tuple[str, int]]()
     while text:
-        said = {op: re.match(_numbered(phrase, b=r"(\d+)"), text) for op, phrase in FURTHER.items()}
-        known = [(op, match) for op, match in said.items() if match]
+        matches = {op: re.match(_numbered(phrase, b=r"(\d+)"), text) for op, phrase in FURTHER.items()}
+        known = [(op, match) for op, match in matches.items() if match]
         if not known:
             return None
         [(op, match)] = known
-        found.append((op, int(match[1])))
+        operations.append((op, int(match[1])))
         text = text[match.end() :]
-    return found
+    return operations
 
 
 def _numbered(phrase: str, **patterns: str) -> str:
-    """A pattern of the phrase, with patterns in the places of its numbers."""
-    found = re.escape(phrase)
+    """A regular expression for the phrase, with patterns in the places of its numbers."""
+    regex = re.escape(phrase)
     for name, pattern in patterns.items():
-        found = found.replace(rf"\{{{name}\}}", pattern)
-    return found
+        regex = regex.replace(rf"\{{{name}\}}", pattern)
+    return regex
 
 
 def teacher(messages: Sequence[dict[str, Any]], tools: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a command is typed that this very installation runs, whether its folder is on PATH or not."""
+"""How to type a command that runs this very installation, whether its folder is on PATH or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def typed_rollbook() -> str:
-    """`rollbook`, where a shell finds this one by it; else the path of its script, or of its interpreter."""
+    """`rollbook`, if a shell finds this installation by it; otherwise the path of its script, or of
+    its interpreter."""
     script = _script()
     if script is None:
         return f"{_short(Path(sys.executable))} -m rollbook"
@@ -18,7 +19,8 @@ def typed_rollbook() -> str:
 
 
 def activated_by() -> str | None:
-    """The command after which `rollbook` is enough; None: it is, or there is none."""
+    """The command after which `rollbook` is enough; None if it already is, or if there is no such
+    command."""
     script = _script()
     activate = Path(sys.executable).with_name("activate")
     if script is None or _is_found(script) or not activate.exists():
@@ -33,12 +35,12 @@ def _script() -> Path | None:
 
 
 def _is_found(script: Path) -> bool:
-    found = shutil.which("rollbook")
-    return found is not None and Path(found).resolve() == script.resolve()
+    executable = shutil.which("rollbook")
+    return executable is not None and Path(executable).resolve() == script.resolve()
 
 
 def _short(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path, as short as it can be typed here."""
     relative = os.path.relpath(path)
     if relative.startswith(".."):
         return shlex.quote(str(path))

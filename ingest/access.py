@@ -1,6 +1,7 @@
-"""Who may do what at the proxy: the table from routes to roles, and what a role may say of a trajectory.
+"""Authorization at the proxy: which roles may use each route, and what each role may do to a
+trajectory.
 
-Where no keys are configured everybody is an operator, and `/engine` is for this host alone.
+Without configured keys everybody is an operator, and `/engine` is for this host alone.
 """
 
 from __future__ import annotations

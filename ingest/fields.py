@@ -8,7 +8,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollbook.edge.bounds import Finite, Temperature, Whole, check_depth, check_weight
-from rollbook.store.config import first_refused
+from rollbook.store.config import first_invalid_value
 from rollbook.store.errors import RequestError
 from rollbook.store.events import JUDGE, SPLITS, Json
 
@@ -148,7 +148,7 @@ def validated(model: type[Model], body: Json) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise RequestError(400, "bad_request", first_refused(error, body)) from error
+        raise RequestError(400, "bad_request", first_invalid_value(error, body)) from error
 
 
 def check_split(split: str) -> str:

@@ -1,4 +1,4 @@
-"""What `rollbook serve` needs that is no setting: keys of its engine and of its own, and its names."""
+"""What `rollbook serve` needs beside its settings: its engine's keys, its own keys, and its own names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from rollbook.edge.keys import Keys, keys_of
-from rollbook.edge.web_pages import Own, own
+from rollbook.edge.web_pages import AllowedHosts, allowed_hosts
 from rollbook.ingest.settings import ServeSettings
 from rollbook.store.errors import ConfigError
 
@@ -27,7 +27,7 @@ class ProxySecrets:
     engine_key: str | None = field(default=None, repr=False)
     engine_admin_key: str | None = field(default=None, repr=False)
     keys: Keys = field(default_factory=Keys)
-    own: Own = field(default_factory=Own)
+    own: AllowedHosts = field(default_factory=AllowedHosts)
 
 
 def secrets_of(
@@ -53,12 +53,12 @@ def secrets_of(
         engine_key=engine_key_of(engine_key, environment),
         engine_admin_key=engine_key_of(engine_admin_key, environment, admin=True),
         keys=keys_of(api_keys, settings.keys, environment),
-        own=own(settings.host, machine, [*settings.allow_host, *names], settings.allow_origin),
+        own=allowed_hosts(settings.host, machine, [*settings.allow_host, *names], settings.allow_origin),
     )
 
 
 def engine_key_of(
-    given: str | None, environment: MutableMapping[str, str], *, admin: bool = False
+    key: str | None, environment: MutableMapping[str, str], *, admin: bool = False
 ) -> str | None:
     """An engine's key, if there is one; our children's environment does not hold it.
 
@@ -69,8 +69,8 @@ def engine_key_of(
         ConfigError: it is empty: then requests would pass with their agents' own keys, wherever they go.
     """
     option, variable = ("--engine-admin-key", ADMIN_KEY_VARIABLE) if admin else ("--engine-key", KEY_VARIABLE)
-    empty = given is None and environment.get(variable, "unset").strip() == ""
-    if empty or (given is not None and not given.strip()):
+    empty = key is None and environment.get(variable, "unset").strip() == ""
+    if empty or (key is not None and not key.strip()):
         raise ConfigError(f"{option} or {variable} is set and empty: unset it, or give it the key")
     environment.pop(variable, None)
-    return given
+    return key

@@ -1,7 +1,8 @@
-"""The settings of `rollbook serve`, typed: the keys of its TOML file, and its options of the same names.
+"""The settings of `rollbook serve`, typed: the keys of its TOML file, and its options of the same
+names.
 
-What an option's help and the page of keys say is the docstring under each key. Secrets have no key: they come
-from key files, the environment and options.
+The docstring under each key is the help of its option and its text on the page of keys. Secrets
+have no key: they come from key files, the environment and options.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
 from rollbook.engines.address import EngineAddress
-from rollbook.store.config import MISSING, Refused, Table, part_of, read_toml, refused, toml_lines
+from rollbook.store.config import MISSING, InvalidValue, Table, invalid_values, part_of, read_toml, toml_lines
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -181,14 +182,14 @@ class ServeSettings(Table):
         return self.model_copy(update=shares)
 
 
-def load_settings(file: Path | None, given: Mapping[str, Any]) -> ServeSettings:
+def load_settings(file: Path | None, options: Mapping[str, Any]) -> ServeSettings:
     """The settings of a file, overruled by what was given as options.
 
     Raises:
         ConfigError: the file cannot be read, or holds a secret; or a key is unknown, missing or ill-typed.
     """
     values = {} if file is None else _read(file)
-    return parse_settings({**values, **given}, "rollbook serve" if file is None else str(file))
+    return parse_settings({**values, **options}, "rollbook serve" if file is None else str(file))
 
 
 def parse_settings(
@@ -208,8 +209,8 @@ def parse_settings(
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         settings = ServeSettings.model_validate_json(json.dumps(plain, default=str))
     except ValidationError as error:
-        found = refused(error, plain)
-        lines = [f"  {written(one.key) if one.keys else 'file'}: {_say(one)}" for one in found]
+        errors = invalid_values(error, plain)
+        lines = [f"  {written(item.key) if item.keys else 'file'}: {_say(item)}" for item in errors]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
     return settings.model_copy(update={"engine_url": tuple(addresses)})
 
@@ -238,14 +239,14 @@ def _read(file: Path) -> Json:
     return values
 
 
-def _say(one: Refused) -> str:
-    if one.key == "store" and one.text == MISSING:
+def _say(error: InvalidValue) -> str:
+    if error.key == "store" and error.text == MISSING:
         return f"{MISSING}: give --store DIR, or set ROLLBOOK_STORE"
-    return shown(one.text) or f"unknown key: {_meant(one.keys[-1])}"
+    return shown(error.text) or f"unknown key: {_suggestion(error.keys[-1])}"
 
 
-def _meant(key: str) -> str:
-    """Which key an unknown one may have been meant for."""
+def _suggestion(key: str) -> str:
+    """A hint which key an unknown one was meant for."""
     name = key.replace("-", "_")
     if name in SECRETS:
         return f"a file of settings holds no secrets: {SECRETS[name]}"

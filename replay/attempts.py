@@ -1,4 +1,4 @@
-"""The attempts at a run's steps: the training that each is of, what was dropped for it, and how it failed."""
+"""The attempts at a run's steps: which training each is of, what was dropped for it, how it failed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DROPS = f"""
 
 
 @dataclass(frozen=True, slots=True)
-class Ruled:
+class DueDrop:
     """A sample that has to be dropped.
 
     Attributes:
@@ -59,9 +59,9 @@ class Ruled:
     detail: Json | None
 
     @staticmethod
-    def of(drop: Drop) -> Ruled:
-        """As the recipe has it; of an erased sample the numbers are gone."""
-        return Ruled(drop.sample.leaf_turn_id, drop.rule, None if drop.sample.erased else drop.detail)
+    def of(drop: Drop) -> DueDrop:
+        """From a recipe's drop; an erased sample's numbers are gone."""
+        return DueDrop(drop.sample.leaf_turn_id, drop.rule, None if drop.sample.erased else drop.detail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +69,9 @@ class Attempt:
     """An attempt at a step.
 
     Attributes:
-        drops: that were recorded for it since what came before it in its training.
-        earlier: those of trainings before, which ended before they planned anything.
-        error: with which it failed; empty: it did not.
+        drops: recorded for it since the plan before it, or since its training began.
+        earlier: drops of earlier trainings, which ended before they planned anything.
+        error: with which it failed; empty where it did not.
     """
 
     plan: StepPlanned
@@ -86,17 +86,17 @@ class Attempt:
 
     @property
     def spoilt(self) -> str | None:
-        """The leaf turn of the sample of which a number was not finite, where that is known."""
+        """The leaf turn of the sample with a number that was not finite, where it is known."""
         try:
-            made = ast.parse(self.error, mode="eval").body
-            given = [ast.literal_eval(one) for one in made.args] if isinstance(made, ast.Call) else []
+            call = ast.parse(self.error, mode="eval").body
+            arguments = [ast.literal_eval(node) for node in call.args] if isinstance(call, ast.Call) else []
         except (SyntaxError, ValueError):
             return None
-        return str(given[2]) if len(given) > 2 and given[2] is not None else None
+        return str(arguments[2]) if len(arguments) > 2 and arguments[2] is not None else None
 
     @property
     def number(self) -> int:
-        """Its number on its rollout batch; samples are chosen for the first."""
+        """Its number on its rollout batch; samples are chosen for the first, number 0."""
         return 0 if self.plan.rollout_batch is None else int(self.plan.rollout_batch["number"])
 
 
@@ -115,7 +115,7 @@ class Training:
 
 def trainings(events: Iterable[Event], run: str, policy: str) -> list[Training]:
     """The trainings of a policy in a run, from events of `KINDS`, each lane in order."""
-    found: list[Training] = []
+    result: list[Training] = []
     current: dict[str, Training | None] = {}
     drops: dict[str, list[SampleDropped]] = {}
     earlier: dict[str, list[SampleDropped]] = {}
@@ -126,18 +126,18 @@ def trainings(events: Iterable[Event], run: str, policy: str) -> list[Training]:
         if isinstance(record, RunOpened):
             mine = record.command == "train" and record.config.get("policy") == policy
             current[lane] = Training(record.config) if mine else None
-            found += [of] if (of := current[lane]) is not None else []
+            result += [training] if (training := current[lane]) is not None else []
             earlier.setdefault(lane, []).extend(drops.pop(lane, ()))
         elif isinstance(record, SampleDropped):
             drops.setdefault(lane, []).append(record)
         elif isinstance(record, StepPlanned):
             own, before = drops.pop(lane, []), earlier.pop(lane, [])
-            if (of := current.get(lane)) is not None and record.policy == policy:
+            if (training := current.get(lane)) is not None and record.policy == policy:
                 here = tuple(d for d in own if (d.step, d.attempt) == (record.step, record.attempt))
-                of.attempts.append(Attempt(record, here, tuple(before)))
+                training.attempts.append(Attempt(record, here, tuple(before)))
         elif isinstance(record, StepFailed) and record.policy == policy:
             _fail(current.get(lane), record)
-    return found
+    return result
 
 
 def _fail(training: Training | None, failed: StepFailed) -> None:
@@ -157,8 +157,8 @@ def first_of_step(training: Training, place: int) -> int:
 
 
 def retaken(training: Training, place: int) -> list[str] | None:
-    """The leaf turns of the batch that the attempt after a failed one takes again, without the sample that
-    spoilt it; None: it does not."""
+    """The leaf turns that the attempt after a failed one takes again: its batch, without the sample (with
+    its pair) that spoilt it. None where nothing is taken again."""
     attempt = training.attempts[place]
     spoilt = attempt.spoilt
     if training.config.get("on_not_finite") != "retake" or attempt.skipped_by != "not_finite":
@@ -171,8 +171,8 @@ def retaken(training: Training, place: int) -> list[str] | None:
     return [leaf for unit in units if spoilt not in unit for leaf in unit] or None
 
 
-def given_up(training: Training, place: int) -> list[Dropped]:
-    """What a skipped attempt leaves to be dropped."""
+def drops_of_skipped(training: Training, place: int) -> list[Dropped]:
+    """The samples that a skipped attempt leaves to be dropped."""
     attempt = training.attempts[place]
     rule, left = attempt.skipped_by, retaken(training, place) or ()
     if rule is None:
@@ -183,32 +183,32 @@ def given_up(training: Training, place: int) -> list[Dropped]:
 
 def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int, int], list[SampleDropped]]:
     """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
-    asked = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
+    parameters = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
     with connect_at(log, "head") as connection:
-        rows = connection.execute(_DROPS, asked).fetchall()
-    found: dict[tuple[int, int], list[SampleDropped]] = {}
+        rows = connection.execute(_DROPS, parameters).fetchall()
+    drops: dict[tuple[int, int], list[SampleDropped]] = {}
     for trajectory, turn, rule, recipe, step, detail, attempt, version, cut in rows:
-        said = orjson.loads(detail)
-        drop = SampleDropped(trajectory, turn, rule, recipe, step, said, attempt, version, cut)
-        found.setdefault((step, attempt), []).append(drop)
-    return found
+        parsed = orjson.loads(detail)
+        drop = SampleDropped(trajectory, turn, rule, recipe, step, parsed, attempt, version, cut)
+        drops.setdefault((step, attempt), []).append(drop)
+    return drops
 
 
-def as_they_came(drops: Iterable[SampleDropped]) -> list[SampleDropped]:
-    """Drops in an order that samples may have come in, behind those that were kept."""
+def in_arrival_order(drops: Iterable[SampleDropped]) -> list[SampleDropped]:
+    """Drops in an order in which their samples may have come, after those that were kept."""
     return sorted(drops, key=lambda drop: -_place(drop.rule))
 
 
 def _place(rule: str) -> int:
-    """Of a rule that compares samples among these; before them of any other."""
+    """The place of a rule in `COMPARING`; -1 for any other rule."""
     return COMPARING.index(rule) if rule in COMPARING else -1
 
 
-def details_of(plan: StepPlanned, drops: Sequence[SampleDropped], due: Iterable[Ruled]) -> Claim:
-    """What the rules compared of the samples that they dropped: each with its rule -> its numbers and texts.
+def details_of(plan: StepPlanned, drops: Sequence[SampleDropped], due: Iterable[DueDrop]) -> Claim:
+    """What the rules compared in the samples that they dropped: rule and sample -> numbers and texts.
 
-    Of what an older release recorded, the keys that both its form and today's have are compared. Left out are
-    the errors of skipped steps (`GIVEN`), and what was erased since, with how many members a group then has.
+    Of what an older release recorded, only keys that today's form has too are compared. Left out are
+    the errors of skipped steps (`GIVEN`), what was erased since, and then also the sizes of groups.
     """
     same_form = plan.environment.get("sources") == source_digests()
     computed = {(d.leaf_turn_id, d.rule): d.detail for d in due}

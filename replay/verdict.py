@@ -1,4 +1,4 @@
-"""What a replay says of a step, stage by stage, and in words: what was compared, and what was not."""
+"""The verdict of a replay on a step, stage by stage and in words: what was compared, and what was not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollbook.store.events import Json
 
 
 class Verdict(StrEnum):
-    """What a replay says of a stage."""
+    """The verdict of a replay on a stage."""
 
     equal = "equal"
     """It came out as recorded, bit for bit; or by the log it is as the manifest says."""
@@ -27,7 +27,7 @@ PROVEN = (Verdict.equal, Verdict.within)
 
 
 class Outcome(StrEnum):
-    """What a replay says of a step."""
+    """The verdict of a replay on a step."""
 
     bits = "bit for bit"
     """All that was recorded was compared, and came out bit for bit."""
@@ -85,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StageReplay:
-    """A stage of a step, as it was recorded and as it is now: digests, and what that comes to.
+    """A stage of a step, as it was recorded and as it is now: the digests, and the verdict.
 
     Attributes:
         why: it differs or is not proven, where that is known.
@@ -106,10 +106,11 @@ class StepReplay:
     """The replay of one step: a value, printed elsewhere.
 
     Attributes:
-        from_version: policy version of the checkpoint it started from; None: no model was asked.
-        weights_only: that had no optimizer state, so the step's update is not proven.
+        from_version: policy version of the checkpoint it started from; None: no model was run.
+        weights_only: that checkpoint had no optimizer state, so the step's update is not proven.
         reran: steps run again, this one last.
-        differs_at_step: this one, or the first before it that differs, whose stages these then are.
+        differs_at_step: the first step that differs, this one or one before it; the stages are then
+            that step's.
         stages: by name, in the order in which they depend on each other.
         metrics: as computed now.
         environment: differences between the recorded environment and this one.
@@ -137,7 +138,7 @@ class StepReplay:
     @property
     def first_difference(self) -> StageReplay | None:
         """The first stage that differs."""
-        return next((one for one in self.stages.values() if one.verdict == Verdict.differs), None)
+        return next((stage for stage in self.stages.values() if stage.verdict == Verdict.differs), None)
 
     @property
     def differs_in(self) -> str | None:
@@ -146,19 +147,21 @@ class StepReplay:
 
     @property
     def bit_for_bit(self) -> bool:
-        """Whether all that was recorded was compared and came out bit for bit, its new weights with it."""
-        compared = self.named(Verdict.equal)
+        """Whether all that was recorded was compared and came out bit for bit, including its new weights."""
+        summary_json = self.named(Verdict.equal)
         rest = self.named(Verdict.not_recorded)
-        return bool(compared) and len(compared) + len(rest) == len(self.stages) and "weights" not in rest
+        return (
+            bool(summary_json) and len(summary_json) + len(rest) == len(self.stages) and "weights" not in rest
+        )
 
     @property
     def exact(self) -> bool:
-        """Whether what was compared came out bit for bit; there may be more that was not."""
+        """Whether what was compared came out bit for bit; more may not have been compared."""
         return bool(self.named(Verdict.equal)) and not self.named(Verdict.differs, Verdict.within)
 
     @property
     def outcome(self) -> Outcome:
-        """What it comes to."""
+        """The verdict on the whole step."""
         if not self.equal:
             return Outcome.differs
         if self.bit_for_bit:
@@ -168,8 +171,8 @@ class StepReplay:
         return Outcome.part if self.unproven or "weights" in self.unrecorded else Outcome.within
 
     def named(self, *verdicts: Verdict) -> list[str]:
-        """The stages of these verdicts, in order."""
-        return [name for name, one in self.stages.items() if one.verdict in verdicts]
+        """The stages with these verdicts, in order."""
+        return [name for name, stage in self.stages.items() if stage.verdict in verdicts]
 
     @property
     def unrecorded(self) -> list[str]:
@@ -178,12 +181,12 @@ class StepReplay:
 
     @property
     def equal(self) -> bool:
-        """Whether none differs beyond what is tolerated here."""
+        """Whether no stage differs beyond what is tolerated here."""
         return self.first_difference is None
 
     @property
     def as_far_as(self) -> str | None:
-        """The last stage that was proven of those that lead to the new weights; None: none was."""
+        """The last proven stage among those that lead to the new weights; None: none was."""
         proven = None
         for name, stage in self.stages.items():
             proven = name if stage.verdict in PROVEN else proven
@@ -199,7 +202,7 @@ class StepReplay:
     @property
     def unproven(self) -> list[StageReplay]:
         """Stages that could not be proven."""
-        return [one for one in self.stages.values() if one.verdict == Verdict.not_proven]
+        return [stage for stage in self.stages.values() if stage.verdict == Verdict.not_proven]
 
 
 FEWEST = 3
@@ -208,30 +211,30 @@ FEWEST = 3
 
 def summary(replay: StepReplay) -> str:
     """A line about a replay in which nothing differs."""
-    said = str(replay.outcome)
+    text = str(replay.outcome)
     match replay.outcome:
         case Outcome.nothing:
             return "nothing of it can be proven here"
         case Outcome.bits:
             if "weights" not in replay.stages:  # a part was asked for
-                said += f" in {_listed(replay, replay.named(Verdict.equal))}"
+                text += f" in {_listed(replay, replay.named(Verdict.equal))}"
             rest = _listed(replay, replay.unrecorded)
-            return f"{said}, but for {rest}, which was not recorded" if rest else said
+            return f"{text}, but for {rest}, which was not recorded" if rest else text
         case Outcome.within:
-            said = "equal within tolerances"
+            text = "equal within tolerances"
         case _:
-            said = "equal in part"
+            text = "equal in part"
     parts = [
         ("bit for bit in", _listed(replay, replay.named(Verdict.equal))),
         ("within tolerances in", ", ".join(_within(replay))),
         ("not compared:", _listed(replay, replay.named(Verdict.not_proven))),
         ("not recorded:", _listed(replay, replay.unrecorded)),
     ]
-    return f"{said}: " + "; ".join(f"{what} {which}" for what, which in parts if which)
+    return f"{text}: " + "; ".join(f"{what} {which}" for what, which in parts if which)
 
 
-def compared(replay: StepReplay) -> Json:
-    """The same for machines: the outcome, and the stages by what is said of them."""
+def summary_json(replay: StepReplay) -> Json:
+    """The summary for machines: the outcome, and the stages by verdict."""
     return {
         "outcome": str(replay.outcome),
         "compared": {str(v): replay.named(v) for v in (Verdict.equal, Verdict.within, Verdict.differs)},

@@ -1,13 +1,14 @@
 """Configurations: TOML that people write, read strictly into typed tables.
 
-`Table` is the base of all of them; the docstring under a key describes it. What pydantic refuses is said with
-each key whole, as it stands in the file: a model names its own inner parts as well (the branch of a union, a
-validator), which a user never wrote.
+`Table` is the base of all of them; the docstring under a key describes that key. Validation
+errors name each key in full, as the file spells it: pydantic's own locations also contain parts
+that no user wrote (the branch of a union, a validator).
 
-The CONFIG of a whole run is one file with a table for each command that takes part in it.
+The CONFIG of a whole run is one file with a table for each command that takes part in the run.
 
-`rollbook run CONFIG` starts all of them. `rollbook serve`, `train` and `rollout` read the same file, each its
-own table and what follows for it from the rest, so that a part can run by itself on another machine.
+`rollbook run CONFIG` starts all of them. `rollbook serve`, `train` and `rollout` read the same
+file: each takes its own table and the values that the other tables imply for it, so that a part
+can run by itself on another machine.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         if path.suffix == ".json":
-            found: dict[str, Any] = json.loads(text)
-            return found
+            values: dict[str, Any] = json.loads(text)
+            return values
         return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
@@ -74,7 +75,7 @@ _TYPE, _THERE = "Input should be ", "there are"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class InvalidValue:
     """A value that was refused.
 
     Attributes:
@@ -100,47 +101,48 @@ class Refused:
         return self.what + self.got
 
 
-def refused(error: ValidationError, values: Any) -> list[Refused]:
-    """All that is wrong with values, once each: of a union the branch that comes furthest is believed."""
-    found = [_of(one, values) for one in error.errors(include_url=False)]
-    kept: list[Refused] = []
-    for one in found:
-        deeper = one.inside and any(_extends(other.keys, one.keys) for other in found)
-        same = next((i for i, other in enumerate(kept) if one.inside and other.keys == one.keys), None)
+def invalid_values(error: ValidationError, values: Any) -> list[InvalidValue]:
+    """Every invalid value, once each; of a union, the error of the branch that matched furthest is kept."""
+    errors = [_of(item, values) for item in error.errors(include_url=False)]
+    kept: list[InvalidValue] = []
+    for item in errors:
+        deeper = item.inside and any(_extends(other.keys, item.keys) for other in errors)
+        same = next((i for i, other in enumerate(kept) if item.inside and other.keys == item.keys), None)
         if same is not None:
-            kept[same] = replace(one, what=_either(kept[same].what, one.what))
+            kept[same] = replace(item, what=_either(kept[same].what, item.what))
         elif not deeper:
-            kept.append(one)
+            kept.append(item)
     return kept
 
 
-def first_refused(error: ValidationError, values: Any) -> str:
+def first_invalid_value(error: ValidationError, values: Any) -> str:
     """The first thing that is wrong with values, in one line, without the value, which may be anything."""
-    first = refused(error, values)[0]
+    first = invalid_values(error, values)[0]
     return f"{first.key}: {first.what or 'unknown key'}" if first.keys else first.what
 
 
-def meant(name: str, choices: Iterable[str], of: str = "choose of") -> str:
-    """What a wrong name was meant for: the nearest choice, or all of them."""
+def suggestion(name: str, choices: Iterable[str], prefix: str = "choose of") -> str:
+    """A suggestion for an unknown name: the nearest choice, or all of them after a prefix."""
     known = list(choices)
     near = _near(name, known)
-    return f"did you mean {near}?" if near else f"{of} {', '.join(known)}"
+    return f"did you mean {near}?" if near else f"{prefix} {', '.join(known)}"
 
 
 def _near(name: str, choices: Sequence[str]) -> str | None:
-    """The nearest choice: one of the same letters, if there is one, and else the most alike."""
+    """The nearest choice: one with the same letters if there is one, otherwise the most similar."""
     near = difflib.get_close_matches(name, choices, 5)
-    return next((one for one in near if sorted(one) == sorted(name)), near[0] if near else None)
+    return next((match for match in near if sorted(match) == sorted(name)), near[0] if near else None)
 
 
-def told(model: type[BaseModel], one: Refused) -> str:
-    """What is wrong with a value; of an unknown key, what it was meant for."""
-    known = [] if one.what else _keys_beside(model, one.keys)
-    return one.text or f"unknown key{f': {meant(one.keys[-1], known, _THERE)}' if known else ''}"
+def describe_invalid(model: type[BaseModel], invalid: InvalidValue) -> str:
+    """What is wrong with a value; for an unknown key, also a suggestion."""
+    known = [] if invalid.what else _keys_beside(model, invalid.keys)
+    return invalid.text or f"unknown key{f': {suggestion(invalid.keys[-1], known, _THERE)}' if known else ''}"
 
 
 def _keys_beside(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """The keys that a model has where an unknown one stands; none where its table is of no one model."""
+    """The keys that the model allows next to an unknown one; empty if its table could be of several
+    models."""
     fields = model.model_fields
     for key in keys[:-1]:
         if key.isdecimal():
@@ -165,7 +167,7 @@ def _holds(values: Any, part: int | str) -> bool:
     return isinstance(values, dict) and part in values
 
 
-def _of(error: ErrorDetails, values: Any) -> Refused:
+def _of(error: ErrorDetails, values: Any) -> InvalidValue:
     keys: list[str] = []
     inside = False
     for place, part in enumerate(error["loc"]):
@@ -178,7 +180,7 @@ def _of(error: ErrorDetails, values: Any) -> Refused:
         keys.append(str(part))
     if error["type"] in _CHOICES:
         keys.append(error["ctx"]["discriminator"].strip("'"))
-    return Refused(tuple(keys), inside, *_text(error))
+    return InvalidValue(tuple(keys), inside, *_text(error))
 
 
 def _text(error: ErrorDetails) -> tuple[str, str]:
@@ -190,7 +192,7 @@ def _text(error: ErrorDetails) -> tuple[str, str]:
         return MISSING, ""
     if kind == "union_tag_invalid":
         choices = [choice.strip("' ") for choice in context["expected_tags"].split(",")]
-        return f"there is no {context['tag']!r}: {meant(str(context['tag']), choices)}", ""
+        return f"there is no {context['tag']!r}: {suggestion(str(context['tag']), choices)}", ""
     if kind == "value_error" and isinstance(error["input"], dict):  # of a whole table
         return str(context["error"]), ""
     text = str(context["error"]) if kind == "value_error" else error["msg"]
@@ -207,7 +209,7 @@ def _extends(keys: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _either(first: str, second: str) -> str:
-    """What both branches of a union say of one value."""
+    """One message for two branches of a union that refuse the same value."""
     words = second.removeprefix(_TYPE)
     return first if words in first else f"{first} or {words}"
 
@@ -229,13 +231,13 @@ def is_whole(values: Json) -> bool:
 
 
 def part_of(values: Json, part: str, name: str) -> Json:
-    """What a CONFIG says to `serve`, `train` or `rollout`: all of it, if it is that command's alone.
+    """The CONFIG of `serve`, `train` or `rollout`: all of it, if it is a CONFIG for that command alone.
 
     Args:
         name: what the CONFIG is called in an error.
 
     Raises:
-        ConfigError: a key is of no part, or the table of this one is missing.
+        ConfigError: a key belongs to no part, or this part's table is missing.
     """
     if not is_whole(values):
         return values
@@ -246,7 +248,8 @@ def part_of(values: Json, part: str, name: str) -> Json:
 
 
 def written_key(values: Json, part: str, key: str) -> str:
-    """The key of a part's value as its file has it: of a whole run's, below the part's table.
+    """A part's key as it is spelled in the file: in a whole run's CONFIG below the part's table,
+    unless it is a shared key.
 
     Args:
         values: of the file.
@@ -265,8 +268,8 @@ def check_whole(values: Json, name: str) -> None:
     for key, value in values.items():
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}"
-            raise ConfigError(f"{name}: {key}: unknown key: {meant}")
+            suggestion = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}"
+            raise ConfigError(f"{name}: {key}: unknown key: {suggestion}")
         if key in (*TABLES, "evaluation") and not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is to be a table, [{key}]")
 
@@ -301,26 +304,26 @@ def _serve(values: Json) -> Json:
 def _train(values: Json) -> Json:
     engine = values.get("serve", {}).get("engine", "embedded")
     engines = engine_urls(values) or ([f"{proxy_url(values)}/engine"] if engine == "embedded" else [])
-    found: Json = _shared(values, "run", "model") | values["train"]
+    settings: Json = _shared(values, "run", "model") | values["train"]
     if engines:
-        found["sync"] = {"engines": engines} | found.get("sync", {})
+        settings["sync"] = {"engines": engines} | settings.get("sync", {})
     if "evaluation" in values:
         evaluation = {"wait_s": WAIT_S} | _shared(values["evaluation"], "every", "wait_s")
-        found["evaluation"] = evaluation | found.get("evaluation", {})
-    return found
+        settings["evaluation"] = evaluation | settings.get("evaluation", {})
+    return settings
 
 
 def _rollout(values: Json) -> Json:
     algorithm = values.get("train", {}).get("algorithm", {})
-    found: Json = {"proxy": proxy_url(values), "run": "default"} | _shared(values, "run", "store")
-    found |= _shared(values.get("serve", {}), "run", "store")
+    settings: Json = {"proxy": proxy_url(values), "run": "default"} | _shared(values, "run", "store")
+    settings |= _shared(values.get("serve", {}), "run", "store")
     if "group_size" in algorithm:
-        found["samples"] = algorithm["group_size"]
+        settings["samples"] = algorithm["group_size"]
     if "evaluation" in values:
         of_training = ("every", "wait_s", "source_runs", "max_samples")
-        found["evaluation"] = {k: v for k, v in values["evaluation"].items() if k not in of_training}
-    found |= values["rollout"]
-    return found
+        settings["evaluation"] = {k: v for k, v in values["evaluation"].items() if k not in of_training}
+    settings |= values["rollout"]
+    return settings
 
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]

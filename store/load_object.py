@@ -1,4 +1,4 @@
-"""Objects of somebody's own code, named `module:name` or `file.py:name`."""
+"""Loads objects of users' own code, named `module:name` or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def load_object(text: str, what: str) -> Any:
     return getattr(module, name)
 
 
-async def called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What a function gives; one that is no coroutine runs in a thread, for it may block."""
+async def call_maybe_async(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """A function's result; a function that is no coroutine runs in a thread, since it may block."""
     if inspect.iscoroutinefunction(call):
-        return await call(*given, **named)
-    found = await asyncio.to_thread(call, *given, **named)
-    return await found if inspect.isawaitable(found) else found
+        return await call(*args, **named)
+    result = await asyncio.to_thread(call, *args, **named)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _of_file(path: Path) -> ModuleType:

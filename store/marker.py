@@ -39,7 +39,7 @@ def raise_marker(folder: Path) -> None:
     """Raise the marker to this release's format, durably, before any file of that format is written.
 
     Raises:
-        NotAStoreError: no store is there.
+        NotAStoreError: there is no store.
         FormatError: a newer Rollbook has written here meanwhile.
     """
     meta = _read(folder)

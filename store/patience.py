@@ -1,4 +1,4 @@
-"""When somebody who waits says so: what is waited for, how much of it is there, and until when. Pure."""
+"""When a waiting process says so: what it waits for, how much of it has come, and until when. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SAY_AFTER_S, SAY_AGAIN_S = 10.0, 60.0
 
 @dataclass(slots=True)
 class Patience:
-    """One wait: it is said after 10 s, and again each minute.
+    """One wait: reported after 10 s, and then every minute.
 
     Attributes:
-        began: when, of the clock that `due` is asked by.
+        began: when, by the clock that `due` is called with.
         after_s, again_s: other times than these.
-        said: when it was said last; None: it was not.
+        said: when it was last reported; None: never.
     """
 
     began: float
@@ -24,7 +24,7 @@ class Patience:
     said: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether it is to be said now, which then counts as said."""
+        """Whether it is to be reported now, which then counts as reported."""
         last, pause = (self.began, self.after_s) if self.said is None else (self.said, self.again_s)
         if now - last < pause:
             return False
@@ -34,11 +34,11 @@ class Patience:
 
 @dataclass(slots=True)
 class Waiting:
-    """Many who wait for the same thing, which is said of all of them together.
+    """Several who wait for the same thing, reported together.
 
     Attributes:
         since: who waits -> since when.
-        said: when it was said last; None: not while anybody waited as now.
+        said: when it was last reported; None: not since the present waiting began.
     """
 
     since: dict[object, float] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Waiting:
         return min(self.since.values())
 
     def begin(self, who: object, now: float) -> None:
-        """One waits, from now on if not before."""
+        """Note that one waits: from now on, if not before."""
         self.since.setdefault(who, now)
 
     def end(self, who: object) -> bool:
-        """One waits no more; whether that is the end of a wait that was said."""
+        """Note that one no longer waits; whether that ends a wait that was reported."""
         self.since.pop(who, None)
         if self.since or self.said is None:
             return False
@@ -62,7 +62,7 @@ class Waiting:
         return True
 
     def due(self, now: float) -> int:
-        """How many of them have waited for 10 s, if that is to be said now; 0 if not."""
+        """How many of them have waited for 10 s, if that is to be reported now; otherwise 0."""
         count = sum(now - since >= SAY_AFTER_S for since in self.since.values())
         if not count or (self.said is not None and now - self.said < SAY_AGAIN_S):
             return 0
@@ -71,11 +71,12 @@ class Waiting:
 
 
 def waits(what: str, since_s: float, left_s: float | None, now_s: float) -> str:
-    """The line of a wait.
+    """The log line of a wait.
 
     Args:
-        what: is waited for, and how much of it is there.
-        since_s: how long it took; left_s: how long at most it may take yet; None: it has no end.
+        what: what is waited for, and how much of it has come.
+        since_s: how long it took; left_s: how long it may take at most from now on; None:
+            without limit.
         now_s: the time, in seconds since 1970.
     """
     until = "as long as it takes" if left_s is None else f"until {clock(now_s + max(left_s, 0))} at most"

@@ -1,7 +1,7 @@
-"""Who may read a store's files: their owner alone, unless `store.toml` shares them.
+"""Who may read a store's files: only their owner, unless `store.toml` shares them.
 
-Every file and folder of a store is created through this module, so that its mode does not depend on the
-umask. Existing files keep their modes.
+Every file and folder of a store is created through this module, so that its mode does not depend
+on the umask. Existing files keep their modes.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def open_file(path: str | Path, flags: int) -> int:
 
 
 def make_empty(path: Path) -> Path:
-    """The path, at which there is a file with the store's mode now: for libraries that open by name."""
+    """The path, where there is now a file with the store's mode: for libraries that open files by name."""
     os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
     return path
 
 
 def replace_small(path: Path, data: bytes) -> None:
-    """Write a small file in the place of whatever has that name, which is not written into."""
+    """Replace a small file by a new one; the old one is not written into."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
@@ -124,6 +124,6 @@ def make_folder(path: Path) -> None:
 
 
 def _set(fd: int, mode: int) -> None:
-    """What the umask took of it."""
+    """Set the mode bits that the umask removed."""
     if os.fstat(fd).st_mode & 0o7777 != mode:
         os.fchmod(fd, mode)

@@ -1,9 +1,9 @@
-"""Connects to Ray: to a user's cluster, or to one that is started here, for this process and its children.
+"""Connects to Ray: to a user's cluster, or to one started here for this process and its children.
 
-Whoever reaches Ray's ports runs code in it. So a cluster that is started here listens on the loopback alone,
-and takes nobody's word without a token of its own, which only this user reads.
+Whoever reaches Ray's ports can run code in the cluster. So a cluster started here listens on
+loopback only and requires a token of its own, which only this user can read.
 
-Ray would take SIGTERM for itself; this process keeps it.
+Ray would install its own SIGTERM handler; this process keeps its handler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CURRENT = "ray_current_cluster"
 
 
 def imported() -> Any:
-    """Ray.
+    """The module `ray`.
 
     Raises:
         ConfigError: it is not installed.
@@ -86,8 +86,8 @@ def _joined(ray: Any, namespace: str | None) -> Callable[[], None]:
 
 
 def _started_by_user() -> bool:
-    """Whether this user, or root, started a cluster on this host by `ray start`. Another user's may be a
-    trap: who connects to a cluster runs what it says."""
+    """Whether this user, or root, started a cluster on this host by `ray start`. Another user's may
+    be a trap: a process that connects to a cluster runs what the cluster says."""
     noted = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / CURRENT
     try:
         return noted.stat().st_uid in (0, os.geteuid())
@@ -97,8 +97,8 @@ def _started_by_user() -> bool:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Context: a folder that this user alone may enter: Ray has everybody write into its own. Its path is
-    short: Ray's sockets are in it."""
+    """Context: a folder that only this user may enter, since Ray lets everybody write into its own.
+    Its path is short, because Ray's sockets are in it."""
     path = Path(tempfile.mkdtemp(prefix="rollbook-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
     try:
         yield path
@@ -108,7 +108,7 @@ def _folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _protected(folder: Path) -> Iterator[None]:
-    """Context: what Ray reads here says that it listens on the loopback, and asks for a new token."""
+    """Context: variables that make Ray listen on loopback and require a new token."""
     token = folder / "token"
     with open(token, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(secrets.token_hex(32))
@@ -149,7 +149,7 @@ def _read_again() -> None:
 
 @contextmanager
 def kept_sigterm() -> Iterator[None]:
-    """Context: SIGTERM is handled afterwards as before, whatever a library makes of it meanwhile."""
+    """Context: restores the SIGTERM handler afterwards, whatever a library does to it meanwhile."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

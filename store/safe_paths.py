@@ -1,23 +1,27 @@
 """Opens what is in a store's folder, and nothing else: a store from a stranger leads nowhere outside.
 
-A store holds folders and plain files. A link in it could name any file of the user who opens it, to be read,
-cut off or written over; a pipe or a device in the place of a file would be waited for without end. So:
+A store holds folders and plain files. A link in it could name any file of the user who opens it,
+to be read, truncated or overwritten; opening a pipe or a device in place of a file could block
+forever. So:
 
-- `look_inside` looks at every name in the folder when a store is opened, before anything else is read, and
-  refuses the store if one of them is something else. A link into a folder that `ROLLBOOK_ALLOW` names may
-  stay.
-- What is opened by us (`open_plain`, `read_small`) is opened without following a link in its last place,
-  never waits, and is refused if it is no plain file or larger than its like ever is.
-- A path that the log or a manifest names is taken as below the store's folder, or refused (`place_inside`).
+- `look_inside` checks every name in the folder when a store is opened, before anything else is
+  read, and refuses the store if one is neither a folder nor a plain file. A link into a folder
+  that `ROLLBOOK_ALLOW` names may stay.
+- Files that this code opens (`open_plain`, `read_small`) are opened without following a link in
+  the last part of their path, never block, and are refused if they are no plain files or larger
+  than such a file ever is.
+- A path that the log or a manifest names is taken as relative to the store's folder, or refused
+  (`place_inside`).
 
-What remains: Arrow, DuckDB and SQLite open files by their path. A process that can write into the folder
-*while* it is read could put a link there after it was looked at; a store's folder is its owner's to write.
+What remains: Arrow, DuckDB and SQLite open files by their path. A process that can write into
+the folder *while* it is read could put a link there after the check; only the owner of a store's
+folder should be able to write to it.
 
-Beside that: `fsync_folder` waits until the disk has a change of a folder, and a lock keeps a folder from
-being removed while it is read.
+Also here: `fsync_folder` waits until a change of a folder is on the disk, and a lock keeps a
+folder from being removed while it is read.
 
-Who reads shares the lock, who removes has it alone. It (`flock`) ends with the process; on a file system
-without such locks nothing is held, and a reader may find files gone.
+Readers share the lock, removal takes it exclusively. It (`flock`) ends with the process; a file
+system without such locks holds nothing, and a reader may find files gone.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ _KINDS = {
 
 
 def look_inside(store: Path) -> None:
-    """See that the store's folder holds folders and plain files only.
+    """Check that the store's folder holds only folders and plain files.
 
     Raises:
         OutsideError: something else is there; nothing was opened.
@@ -62,12 +66,12 @@ def _look_through(folder: str) -> None:
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder, each thing looked at; nothing where the folder went meanwhile."""
+    """The entries of a folder, each checked; none if the folder has gone meanwhile."""
     try:
-        found = list(os.scandir(folder))
+        entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return  # who may not list a folder finds nothing to open in it
-    for entry in found:
+    for entry in entries:
         if entry.is_symlink():
             _refuse_link(entry.path)
         elif not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
@@ -119,7 +123,7 @@ def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> i
 
 
 def refuse_no_plain(path: str | os.PathLike[str]) -> None:
-    """See that a plain file is there, or nothing: for what a library is to open by its path.
+    """Check that a plain file is there, or nothing: for files that a library will open by their path.
 
     Raises:
         OutsideError: something else is there.
@@ -190,7 +194,7 @@ def fsync_file(path: Path, flags: int = 0) -> None:
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Context: the folder is not removed within it. One that is not there is not made."""
+    """Context: the folder is not removed within it. A missing folder is not created."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -206,7 +210,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removing_alone(folder: Path) -> Iterator[bool]:
-    """Context: whether nobody reads the folder, and nobody begins to within it.
+    """Context: gives whether nobody reads the folder; within it nobody can begin to.
 
     Raises:
         OSError: it cannot be opened.

@@ -1,6 +1,8 @@
-"""The secret of a store, from which keys and digests are derived: it is never uploaded, exported or shown.
+"""The secret of a store, from which keys and digests are derived: it is never uploaded, exported or
+shown.
 
-It lies in the store's folder, or, where others may read that, in the file that ROLLBOOK_SECRET_FILE names.
+It is in the store's folder or, where others may read that folder, in the file that
+ROLLBOOK_SECRET_FILE names.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ _BYTES = 32
 
 
 def store_secret(store: Path, purpose: str) -> bytes:
-    """32 bytes for one purpose, the same for as long as the store keeps its secret; made where there is none.
+    """32 bytes for one purpose, constant as long as the store keeps its secret, which is made if missing.
 
-    Two purposes share nothing: each has an HMAC-SHA256 of its name by the store's secret.
+    Secrets of two purposes are independent: each is the HMAC-SHA256 of the purpose's name under
+    the store's secret.
 
     Raises:
         NotAStoreError: the file holds no secret, or may not be read or made; or there are two.
@@ -67,7 +70,7 @@ def _place(store: Path) -> Path:
 
 
 def _made(path: Path) -> bytes:
-    """A new secret, durably; of two processes that make one at once, the first one's."""
+    """Create a secret, durably; if two processes create one at once, the first one's is returned."""
     temporary = path.with_name(f"{new_id()}.creating")
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollbook.store.config import refused, told
+from rollbook.store.config import describe_invalid, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.safe_paths import read_small
 
@@ -102,8 +102,10 @@ def read_settings(store: Path) -> StoreSettings:
         values = tomllib.loads(read_small(path).decode()) if path.exists() else {}
         settings = StoreSettings.model_validate(values)
     except ValidationError as error:
-        found = refused(error, values)
-        wrong = "; ".join(f"{one.key or 'file'}: {told(StoreSettings, one)}" for one in found)
+        invalid = invalid_values(error, values)
+        wrong = "; ".join(
+            f"{item.key or 'file'}: {describe_invalid(StoreSettings, item)}" for item in invalid
+        )
         raise ConfigError(f"{path}: {wrong}") from error
     except (ValueError, RecursionError) as error:  # a number or a nesting without end, too
         raise ConfigError(f"{path} is not TOML: {error}") from error

@@ -18,8 +18,8 @@ SHARE = 2
 class Spill:
     """A folder that only its owner may enter, in the system's place for temporary files (`TMPDIR`).
 
-    It is removed with `release`, or when nothing refers to this any more. Where none can be made (a full or a
-    read-only disk), `config` says that nothing is put anywhere: queries then have the memory alone.
+    It is removed by `release`, or when nothing refers to this object any more. If none can be
+    made (a full or a read-only disk), `config` disables spilling: queries then have only memory.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Spill:
         self.config = {"temp_directory": folder, "max_temp_directory_size": f"{free // SHARE}B"}
 
     def release(self) -> None:
-        """Remove the folder; a connection that still uses it can put nothing there any more."""
+        """Remove the folder; a connection that still uses it can no longer spill."""
         self._end()
 
 

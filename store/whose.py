@@ -1,7 +1,8 @@
-"""Whose a proxy is: of which store, which run, and which start of `rollbook run`. Pure.
+"""Identifies a proxy by its store, its run, and the start of `rollbook run` that it belongs to. Pure.
 
-Who is about to give a proxy work, or weights, sees first whose it is: any port may be another's. A word that
-was never used before is answered with a proof that only who has the store's folder can make.
+Before a process gives a proxy work or weights, it checks whose proxy that is: any port may be
+another's. The proxy proves it by answering a nonce in a way that only a process with the store's
+folder can.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PROVING = "whose a proxy is"
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
-    """Whose a proxy is, or is to be; what is empty is not known, or may be any."""
+class ProxyIdentity:
+    """The identity of a proxy, actual or wanted; an empty field is unknown, or may be anything."""
 
     store: str = ""
     run: str = ""
@@ -37,35 +38,35 @@ class Whose:
         return f"{run} of store {self.store}" if self.store else run
 
     @classmethod
-    def said(cls, details: Mapping[str, Any]) -> Whose:
-        """What a proxy says of itself at /healthz."""
+    def said(cls, details: Mapping[str, Any]) -> ProxyIdentity:
+        """The identity that a proxy reports at /healthz."""
         return cls(*(str(details.get(name) or "") for name in ("store", "run", "start")))
 
     @classmethod
-    def of_header(cls, text: str) -> Whose:
-        """Of `FOR`."""
+    def of_header(cls, text: str) -> ProxyIdentity:
+        """The identity in the header `FOR`."""
         return cls(*map(unquote, [*text.split("/"), "", ""][:3]))
 
     @property
     def header(self) -> str:
-        """For `FOR`."""
+        """The value of the header `FOR`."""
         return "/".join(quote(part, safe="") for part in (self.store, self.run, self.start))
 
-    def refuses(self, found: Whose) -> str | None:
-        """Why a proxy is not the one that is wanted; None: it is."""
-        for mine, its in ((self.store, found.store), (self.run, found.run)):
-            if mine and mine != its:
-                return f"is of {found}, and not of {self}"
-        if self.start and self.start != found.start:
-            return f"is of {found}, but of another start of `rollbook run`"
+    def refuses(self, actual: ProxyIdentity) -> str | None:
+        """Why another identity does not match this wanted one; None if it does."""
+        for mine, theirs in ((self.store, actual.store), (self.run, actual.run)):
+            if mine and mine != theirs:
+                return f"is of {actual}, and not of {self}"
+        if self.start and self.start != actual.start:
+            return f"is of {actual}, but of another start of `rollbook run`"
         return None
 
 
-def proof(secret: bytes, word: str, whose: Whose) -> str:
-    """What only who has the store's folder can answer to a word.
+def proof(secret: bytes, word: str, whose: ProxyIdentity) -> str:
+    """The answer to a nonce, which only a process with the store's folder can compute.
 
     Args:
         secret: the store's, for `PROVING`.
     """
-    said = "\0".join((word, whose.store, whose.run, whose.start))
-    return hmac.new(secret, said.encode(), hashlib.sha256).hexdigest()
+    message = "\0".join((word, whose.store, whose.run, whose.start))
+    return hmac.new(secret, message.encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,5 @@
-"""How long the parts of a step take, and what steps take of time and memory, as metrics of a training."""
+"""Times the parts of a step, and reports the time and memory that steps take as metrics of a
+training."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from rollbook.store.events import Json
 
 
 class Clock:
-    """Seconds by part. Each moment is counted once: a part that begins within another interrupts it.
+    """Seconds by part. Each moment is counted once: a part that begins within another interrupts
+    it.
 
     Args:
-        rest: the part that moments in no other belong to.
+        rest: the part to which moments outside of all others belong.
     """
 
     def __init__(self, rest: str) -> None:
@@ -54,19 +56,19 @@ _CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 @contextlib.contextmanager
 def clock(rest: str) -> Iterator[Clock]:
-    """Within, parts that are `timed` are counted, and all else as `rest`."""
-    made = Clock(rest)
-    token = _CLOCK.set(made)
+    """A context in which parts that are `timed` are counted, and all other time as `rest`."""
+    timer = Clock(rest)
+    token = _CLOCK.set(timer)
     try:
-        yield made
+        yield timer
     finally:
-        made.end()
+        timer.end()
         _CLOCK.reset(token)
 
 
 @contextlib.contextmanager
 def timed(part: str) -> Iterator[None]:
-    """Within, time counts as this part, where somebody counts."""
+    """A context whose time counts as this part, where a `clock` is running."""
     counting = _CLOCK.get()
     if counting is None:
         yield
@@ -79,7 +81,7 @@ def timed(part: str) -> Iterator[None]:
 
 
 class Spent:
-    """Counts what lies between steps: checkpoints and syncs, and the wait for a batch."""
+    """Counts the time between steps: checkpoints and syncs, and the wait for a batch."""
 
     def __init__(self) -> None:
         self._free = time.perf_counter()
@@ -92,7 +94,7 @@ class Spent:
         self._waited = time.perf_counter() - self._free - self._scored
 
     def scored(self, begun: float) -> None:
-        """A part of the batch to come is scored, which began at this time of the clock."""
+        """A part of the batch to come was scored, which began at this time of the clock."""
         self._scored += time.perf_counter() - begun
 
     def published(self, begun: float) -> None:
@@ -101,7 +103,7 @@ class Spent:
         self._published = self._free - begun
 
     def metrics(self, counted: Clock) -> Json:
-        """Seconds by part, and memory: of a step, and of what came before it."""
+        """Seconds by part, and memory, of a step and of the time before it."""
         parts = {"publish": self._published, "wait": self._waited, "scoring": 0.0} | counted.now()
         parts["scoring"] += self._scored
         self._published = self._waited = self._scored = 0.0
@@ -114,7 +116,7 @@ def is_spent(metric: str) -> bool:
 
 
 def _peak_gib() -> float:
-    """The most memory of the GPU, where there is one, or of this process, so far."""
+    """The peak memory so far of the GPU, where there is one, or of this process."""
     if torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated()) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

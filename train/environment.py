@@ -1,8 +1,9 @@
 """The fingerprint of a step's environment, and how two of them differ.
 
-It says what computes here and how it is set (processor, libraries, torch's threads and flags, the GPU), the
-environment variables that numerical libraries obey, and digests of the sources that a step runs: a version
-tells nothing of a file that was edited. Those sources are recorded file by file as a training starts.
+It holds what computes here and how it is set (processor, libraries, torch's threads and flags,
+the GPU), the environment variables that numerical libraries obey, and digests of the sources
+that a step runs, since a version does not show that a file was edited. Those sources are
+recorded file by file when a training starts.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def processor() -> str:
-    """The processor's model name: kernels are chosen by it."""
+    """The processor's model name, by which kernels are chosen."""
     return _cpuinfo("model name") or platform.processor()
 
 
 def instructions() -> str:
-    """The sets of instructions that the processor has, of those that kernels are chosen by; "" if unknown."""
+    """The processor's instruction sets, of those by which kernels are chosen; "" if unknown."""
     has = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
     return " ".join(name for name in _INSTRUCTIONS if name in has)
 
 
 def libraries() -> Json:
-    """The libraries that torch was built with, and the system's own that computes what they leave to it."""
+    """The libraries that torch was built with, and the system's libraries that they use."""
     built = torch.__config__.show()
     return {
         "blas": _first(r"BLAS_INFO=(\w+)", built),
@@ -62,33 +63,34 @@ def libraries() -> Json:
 
 
 def threading() -> Json:
-    """How many threads each library takes for an operation, beside torch's own number, and whose they are."""
-    said = torch.__config__.parallel_info()
-    omp, mkl = (_first(rf"{name}_get_max_threads\(\) : (\d+)", said) for name in ("omp", "mkl"))
+    """How many threads each library uses for an operation, beside torch's own number, and by which
+    backend."""
+    info = torch.__config__.parallel_info()
+    omp, mkl = (_first(rf"{name}_get_max_threads\(\) : (\d+)", info) for name in ("omp", "mkl"))
     return {
         "omp": int(omp) if omp else None,
         "mkl": int(mkl) if mkl else None,
         "interop": torch.get_num_interop_threads(),
-        "backend": _first(r"ATen parallel backend: (.+)", said),
+        "backend": _first(r"ATen parallel backend: (.+)", info),
     }
 
 
 def flags(device: torch.device) -> Json:
     """Torch's settings that decide which kernels run, and how exactly they compute."""
     tiny = sys.float_info.min  # below it this thread's processor may take numbers for 0; torch cannot say
-    found: Json = {
+    settings: Json = {
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "onednn": torch.backends.mkldnn.enabled,
         "onednn_matmul": _precision(torch.backends.mkldnn, "matmul"),
         "flush_denormals": tiny * 0.5 == 0.0,
     }
-    return found | _cuda_flags() if device.type == "cuda" else found
+    return settings | _cuda_flags() if device.type == "cuda" else settings
 
 
 def gpu(device: torch.device) -> Json:
-    """A CUDA device: its kind, how much of it there is, and the libraries that compute on it."""
+    """A CUDA device: its kind, its size, and the libraries that compute on it."""
     about = torch.cuda.get_device_properties(device)
-    found: Json = {
+    facts: Json = {
         "name": torch.cuda.get_device_name(device),
         "capability": f"{about.major}.{about.minor}",
         "multiprocessors": about.multi_processor_count,
@@ -97,8 +99,8 @@ def gpu(device: torch.device) -> Json:
         "nccl": list(torch.cuda.nccl.version()),
     }
     if _DRIVER.exists():
-        found["driver"] = _first(r"Module\D*([\d.]+)", _DRIVER.read_text())
-    return found
+        facts["driver"] = _first(r"Module\D*([\d.]+)", _DRIVER.read_text())
+    return facts
 
 
 def _cuda_flags() -> Json:
@@ -116,13 +118,14 @@ def _cuda_flags() -> Json:
 
 
 def _precision(backend: Any, operation: str) -> str:
-    """What a backend may round float32 to in an operation; `none` asks for nothing, which is `ieee`."""
-    said = str(getattr(backend, operation).fp32_precision)
-    return "ieee" if said == "none" else said
+    """The type to which a backend may round float32 in an operation; `none` sets nothing, which is
+    `ieee`."""
+    precision = str(getattr(backend, operation).fp32_precision)
+    return "ieee" if precision == "none" else precision
 
 
 def _cpuinfo(key: str) -> str:
-    """What Linux says of the first processor under a key; "" if nothing."""
+    """The value of a key for the first processor in Linux's cpuinfo; "" if there is none."""
     if not _CPUINFO.exists():
         return ""
     with _CPUINFO.open() as lines:
@@ -131,8 +134,8 @@ def _cpuinfo(key: str) -> str:
 
 def _first(pattern: str, text: str) -> str | None:
     """The first group of the first match."""
-    found = re.search(pattern, text)
-    return None if found is None else found[1].strip()
+    match = re.search(pattern, text)
+    return None if match is None else match[1].strip()
 
 
 PREFIXES = (
@@ -192,9 +195,10 @@ _WATCHING = "TORCH_NCCL_"
 
 
 def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of an environment's variables that may decide bits, by name; one that is not set is not there.
+    """The environment variables that may decide bits, by name; those that are not set are left out.
 
-    A value that holds a path, or is long, is kept as a digest: it can be compared, and tells nothing else.
+    A value that holds a path, or is long, is kept as a digest: it can be compared, and reveals
+    nothing else.
     """
     return {
         name: _value(environment[name])
@@ -204,8 +208,8 @@ def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def only_places(name: str) -> bool:
-    """Whether a variable says where and when something is computed and where it lies, or how it is watched
-    over: no bits are known to hang on it."""
+    """Whether a variable only says where and when something is computed, where it lies, or how it
+    is watched: no bits are known to depend on it."""
     return name in _PLACING or name.startswith(_WATCHING)
 
 
@@ -247,7 +251,7 @@ _DIGITS = 16
 
 @functools.cache
 def file_digests() -> dict[str, dict[str, str]]:
-    """Room -> file of it -> digest, of Rollbook's, as they were when this process first asked.
+    """Room -> file -> digest, of Rollbook's own files, as they were when this process first asked.
 
     Some 6 kB, which a training records once, as it starts; its steps record `source_digests`.
     """
@@ -264,15 +268,16 @@ def file_digests() -> dict[str, dict[str, str]]:
 @functools.cache
 def source_digests() -> dict[str, str]:
     """Room -> digest of its sources, as they were when this process first asked; Megatron is one room."""
-    found = {room: _combined(files) for room, files in file_digests().items()}
+    digests = {room: _combined(files) for room, files in file_digests().items()}
     spec = importlib.util.find_spec("megatron.core")
     if spec is not None and spec.origin is not None:
-        found[MEGATRON] = _combined(_files(Path(spec.origin).parent, False))
-    return found
+        digests[MEGATRON] = _combined(_files(Path(spec.origin).parent, False))
+    return digests
 
 
 def _files(place: Path, named: bool) -> dict[str, str]:
-    """Path within a folder -> digest, of each Python file in it and in those within it; or of one file.
+    """Path within a folder -> digest, of each Python file in it and in its subfolders; or of a
+    single file.
 
     Args:
         named: whether the paths begin with the folder's own name, for a room of several folders.
@@ -287,19 +292,20 @@ def _digest(path: Path) -> str:
 
 
 def _combined(files: Mapping[str, str]) -> str:
-    """Digest of a set of files: equal ones have the same names and contents."""
+    """The digest of a set of files: equal digests mean the same names and contents."""
     return combine(f"{name} {digest}" for name, digest in files.items())[:_DIGITS]
 
 
 def with_files(log: Store, run: str, recorded: Json, here: Json) -> tuple[Json, Json]:
-    """Both fingerprints with a digest per file, so that their differences name files and not rooms alone.
+    """Both fingerprints with a digest per file, so that their differences name files and not rooms
+    alone.
 
     Args:
         recorded: the fingerprint of a step of this run.
         here: the fingerprint that the step would get here.
 
     Returns:
-        Both as they are, if no start of a training recorded the files of those sources.
+        Both unchanged, if no start of a training recorded the files of those sources.
     """
     sources = recorded.get("sources")
     for event in log.events_of([RunOpened.KIND]):
@@ -332,12 +338,13 @@ def fingerprint(
     *,
     dtype: str = "float32",
 ) -> Json:
-    """Everything known to change bits: versions and sources, processor, threads, flags, variables, parallel
-    layout, and the sources of an algorithm's parts that are not Rollbook's.
+    """Everything known to change bits: versions and sources, processor, threads, flags, variables,
+    parallel layout, and the sources of an algorithm's parts that are not Rollbook's.
 
-    What cannot change in a process is looked up once: the first takes some 50 ms, the next well under 1 ms.
+    What cannot change in a process is looked up once: the first call takes some 50 ms, the next
+    well under 1 ms.
     """
-    found: Json = {
+    facts: Json = {
         **_of_process(),
         "device": str(device),
         "threads": torch.get_num_threads(),
@@ -349,15 +356,15 @@ def fingerprint(
         "variables": kept_variables(os.environ),
     }
     if own := sources(algorithm or {}):
-        found["parts"] = own
+        facts["parts"] = own
     if device.type == "cuda":
-        found["gpu"] = _gpu(device)
-    return found
+        facts["gpu"] = _gpu(device)
+    return facts
 
 
 @functools.cache
 def _of_process() -> Json:
-    """What stays as it is for as long as a process runs."""
+    """The part that does not change for as long as a process runs."""
     return {
         "form": FORM,
         "rollbook": __version__,
@@ -379,7 +386,7 @@ _gpu = functools.cache(gpu)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that was recorded of an environment, and is not so here.
+    """A recorded value of an environment that is different here.
 
     Attributes:
         key: its place in a fingerprint, such as `packages.torch` or `sources.algorithms`.
@@ -400,7 +407,7 @@ class Difference:
 def differences(recorded: Json, here: Json) -> list[Difference]:
     """How an environment differs from the recorded one, leaf by leaf, sorted by key.
 
-    What the step did not record, since the release of then did not know it, is no difference.
+    What the step did not record, because its release did not know it yet, is no difference.
     """
     before, now = _leaves(recorded), _leaves(here)
     return [
@@ -411,8 +418,8 @@ def differences(recorded: Json, here: Json) -> list[Difference]:
 
 
 def unrecorded(recorded: Json, here: Json) -> list[str]:
-    """What is known of an environment here and was not recorded of the other, and may change bits; by its
-    outermost key of which nothing was recorded."""
+    """What is known of the environment here, was not recorded of the other, and may change bits; by
+    the outermost key under which nothing was recorded."""
     before = _leaves(recorded)
     missing = [
         key
@@ -423,18 +430,18 @@ def unrecorded(recorded: Json, here: Json) -> list[str]:
 
 
 def _leaves(values: Json, prefix: str = "") -> dict[str, Any]:
-    """`outer.inner` -> value, of all that is no object itself; but not the form."""
-    found: dict[str, Any] = {}
+    """`outer.inner` -> value, of every value that is not itself an object, except the form."""
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{key}.")
+            leaves |= _leaves(value, f"{prefix}{key}.")
         elif prefix or key != "form":
-            found[prefix + key] = value
-    return found
+            leaves[prefix + key] = value
+    return leaves
 
 
 def _unrecorded(key: str, recorded: Json, leaves: Mapping[str, Any]) -> bool:
-    """Whether a step says nothing of a key."""
+    """Whether a step recorded nothing about a key."""
     if key in leaves:
         return False
     outer = key.partition(".")[0]
@@ -444,7 +451,8 @@ def _unrecorded(key: str, recorded: Json, leaves: Mapping[str, Any]) -> bool:
 
 
 def _matters(key: str, recorded: Json, here: Json) -> Matters:
-    """What a difference in a key is known to be able to change. An unknown key may change anything."""
+    """What a difference in a key can change, as far as is known. An unknown key may change
+    anything."""
     if key in _NO_BITS or (key.startswith("variables.") and only_places(key.removeprefix("variables."))):
         return "nothing known"
     part_of = {"python": _minor, "device": _kind}.get(key)
@@ -456,7 +464,7 @@ def _matters(key: str, recorded: Json, here: Json) -> Matters:
 
 
 def _minor(python: Any) -> list[str]:
-    """Of Python's version what packages are compiled for."""
+    """The part of Python's version that packages are compiled for."""
     return str(python).split(".")[:2]
 
 

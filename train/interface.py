@@ -1,4 +1,4 @@
-"""The network interface at which gloo and nccl listen: the loopback, or one towards another host."""
+"""The network interface on which gloo and nccl listen: the loopback, or one towards another host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by whose address this host reaches another one, or itself; None where none of
-    its interfaces has that address.
+    """The network interface with whose address this host reaches another host, or itself; None if
+    none of its interfaces has that address.
 
     Gloo would choose by the host's name, which often is an address of the loopback.
     """
@@ -22,18 +22,18 @@ def interface_towards(host: str) -> str | None:
         nothing_is_sent.connect(address)
         own = nothing_is_sent.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in addresses):
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     return None
 
 
 def choose_interface(host: str) -> None:
-    """Have gloo take the network interface towards a host, unless the environment names one."""
+    """Make gloo use the network interface towards a host, unless the environment names one."""
     _choose(INTERFACE, host)
 
 
 def stay_on_this_host() -> None:
-    """Have gloo and nccl listen on the loopback alone, unless the environment names an interface."""
+    """Make gloo and nccl listen on the loopback only, unless the environment names an interface."""
     for variable in (INTERFACE, NCCL_INTERFACE):
         _choose(variable, LOOPBACK)
 
@@ -49,5 +49,5 @@ def _choose(variable: str, host: str) -> None:
 
 
 def given_environment() -> dict[str, str]:
-    """The environment of this process, without the interfaces that it chose itself."""
+    """The environment of this process, without the interfaces that it set itself."""
     return {name: value for name, value in os.environ.items() if _chosen.get(name) != value}

@@ -1,6 +1,7 @@
-"""`rollbook score`: rewards of finished trajectories by a reward model, appended to the log.
+"""`rollbook score`: scores finished trajectories with a reward model, and appends the rewards to
+the log.
 
-The reward model is read as transformers reads it, and gives whole paths of tokens a score.
+The reward model is read as transformers reads it, and scores whole paths of tokens.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Scoring:
 
     Attributes:
         run: whose finished trajectories are scored.
-        source: that the rewards are of.
+        source: the source of the rewards.
         splits: of the trajectories.
-        penalty: of each standard deviation of a score (PURM); 0: none.
-        temperature: that scores are divided by.
+        penalty: for each standard deviation of a score (PURM); 0: none.
+        temperature: by which scores are divided.
     """
 
     run: str
@@ -68,13 +69,14 @@ class Scoring:
     temperature: float = 1.0
 
     def reward(self, score: Score) -> float:
-        """The lower bound of a score, at its temperature."""
+        """The lower bound of a score, divided by the temperature."""
         return (score.mean - self.penalty * (score.deviation or 0.0)) / self.temperature
 
 
 @dataclass(slots=True)
 class Scored:
-    """What was done: rewards appended, trajectories that had one, and those left out, by reason."""
+    """The result: rewards appended, trajectories that already had one, and those left out, by
+    reason."""
 
     scored: int = 0
     already: int = 0
@@ -90,13 +92,15 @@ def score_run(
     idle_timeout_s: float | None,
     progress: Progress,
 ) -> Scored:
-    """Give every finished trajectory that has no reward of the source one, by its last path.
+    """Reward every finished trajectory that has no reward from the source yet, by the score of its
+    last path.
 
-    Each reward is durable before the next ones are computed, so that an interrupted command goes on where it
-    was.
+    Each reward is durable before the next ones are computed, so that an interrupted command goes
+    on where it was.
 
     Args:
-        idle_timeout_s: go on with trajectories that finish later, until none has for so long; None: do not.
+        idle_timeout_s: go on with trajectories that finish later, until none has for so long;
+            None: do not.
 
     Raises:
         ConfigError: the source has rewards of another model, or of this one made otherwise.
@@ -105,14 +109,14 @@ def score_run(
     """
     what = f"scoring run {scoring.run} as {scoring.source!r}"
     with log.claim(what, "let it finish, or name another --source"):
-        said = asdict(scoring) | {"splits": list(scoring.splits), "model_digest": model.digest}
-        _check_source(log, scoring, said)
+        settings = asdict(scoring) | {"splits": list(scoring.splits), "model_digest": model.digest}
+        _check_source(log, scoring, settings)
         cut, done = log.head(), Scored()
         with log.writer(lane) as writer:
-            scorer = _Scorer(model, scoring, writer, done, RunOpened("score", said))
-            found = find_references(log, cut, scoring.run, _recipe(scoring))
-            numbers = _last_paths(found, done)
-            paths = Materializer(log, cut, found, scoring.run)
+            scorer = _Scorer(model, scoring, writer, done, RunOpened("score", settings))
+            references = find_references(log, cut, scoring.run, _recipe(scoring))
+            numbers = _last_paths(references, done)
+            paths = Materializer(log, cut, references, scoring.run)
             with progress(f"score run {scoring.run}", len(numbers)) as advance:
                 for part in _chunks(numbers):
                     scorer.add(paths.samples(part))
@@ -134,24 +138,25 @@ def calibrated(log: Store, folder: Path) -> float:
     if origin is None or versions.own(origin.run, origin.policy, origin) is None:
         raise ConfigError(f"--calibrated: {folder} is no checkpoint of a training that was evaluated here")
     run, policy, version = origin.run, origin.policy, origin.version
-    found = [
+    temperatures = [
         event.record.metrics.get("calibration_temperature")
         for event in log.events_of({EvalFinished.KIND})
         if event.run == run
         and isinstance(event.record, EvalFinished)
         and (event.record.policy, event.record.policy_version) == (policy, version)
     ]
-    if not found or found[-1] is None:
-        why = "fitted no temperature" if found else "is not there"
+    if not temperatures or temperatures[-1] is None:
+        why = "fitted no temperature" if temperatures else "is not there"
         raise ConfigError(
             f"--calibrated: the evaluation of version {version} of policy {policy!r} in run {run!r} {why}: "
             "train it with [evaluation] on pairs of which some are rated wrongly, or leave the option out"
         )
-    return float(found[-1])
+    return float(temperatures[-1])
 
 
 class _Scorer:
-    """Scores samples and appends their rewards; the first time it says by what."""
+    """Scores samples and appends their rewards; the first append also records the model and
+    settings."""
 
     def __init__(
         self,
@@ -223,29 +228,29 @@ def _finished(log: Store, cut: Cut, ids: Sequence[str], scorer: _Scorer) -> Iter
             scorer.done.left_out["nothing_sampled"] += 1
 
 
-def _last_paths(found: References, done: Scored) -> list[int]:
-    """Of each finished trajectory without a reward the number of its last path with sampled tokens."""
-    rewarded = found.trajectories["reward"].is_valid().to_numpy()
+def _last_paths(references: References, done: Scored) -> list[int]:
+    """The number of the last path with sampled tokens of each finished trajectory without a reward."""
+    rewarded = references.trajectories["reward"].is_valid().to_numpy()
     done.already = int(rewarded.sum())
     last: dict[int, int] = {}
-    for number in np.flatnonzero((found.trained_tokens > 0) | found.erased).tolist():
-        row = int(found.trajectory[number])
-        if not rewarded[row] and (row not in last or found.leaf[number] > found.leaf[last[row]]):
+    for number in np.flatnonzero((references.trained_tokens > 0) | references.erased).tolist():
+        row = int(references.trajectory[number])
+        if not rewarded[row] and (row not in last or references.leaf[number] > references.leaf[last[row]]):
             last[row] = number
     done.left_out["nothing_sampled"] += int((~rewarded).sum()) - len(last)
     return list(last.values())
 
 
 def _recipe(scoring: Scoring) -> RecipeConfig:
-    """A recipe that leaves nothing out, and knows which trajectories have a reward of the source."""
+    """A recipe that leaves nothing out, and shows which trajectories have a reward from the source."""
     return RecipeConfig(reward_source=scoring.source).model_copy(update={"splits": scoring.splits})
 
 
-def _check_source(log: Store, scoring: Scoring, said: Json) -> None:
-    """Check that the source's rewards are all of this model, made in this way.
+def _check_source(log: Store, scoring: Scoring, settings: Json) -> None:
+    """Check that all rewards of the source were given by this model, in this way.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they were not.
     """
     for event in log.events_of({RunOpened.KIND}):
         record = event.record
@@ -254,10 +259,10 @@ def _check_source(log: Store, scoring: Scoring, said: Json) -> None:
         if record.config.get("source") != scoring.source:
             continue
         for key in ("model_digest", "penalty", "temperature"):
-            if (there := record.config.get(key)) != said[key]:
+            if (there := record.config.get(key)) != settings[key]:
                 raise ConfigError(
                     f"--source {scoring.source!r}: run {scoring.run!r} has rewards of it with {key} {there}, "
-                    f"not {said[key]}: name another source, which the recipe's reward_source then names"
+                    f"not {settings[key]}: name another source, which the recipe's reward_source then names"
                 )
 
 
@@ -334,7 +339,7 @@ class RewardClassifier:
         return self._distribution
 
     def unfit(self, tokens: TokenIds) -> str | None:
-        """Why it cannot be given a path; None if it can."""
+        """The reason why the model cannot score a path; None if it can."""
         if len(tokens) > self.context:
             return "too_long"
         return "outside_vocabulary" if int(tokens.max()) >= self.vocabulary else None
@@ -342,10 +347,10 @@ class RewardClassifier:
     def scores(self, paths: Sequence[TokenIds]) -> list[Score]:
         """The scores of paths, each of its last token. Paths of about one length share a forward pass."""
         order = sorted(range(len(paths)), key=lambda i: len(paths[i]))
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         for part in _parts(order, [len(path) for path in paths]):
-            found |= zip(part, self._forward([paths[i] for i in part]), strict=True)
-        return [found[i] for i in range(len(paths))]
+            scores |= zip(part, self._forward([paths[i] for i in part]), strict=True)
+        return [scores[i] for i in range(len(paths))]
 
     def _forward(self, paths: Sequence[TokenIds]) -> list[Score]:
         lengths = np.array([len(path) for path in paths])

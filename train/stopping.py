@@ -49,7 +49,7 @@ class Stopping:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context for waiting, which a signal interrupts, also one that came before.
+        """A context for waiting, which a signal interrupts, even one that came before.
 
         Raises:
             Stopped: one came.
@@ -63,7 +63,8 @@ class Stopping:
             self._waits = False
 
     def in_hand(self, work: Callable[P, T]) -> Callable[P, T]:
-        """The same, not to be cut off where something is waited for: a signal ends the wait after it."""
+        """The same work, protected from interruption within a wait: a signal ends the wait after
+        it."""
 
         def done(*args: P.args, **kwargs: P.kwargs) -> T:
             waits, self._waits = self._waits, False

@@ -1,8 +1,9 @@
 """`hostile.*`: honest clients beside every attack in turn, kills, and planted secrets.
 
-The proxies are real `rollbook serve` processes, one that makes the ids and one that only records; the honest
-clients a process that keeps every acknowledgement; the attacks functions, each with what must hold. A quiet
-lap stands before each attack. At the end all that was acknowledged is looked up in the logs.
+The proxies are real `rollbook serve` processes, one that makes the ids and one that only
+records. The honest clients are a process that keeps every acknowledgement. The attacks are
+functions, each of which states what must hold. Each attack is preceded by a quiet lap. At the
+end everything acknowledged is looked up in the logs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def sized(scale: float) -> Plan:
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
-    """Attack, kill, plant, and look at what the logs say.
+    """Attack, kill, plant, and check the logs.
 
     Raises:
         BenchError: a proxy ended by itself, or did not come up.
@@ -73,7 +74,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
 def _attack_all(
     stage: Stage, kind: str, plan: Plan, measured: Measured, on_round: Callable[[], None]
 ) -> None:
-    """Every attack of a kind of proxy, so many times, beside honest agents."""
+    """Carry out every attack on a kind of proxy, once per round, beside honest agents."""
     proxy = stage.standard(kind, kind)
     agents = stage.agents(proxy)
     rng = random.Random(plan.seed)
@@ -81,12 +82,12 @@ def _attack_all(
     for _ in range(plan.rounds):
         quiet = proxy.memory("VmRSS") if not measured.quiet.get(kind) else measured.quiet[kind]
         measured.quiet[kind] = quiet
-        found = Round(kind)
-        for one in attacks_on(kind):
-            found.quiet.append(lap(agents, lambda: time.sleep(plan.quiet_s)))
-            found.fought.append(fight(one, proxy, agents, plan.attack_s, rng))
+        measured_round = Round(kind)
+        for attack in attacks_on(kind):
+            measured_round.quiet.append(lap(agents, lambda: time.sleep(plan.quiet_s)))
+            measured_round.fought.append(fight(attack, proxy, agents, plan.attack_s, rng))
             on_round()
-        measured.rounds.append(found)
+        measured.rounds.append(measured_round)
     measured.wrong += agents.ask(do="stop")["wrong"]
     proxy.end()
     measured.held[kind] = hold(proxy.store, read_acks(acks_of(proxy)), HONEST)

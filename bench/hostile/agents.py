@@ -1,9 +1,10 @@
-"""Honest agents: a process of its own that talks as agents do, and keeps all that it was told.
+"""Honest agents: a separate process that talks as agents do, and keeps every acknowledgement.
 
-Each agent works on one trajectory at a time: a few turns by one of the APIs, streamed or not, some with
-siblings, a reward, a finish. What breaks is asked again. Every acknowledgement is a line of a file, and is
-looked up in the log at the end. Commands come on stdin, a JSON object a line: `begin` a lap, `end` it (the
-latencies of the requests that were begun in it, once all of those have ended), `stop`.
+Each agent works on one trajectory at a time: a few turns by one of the APIs, streamed or not,
+some with siblings, a reward, a finish. Failed requests are repeated. Every acknowledgement is a
+line of a file, and is looked up in the log at the end. Commands come on stdin, a JSON object a
+line: `begin` a lap, `end` it (the latencies of the requests begun in it, once all of those have
+ended), `stop`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Habits:
     """How the agents behave.
 
     Attributes:
-        acks: the file that keeps what they are told.
-        name: what the names of their trajectories begin with.
-        writer, judge: the keys of agents and of who rewards them; an empty one is not sent.
+        acks: the file that keeps the acknowledgements.
+        name: prefix of the names of their trajectories.
+        writer, judge: the keys of agents and of those who reward them; an empty one is not sent.
         apis: which endpoints are used.
         pause_s: mean time between two requests of an agent.
     """
@@ -58,7 +59,7 @@ class Habits:
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestResult:
     """One request: when it was begun, seconds until its end, the status of its answer."""
 
     begun: float
@@ -81,10 +82,10 @@ class Headed(Connection):
 
 @dataclass(slots=True)
 class Lap:
-    """What was asked in a lap, and what is under way."""
+    """The requests made in a lap, and those under way."""
 
     begun: float = 0.0
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[RequestResult] = field(default_factory=list)
     running: dict[int, float] = field(default_factory=dict)
 
 
@@ -121,16 +122,16 @@ class Agents:
             messages.append({"role": "user", "content": question})
             mark = f"mark-{rng.getrandbits(64):x}"
             body = _body(api, messages, mark, stream, siblings)
-            told = await self._ask(connection, f"/t/{name}/v1/{api}", body, self.habits.writer, rng)
-            if told is None or self.stopping:
+            answer = await self._ask(connection, f"/t/{name}/v1/{api}", body, self.habits.writer, rng)
+            if answer is None or self.stopping:
                 return
             text = reply_to(question)
-            if stream and ENDS[api] not in told.body:
+            if stream and ENDS[api] not in answer.body:
                 return  # it was cut off, and says so: nothing was acknowledged
-            if said(api, told.body, stream) != [text] * siblings:
-                self.wrong.append(f"{name}: {told.body[:300]!r}, not {text!r}")
+            if said(api, answer.body, stream) != [text] * siblings:
+                self.wrong.append(f"{name}: {answer.body[:300]!r}, not {text!r}")
                 return
-            turn_ids = [one for one in connection.headers.get("x-rollbook-turn-id", "").split(",") if one]
+            turn_ids = [part for part in connection.headers.get("x-rollbook-turn-id", "").split(",") if part]
             if len(turn_ids) != siblings:
                 self.wrong.append(f"{name}: {siblings} replies, and the turns {turn_ids}")
                 return
@@ -145,12 +146,12 @@ class Agents:
         path, source = f"/v1/trajectories/{name}", "checker"
         if rng.random() < 0.3:
             body = {"reward": reward / 2, "source": source}
-            told = await self._ask(connection, f"{path}/rewards", body, self.habits.judge, rng)
-            if told is not None:
-                event_id = orjson.loads(told.body)["event_id"]
+            answer = await self._ask(connection, f"{path}/rewards", body, self.habits.judge, rng)
+            if answer is not None:
+                event_id = orjson.loads(answer.body)["event_id"]
                 self._ack("reward", event_id=event_id, trajectory=name, reward=reward / 2, source=source)
-        told = await self._ask(connection, f"{path}/finish", {"reward": reward}, self.habits.writer, rng)
-        if told is not None:
+        answer = await self._ask(connection, f"{path}/finish", {"reward": reward}, self.habits.writer, rng)
+        if answer is not None:
             self._ack("finish", trajectory=name, reward=reward, turns=turns)
 
     def _ack(self, what: str, **said: Any) -> None:
@@ -159,7 +160,7 @@ class Agents:
     async def _ask(
         self, connection: Headed, path: str, body: dict[str, Any], key: str, rng: random.Random
     ) -> Reply | None:
-        """The answer with 200, however often it has to be asked for; None where it can come no more."""
+        """The answer with status 200, repeating the request as needed; None if none can come any more."""
         headers = f"Authorization: Bearer {key}\r\n".encode() if key else b""
         tries = 0
         while not self.stopping:
@@ -189,7 +190,7 @@ class Agents:
             return None
         finally:
             del self.lap.running[me]
-            self.lap.asked.append(Asked(begun, time.perf_counter() - begun, status, what))
+            self.lap.asked.append(RequestResult(begun, time.perf_counter() - begun, status, what))
 
     # Called from the thread that obeys; a list and a dict are enough to meet in -----------------
 
@@ -199,19 +200,19 @@ class Agents:
         self.lap.begun = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """What was begun in the lap, once it has ended."""
+        """The results of a lap, once all requests begun in it have ended."""
         over, lap = time.perf_counter(), self.lap
         deadline = over + REQUEST_S + 1
         while any(begun < over for begun in list(lap.running.values())) and time.perf_counter() < deadline:
             time.sleep(0.005)
-        asked = [one for one in list(lap.asked) if lap.begun <= one.begun < over]
-        good = [one for one in asked if one.status in (200, 201)]
-        told = [one.what for one in asked if one.what]
+        requests = [request for request in list(lap.asked) if lap.begun <= request.begun < over]
+        good = [request for request in requests if request.status in (200, 201)]
+        messages = [request.what for request in requests if request.what]
         return {
-            "ms": [1e3 * one.took for one in good],
-            "refused": len(asked) - len(good),
-            "errors_500": sum(one.status == 500 for one in asked),
-            "told": told[:5],
+            "ms": [1e3 * request.took for request in good],
+            "refused": len(requests) - len(good),
+            "errors_500": sum(request.status == 500 for request in requests),
+            "told": messages[:5],
             "wrong": self.wrong[:5],
         }
 
@@ -219,7 +220,7 @@ class Agents:
 def said(api: str, body: bytes, stream: bool) -> list[str]:
     """The text of each choice of a reply.
 
-    A stream of bytes that is none of a reply has none.
+    Bytes that are no stream of a reply have none.
     """
     try:
         if not stream:
@@ -242,10 +243,10 @@ def _delta(api: str, event: dict[str, Any]) -> str:
     if api == CHAT:
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
     if api == MESSAGES:
-        found = event["delta"]["text"] if event["type"] == "content_block_delta" else ""
+        delta = event["delta"]["text"] if event["type"] == "content_block_delta" else ""
     else:
-        found = event["delta"] if event["type"] == "response.output_text.delta" else ""
-    return str(found)
+        delta = event["delta"] if event["type"] == "response.output_text.delta" else ""
+    return str(delta)
 
 
 def _body(api: str, messages: list[dict[str, str]], mark: str, stream: bool, n: int) -> dict[str, Any]:
@@ -258,10 +259,10 @@ def _body(api: str, messages: list[dict[str, str]], mark: str, stream: bool, n: 
 
 
 def main() -> None:
-    """Obey until stdin ends."""
+    """Execute commands until stdin ends."""
     end_with_parent()
-    given = orjson.loads(sys.argv[1])
-    agents = Agents(Habits(**given | {"apis": tuple(given["apis"])}))
+    settings = orjson.loads(sys.argv[1])
+    agents = Agents(Habits(**settings | {"apis": tuple(settings["apis"])}))
     thread = threading.Thread(target=lambda: uvloop.run(agents.work()), daemon=True)
     thread.start()
     for line in sys.stdin.buffer:

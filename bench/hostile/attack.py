@@ -1,4 +1,5 @@
-"""What an attack is, and what it has in hand: one of the many, with a trajectory's key at most."""
+"""What an attack is, and what it can use: it acts as one of many clients, with at most a
+trajectory's key."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ TOKENS, RECORD = "tokens", "record"
 
 
 class Process(Protocol):
-    """The proxy's process, for attacks upon what is under it."""
+    """The proxy's process, for attacks on its resources."""
 
     folder: Any
 
@@ -40,7 +41,7 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """What came of an attack."""
+    """The outcome of an attack."""
 
     answers: Counter[int] = field(default_factory=Counter)
     wrong_200: list[str] = field(default_factory=list)
@@ -51,13 +52,13 @@ class Tally:
     def add(self, what: str, answer: Answer, allowed: Collection[int]) -> None:
         """Count an answer."""
         self.answers[answer.status] += 1
-        told = f"{what}: {answer.status} {answer.body[:200]!r}"
+        text = f"{what}: {answer.status} {answer.body[:200]!r}"
         if answer.status == 500:
-            self.errors_500.append(told)
+            self.errors_500.append(text)
         elif answer.status in OK and answer.status not in allowed:
-            self.wrong_200.append(told)
+            self.wrong_200.append(text)
         elif answer.status not in allowed:
-            self.strange.append(told)
+            self.strange.append(text)
 
 
 @dataclass(slots=True)
@@ -151,7 +152,8 @@ class Ground:
         return answer
 
     async def chat(self, name: str, content: Any, *, allowed: Collection[int] = OK, **more: Any) -> Answer:
-        """A chat request in a trajectory of the attacker's, with its key; `headers` of one's own by name."""
+        """A chat request in a trajectory of the attacker's, with its key; `headers` may be given by
+        name."""
         headers = more.pop("headers", None)
         body = {"model": "m", "messages": [{"role": "user", "content": content}]} | more
         path = f"/t/{name}/v1/chat/completions"
@@ -167,12 +169,13 @@ Volley = Callable[[Ground], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One way to do harm; `says` is what is attacked and what must hold.
+    """One kind of attack; `says` states what is attacked and what must hold.
 
     Attributes:
-        proxies: those it is for.
-        at_once: how many of its volleys run beside each other.
-        pause_s: between two volleys, so that it is not only the attacker's own work that is felt.
+        proxies: the kinds it is for.
+        at_once: how many of its volleys run concurrently.
+        pause_s: between two volleys, so that it is not only the attacker's own work that is
+            felt.
         refuses: honest requests may be refused meanwhile: nothing can be recorded.
     """
 
@@ -190,7 +193,7 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(**options: Any) -> Callable[[Volley], Volley]:
-    """Make a function an attack: its name is the attack's, its docstring what must hold."""
+    """Register a function as an attack: its name is the attack's, its docstring states what must hold."""
 
     def add(volley: Volley) -> Volley:
         name = volley.__name__
@@ -201,8 +204,8 @@ def attack(**options: Any) -> Callable[[Volley], Volley]:
     return add
 
 
-async def carry_out(one: Attack, ground: Ground, seconds: float) -> None:
-    """Repeat an attack for so long; what still runs a little later is ended.
+async def carry_out(chosen: Attack, ground: Ground, seconds: float) -> None:
+    """Repeat an attack for so long; what still runs two seconds later is cancelled.
 
     Raises:
         Exception: the attack's own fault.
@@ -210,10 +213,10 @@ async def carry_out(one: Attack, ground: Ground, seconds: float) -> None:
 
     async def again() -> None:
         while not ground.over.is_set():
-            await one.volley(ground)
-            await asyncio.sleep(one.pause_s)
+            await chosen.volley(ground)
+            await asyncio.sleep(chosen.pause_s)
 
-    tasks = [asyncio.create_task(again()) for _ in range(one.at_once)]
+    tasks = [asyncio.create_task(again()) for _ in range(chosen.at_once)]
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     ground.over.set()
     if not done:

@@ -1,4 +1,4 @@
-"""All attacks, in the order in which they are carried out; a new module of them is added here."""
+"""All attacks, in the order in which they are carried out; new modules with attacks are listed here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MODULES = (bodies, wire, identity, streams, faults)
 
 
 def attacks_on(kind: str) -> list[Attack]:
-    """The attacks on a kind of proxy; those upon what is under it come last."""
+    """The attacks on a kind of proxy; those on its underlying resources come last."""
     places = {module.__name__: place for place, module in enumerate(MODULES)}
-    ours = [one for one in ATTACKS.values() if kind in one.proxies]
-    return sorted(ours, key=lambda one: places[one.volley.__module__])
+    ours = [candidate for candidate in ATTACKS.values() if kind in candidate.proxies]
+    return sorted(ours, key=lambda candidate: places[candidate.volley.__module__])
 
 
 def named(name: str) -> Attack:

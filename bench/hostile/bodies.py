@@ -1,4 +1,4 @@
-"""Attacks by what a body holds."""
+"""Attacks through the contents of a body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that honest clients were told, looked up in the log through SQL."""
+"""Looks up everything acknowledged to honest clients in the log, through SQL."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Ack = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Held:
-    """What is wrong with a log, held against what was acknowledged.
+    """The differences between a log and its acknowledgements.
 
     Attributes:
         lost: acknowledgements that are not there.
-        changed: those that are there otherwise than they were told.
-        damage: what `verify` says of the lanes.
+        changed: acknowledgements whose content in the log differs.
+        damage: what `verify` reports for the lanes.
     """
 
     acks: int = 0
@@ -38,7 +38,7 @@ class Held:
 
 
 def read_acks(path: Path) -> list[Ack]:
-    """What agents were told; a line that a kill of the agents cut off is none."""
+    """The agents' acknowledgements, without a line that a kill of the agents cut off."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [orjson.loads(line) for line in lines]
 
@@ -47,7 +47,7 @@ def hold(folder: Path, acks: Iterable[Ack], name: str) -> Held:
     """Look up every acknowledgement in a store.
 
     Args:
-        name: what the names of the honest trajectories begin with; what attackers left is not read.
+        name: prefix of the names of honest trajectories; those of attackers are not read.
     """
     with store.connect(folder) as log:
         every = (TURNS, TRAJECTORIES, REWARDS, IDS)
@@ -56,18 +56,18 @@ def hold(folder: Path, acks: Iterable[Ack], name: str) -> Held:
     held = compare(
         acks, turns, trajectories, rewards, asked(opened.trajectories(ids={row[0] for row in ids}).values())
     )
-    held.damage = [f"lane {one.lane}: {one.fault}" for one in verify_store(opened) if one.fault]
+    held.damage = [f"lane {lane.lane}: {lane.fault}" for lane in verify_store(opened) if lane.fault]
     return held
 
 
 def asked(trajectories: Iterable[Trajectory]) -> dict[str, str]:
-    """The last message of each turn's request, as it is rebuilt from the log."""
-    found: dict[str, str] = {}
+    """The last message of each turn's request, as rebuilt from the log."""
+    questions: dict[str, str] = {}
     for trajectory in trajectories:
         for turn in trajectory.turns.values():
             messages = trajectory.messages(turn)
-            found[turn.turn_id] = orjson.dumps(messages[-1:]).decode()
-    return found
+            questions[turn.turn_id] = orjson.dumps(messages[-1:]).decode()
+    return questions
 
 
 def compare(
@@ -77,7 +77,7 @@ def compare(
     rewards: list[Any],
     questions: Mapping[str, str],
 ) -> Held:
-    """Hold acknowledgements against the rows of the log, and the requests rebuilt from it. Pure."""
+    """Compare acknowledgements with the rows of the log, and with the requests rebuilt from it. Pure."""
     held = Held()
     rows = {
         "turn": {row[0]: row[1:] for row in turns},
@@ -114,5 +114,5 @@ def _finish(ack: Ack, row: tuple[Any, ...]) -> str:
 
 
 def _reward(ack: Ack, row: tuple[Any, ...]) -> str:
-    told = (ack["trajectory"], ack["reward"], ack["source"])
-    return "" if row == told else f"{row}, not {told}"
+    acknowledged = (ack["trajectory"], ack["reward"], ack["source"])
+    return "" if row == acknowledged else f"{row}, not {acknowledged}"

@@ -1,4 +1,5 @@
-"""Attacks upon what is under the proxy: descriptors, the disk. While they last nothing can be recorded."""
+"""Attacks on the proxy's underlying resources: descriptors, the disk. While they last nothing can
+be recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ BOTH = (TOKENS, RECORD)
 
 
 async def _last(ground: Ground, share: float = 0.6) -> None:
-    """Let a fault last, with the attacker asking meanwhile."""
+    """Let a fault last, while the attacker sends requests."""
     for _ in range(int(10 * share)):
         await ground.chat(ground.name(), "hi", allowed=ANYTHING)
         with contextlib.suppress(TimeoutError):
@@ -67,8 +68,8 @@ def limited(pid: int, what: int, soft: int) -> Iterator[None]:
 def read_only(folder: Path) -> Iterator[None]:
     """A folder in which no file can be made while the context lasts.
 
-    Who may mount has a read-only mount over it, which holds for everybody; else its permissions say so,
-    which hold for all but the superuser.
+    With the right to mount, a read-only mount covers it, which holds for everybody; otherwise
+    its permissions forbid it, which hold for all but the superuser.
     """
     if os.geteuid() != 0 or shutil.which("mount") is None or not _mounted(folder):
         mode = folder.stat().st_mode
@@ -85,7 +86,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 
 def _mounted(folder: Path) -> bool:
-    """Lay the folder over itself, read-only; whether that may be."""
+    """Bind-mount the folder onto itself, read-only; whether that is allowed."""
     if subprocess.run(["mount", "--bind", folder, folder], stderr=subprocess.DEVNULL).returncode:
         return False
     words = ["mount", "-o", "remount,bind,ro", str(folder)]

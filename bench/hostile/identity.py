@@ -1,4 +1,4 @@
-"""Attacks by who one is: keys, names, pages of other origins, routes of the operator's."""
+"""Attacks through identity: keys, names, pages of other origins, the operator's routes."""
 
 from __future__ import annotations
 
@@ -103,21 +103,21 @@ async def rewards_of_ones_own(ground: Ground) -> None:
 @attack(proxies=BOTH)
 async def names_that_disagree(ground: Ground) -> None:
     """Two names in one request, an empty one, and paths that hide one are refused."""
-    one, two = ground.name(), ground.name()
+    first, second = ground.name(), ground.name()
     head = f"Host: {ground.host}\r\nAuthorization: Bearer {ground.operator}\r\n"
-    twice = f"{head}X-Rollbook-Trajectory: {one}\r\nX-Rollbook-Trajectory: {two}\r\n"
+    twice = f"{head}X-Rollbook-Trajectory: {first}\r\nX-Rollbook-Trajectory: {second}\r\n"
     data = f"POST /v1/chat/completions HTTP/1.1\r\n{twice}Content-Length: {len(CHAT_BODY)}\r\n\r\n"
     ground.check("two identity headers", await ground.send(data.encode() + CHAT_BODY), REFUSED)
     for path in (
-        f"/t/{one}//v1/chat/completions",
+        f"/t/{first}//v1/chat/completions",
         "/t//v1/chat/completions",
         "/t/v1/chat/completions",
-        f"/t/{one}/label/a/v1/chat/completions",
+        f"/t/{first}/label/a/v1/chat/completions",
         f"/t/{'x' * 300}/v1/chat/completions",
     ):
         await ground.ask(path, CHAT_BODY, key=ground.operator)
-    header = {"X-Rollbook-Trajectory": two}
-    await ground.ask(f"/t/{one}/v1/chat/completions", CHAT_BODY, header, key=ground.operator)
+    header = {"X-Rollbook-Trajectory": second}
+    await ground.ask(f"/t/{first}/v1/chat/completions", CHAT_BODY, header, key=ground.operator)
 
 
 @attack(proxies=BOTH)

@@ -34,10 +34,10 @@ ATTACK_S, LONGEST_S = 0.4, 1.2
 
 @dataclass(slots=True)
 class Killed:
-    """What the kills did.
+    """The outcome of the kills.
 
     Attributes:
-        held: everything that was acknowledged, held against the log at the end.
+        held: everything that was acknowledged, compared with the log at the end.
     """
 
     kills: int = 0
@@ -49,40 +49,40 @@ class Killed:
 
 
 def kill_often(stage: Stage, kind: str, kills: int, seed: int, on_kill: Callable[[], None]) -> Killed:
-    """Kill a proxy so often, start it again each time, and look at its log in the end.
+    """Kill a proxy so often, start it again each time, and check its log at the end.
 
     Raises:
         BenchError: it does not come up again.
     """
-    found, rng, begun = Killed(), random.Random(seed), time.monotonic()
+    killed, rng, begun = Killed(), random.Random(seed), time.monotonic()
     proxy = stage.standard(kind, f"killed-{kind}")
     agents = stage.agents(proxy, seed, agents=8, pause_s=0.02)
-    ground = Ground(proxy.url, OPERATOR, "", proxy, random.Random(seed + 1), kind, found.tally)
+    ground = Ground(proxy.url, OPERATOR, "", proxy, random.Random(seed + 1), kind, killed.tally)
     stop = threading.Event()
     attacker = threading.Thread(target=_attack, args=(ground, stop), daemon=True)
     attacker.start()
     for _ in range(kills):
         time.sleep(rng.uniform(0.1, LONGEST_S))
         proxy.victim.kill()
-        found.kills += 1
+        killed.kills += 1
         proxy.await_ready()
         on_kill()
     time.sleep(LONGEST_S)
     stop.set()
     attacker.join(60.0)
-    found.wrong = agents.ask(do="stop")["wrong"]
+    killed.wrong = agents.ask(do="stop")["wrong"]
     proxy.end()
-    found.held = hold(proxy.store, read_acks(acks_of(proxy)), HONEST)
-    found.tracebacks = tracebacks(proxy.log())
-    found.seconds = time.monotonic() - begun
-    return found
+    killed.held = hold(proxy.store, read_acks(acks_of(proxy)), HONEST)
+    killed.tracebacks = tracebacks(proxy.log())
+    killed.seconds = time.monotonic() - begun
+    return killed
 
 
 def _attack(ground: Ground, stop: threading.Event) -> None:
-    """One attack after the other; a proxy that is away is met again."""
+    """Run one attack after the other; if the proxy is away, go on with the next."""
     while not stop.is_set():
-        one = named(ground.rng.choice(HOSTILE))
-        if ground.kind in one.proxies:
+        chosen = named(ground.rng.choice(HOSTILE))
+        if ground.kind in chosen.proxies:
             ground.over = asyncio.Event()
             with contextlib.suppress(OSError, ValueError, LookupError):
-                asyncio.run(carry_out(one, ground, ATTACK_S))
+                asyncio.run(carry_out(chosen, ground, ATTACK_S))

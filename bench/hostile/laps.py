@@ -1,4 +1,4 @@
-"""One attack beside honest agents, and what they feel of it."""
+"""One attack beside honest agents, and its effect on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*raise \w", re.M
 
 @dataclass(slots=True)
 class Lap:
-    """What honest agents felt for a while.
+    """The honest agents' experience of a lap.
 
     Attributes:
         ms: latencies of the requests that were answered.
@@ -67,15 +67,15 @@ class Round:
 
 
 def lap(agents: Process, meanwhile: Callable[[], object]) -> Lap:
-    """A lap of the agents, as long as what is done meanwhile takes."""
+    """One lap of the agents, which lasts as long as `meanwhile` runs."""
     agents.ask(do="begin")
     meanwhile()
-    told: dict[str, Any] = agents.ask(do="end")
-    told.pop("wrong")
-    return Lap(**told)
+    report: dict[str, Any] = agents.ask(do="end")
+    report.pop("wrong")
+    return Lap(**report)
 
 
-def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: random.Random) -> Fought:
+def fight(attack: Attack, proxy: Proxy, agents: Process, seconds: float, rng: random.Random) -> Fought:
     """Attack for so long.
 
     Raises:
@@ -86,18 +86,22 @@ def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: rando
     tally = Tally()
 
     def attacked() -> None:
-        asyncio.run(carry_out(one, Ground(proxy.url, OPERATOR, "", proxy, rng, proxy.kind, tally), seconds))
+        asyncio.run(
+            carry_out(attack, Ground(proxy.url, OPERATOR, "", proxy, rng, proxy.kind, tally), seconds)
+        )
 
     felt = lap(agents, attacked)
     if not proxy.victim.running:
-        raise proxy.victim.failed(f"ended under {one.name}")
-    if one.refuses:
+        raise proxy.victim.failed(f"ended under {attack.name}")
+    if attack.refuses:
         proxy.await_ready()  # it resumes by itself
     printed = proxy.log()[printed_before:]
-    return Fought(one.name, felt, tally, proxy.memory(), memory_before, one.refuses, tracebacks(printed))
+    return Fought(
+        attack.name, felt, tally, proxy.memory(), memory_before, attack.refuses, tracebacks(printed)
+    )
 
 
 def tracebacks(printed: str) -> list[str]:
     """The last lines of the tracebacks in what a process printed."""
-    found = [match.start() for match in TRACEBACK.finditer(printed)]
-    return [printed[at : at + 2000] for at in found]
+    starts = [match.start() for match in TRACEBACK.finditer(printed)]
+    return [printed[at : at + 2000] for at in starts]

@@ -1,4 +1,5 @@
-"""What the engine says in the hostile benchmark: a function of the last question, so that all know it.
+"""The engine's replies in the hostile benchmark: a function of the last question, so that every
+side knows them.
 
 A question with `SLOWLY` in it is answered in pieces, with time between them.
 """

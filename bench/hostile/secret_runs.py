@@ -1,4 +1,4 @@
-"""Proxies to which secrets are given in every way, and what of it is on disk afterwards."""
+"""Proxies that are given secrets in every way, and which of these are on disk afterwards."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ def _by_clients(stage: Stage, rng: random.Random, searched: Searched) -> None:
     _look(proxy, planted, searched)
 
 
-def _by_operators(stage: Stage, number: int, made: Sequence[str], searched: Searched) -> None:
-    """Operators' places; the upstream repeats what it is sent in an error, and there is one that is away."""
-    planted = [Planted(place, secret) for place, secret in zip(OPERATORS, made, strict=True)]
-    client, login, query, key, ask = made
+def _by_operators(stage: Stage, number: int, secrets: Sequence[str], searched: Searched) -> None:
+    """Operators' places; one upstream repeats its input in an error, another is away."""
+    planted = [Planted(place, secret) for place, secret in zip(OPERATORS, secrets, strict=True)]
+    client, login, query, key, ask = secrets
     upstream = stage.upstream(f"secrets-{number}").url().partition("//")[2]
-    asked = {"api_key": ask, "headers": {"Authorization": ask}}
+    extra = {"api_key": ask, "headers": {"Authorization": ask}}
     ways = {
         "login": ["--engine-url", _address(upstream, login, query)],
         "key": ["--engine-url", _address(upstream, None, query), "--engine-key", key],
         "away": ["--engine-url", _address("127.0.0.1:1", login, query)],
     }
     for way, words in ways.items():
-        words += ["--engine-ask", orjson.dumps(asked).decode()]
+        words += ["--engine-ask", orjson.dumps(extra).decode()]
         proxy = _started(stage.proxy(RECORD, f"secrets-of-operators-{number}-{way}", words))
         for model in ("m", REPEATS):
             headers = {"Cookie": f"session={client}", "X-Rollbook-Trajectory": f"t-{model}"}
@@ -113,9 +113,11 @@ def _inside(stage: Stage, rng: random.Random, searched: Searched) -> None:
         proxy = _started(stage.proxy(kind, f"secrets-inside-{kind}", [*words, *more]))
         planted = [Planted(f"conversation: {name}", make(rng)) for name, make in KNOWN.items()]
         planted.append(Planted("conversation: PEM", pem(rng)))
-        for number, one in enumerate(planted):
+        for number, item in enumerate(planted):
             path = f"/t/i{number}/v1/chat/completions"
-            _send(proxy, path, {"model": "m", "messages": conversation(one.secret)}, {}, one.place, searched)
+            _send(
+                proxy, path, {"model": "m", "messages": conversation(item.secret)}, {}, item.place, searched
+            )
         searched.inside += len(planted)
         _look(proxy, planted, searched)
 
@@ -148,20 +150,20 @@ async def _sent(host: str, data: bytes) -> Answer:
 
 
 def _look(proxy: Proxy, planted: Sequence[Planted], searched: Searched) -> None:
-    """End the proxy, seal what can be, and look everywhere."""
-    said = [("/healthz", _page(proxy, "/healthz")), ("/metrics", _page(proxy, "/metrics"))]
+    """End the proxy, seal what can be sealed, and search everywhere."""
+    pages = [("/healthz", _page(proxy, "/healthz")), ("/metrics", _page(proxy, "/metrics"))]
     proxy.end()
     Sealer(store.open(proxy.store)).run_once()
-    said.append(("what it printed", proxy.log().encode()))
-    seen = found_in(planted, haystacks(proxy.store, said))
-    for one, where in seen.items():
-        searched.found.setdefault(one.secret, f"{one.place} ({one.secret[:8]}...) in {where}")
+    pages.append(("what it printed", proxy.log().encode()))
+    places = found_in(planted, haystacks(proxy.store, pages))
+    for item, where in places.items():
+        searched.found.setdefault(item.secret, f"{item.place} ({item.secret[:8]}...) in {where}")
 
 
 def _page(proxy: Proxy, path: str) -> bytes:
     with contextlib.suppress(OSError):
-        asked = Request(proxy.url + path, headers={"Authorization": f"Bearer {OPERATOR}"})
-        with urlopen(asked, timeout=5) as page:
-            found: bytes = page.read()
-            return found
+        http_request = Request(proxy.url + path, headers={"Authorization": f"Bearer {OPERATOR}"})
+        with urlopen(http_request, timeout=5) as page:
+            body: bytes = page.read()
+            return body
     return b""

@@ -1,4 +1,4 @@
-"""Secrets planted wherever clients and operators put them, and looked for in all that is on disk."""
+"""Secrets planted wherever clients and operators put them, and searched for in everything on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _random(rng: random.Random, size: int, letters: str = LETTERS) -> str:
 
 
 def pem(rng: random.Random) -> str:
-    """A private key as a PEM block; its lines are noise."""
+    """A private key as a PEM block, with random lines."""
     lines = "\n".join(_random(rng, 64, LETTERS + "+/") for _ in range(4))
     return f"-----BEGIN PRIVATE KEY-----\n{lines}\n-----END PRIVATE KEY-----"
 
@@ -51,7 +51,7 @@ def known(rng: random.Random) -> str:
 
 
 def unknown(rng: random.Random) -> str:
-    """A secret of no format, with signs that URLs and JSON write otherwise."""
+    """A secret of no known format, with characters that URLs and JSON escape."""
     return f"{_random(rng, 10)}&{_random(rng, 6)}+{_random(rng, 6)}/{_random(rng, 4)}=%"
 
 
@@ -80,8 +80,8 @@ def _responses(name: str, **tool: Any) -> Sent:
 
 
 def _messages(name: str, **server: Any) -> Sent:
-    one = {"type": "url", "name": "files", "url": "https://mcp.example/sse"} | server
-    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, "mcp_servers": [one]}
+    mcp_server = {"type": "url", "name": "files", "url": "https://mcp.example/sse"} | server
+    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, "mcp_servers": [mcp_server]}
     return Sent(f"/t/{name}/v1/messages", body)
 
 
@@ -147,14 +147,14 @@ def conversation(secret: str) -> list[dict[str, Any]]:
 def spellings(secret: str) -> list[bytes]:
     """The secret as bytes: plain, as URLs write it, as JSON does, and in base64 at each of three offsets."""
     raw = secret.encode()
-    found = {raw, quote(secret, safe="").encode(), quote_plus(secret).encode(), _json(secret)[1:-1].encode()}
+    forms = {raw, quote(secret, safe="").encode(), quote_plus(secret).encode(), _json(secret)[1:-1].encode()}
     for offset in range(3):
         padded = b"\0" * offset + raw
         # What stands at the edges depends on the neighbours: only whole groups of three bytes are looked for.
         whole = padded[: len(padded) // 3 * 3]
         first = 4 if offset else 0
-        found |= {base64.b64encode(whole)[first:], base64.urlsafe_b64encode(whole)[first:]}
-    return sorted(found)
+        forms |= {base64.b64encode(whole)[first:], base64.urlsafe_b64encode(whole)[first:]}
+    return sorted(forms)
 
 
 def haystacks(folder: Path, more: Iterable[tuple[str, bytes]] = ()) -> Iterable[tuple[str, bytes]]:
@@ -179,11 +179,11 @@ class Planted:
 
 
 def found_in(planted: Sequence[Planted], stacks: Iterable[tuple[str, bytes]]) -> dict[Planted, str]:
-    """The secrets that are there, and where each was seen first."""
-    looked = [(one, spellings(one.secret)) for one in planted]
-    seen: dict[Planted, str] = {}
+    """The secrets that were found, and where each was first seen."""
+    looked = [(item, spellings(item.secret)) for item in planted]
+    places: dict[Planted, str] = {}
     for name, data in stacks:
-        for one, forms in looked:
-            if one not in seen and any(form in data for form in forms):
-                seen[one] = name
-    return seen
+        for item, forms in looked:
+            if item not in places and any(form in data for form in forms):
+                places[item] = name
+    return places

@@ -1,4 +1,4 @@
-"""What an attacker sends with: requests as bytes, over connections that do as they like."""
+"""The attacker's client: requests as bytes, over connections with arbitrary behaviour."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Parsed:
         self.whole = self.parser.get_status_code() != 100
 
     def answer(self) -> Answer:
-        """What is there by now."""
+        """The part that has arrived so far."""
         return Answer(self.parser.get_status_code() or CUT, self.headers, b"".join(self.parts))
 
 
@@ -83,7 +83,7 @@ async def connected(host: str, port: int, *, small_window: bool = False) -> Asyn
     """A connection from the attacker's address, which ends with the context.
 
     Args:
-        small_window: take in as little as can be unless it is read.
+        small_window: receive as little as possible until it is read.
 
     Raises:
         OSError: it is refused.

@@ -1,4 +1,4 @@
-"""The proxies that are attacked: `rollbook serve` as a process of its own, killed and started at will."""
+"""The attacked proxies: `rollbook serve` as a separate process, killed and started at will."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Stage:
             command += ["--engine", "scripted", "--script", SCRIPT, "--model", self.model]
         else:
             command += ["--engine", "upstream"]
-        made = Proxy(
+        proxy = Proxy(
             folder,
             kind,
             f"http://127.0.0.1:{number}",
@@ -138,17 +138,17 @@ class Stage:
             ),
         )
         _settings(folder / "store", settings)
-        self._stack.callback(made.victim.end)
-        return made
+        self._stack.callback(proxy.victim.end)
+        return proxy
 
     def standard(self, kind: str, name: str) -> Proxy:
-        """A proxy as attacked by default, started; a record-only one has an upstream, and refuses what it
-        cannot record."""
+        """A proxy in its default form, started; a record-only one has an upstream, and refuses what
+        it cannot record."""
         words = ["--on-store-failure", "refuse"] if kind == RECORD else []
         words += ["--engine-url", f"{self.upstream(name).url()}/v1"] if kind == RECORD else []
-        made = self.proxy(kind, name, words)
-        made.start()
-        return made
+        proxy = self.proxy(kind, name, words)
+        proxy.start()
+        return proxy
 
     def upstream(self, name: str) -> Process:
         """An upstream, started; it ends with the stage."""
@@ -158,15 +158,15 @@ class Stage:
     def agents(self, proxy: Proxy, seed: int = 0, **habits: object) -> Process:
         """Honest agents of a proxy, at work; they end with the stage."""
         apis = {"apis": (CHAT,)} if proxy.kind == RECORD else {}
-        given = asdict(
+        settings = asdict(
             Habits(proxy.url, str(acks_of(proxy)), HONEST, WRITER, JUDGE, seed=seed, **apis | habits)  # type: ignore[arg-type]
         )
-        words = module("rollbook.bench.hostile.agents", orjson.dumps(given).decode())
+        words = module("rollbook.bench.hostile.agents", orjson.dumps(settings).decode())
         return self._stack.enter_context(Process(f"agents-{proxy.victim.name}", words, self.folder, "all"))
 
 
 def write_keys(file: Path) -> None:
-    """The file of keys, whose hashes alone it holds."""
+    """Write the file of keys, which holds only their hashes."""
     lines = []
     for key, role in ROLES.items():
         lines += ["[[key]]", f'name = "{key.partition("-")[0]}"', f'role = "{role}"']
@@ -177,7 +177,7 @@ def write_keys(file: Path) -> None:
 
 
 def acks_of(proxy: Proxy) -> Path:
-    """The file with all that honest agents of a proxy were told."""
+    """The file with all acknowledgements to a proxy's honest agents."""
     return proxy.folder / "acks.jsonl"
 
 

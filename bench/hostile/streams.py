@@ -1,4 +1,5 @@
-"""Attacks by how a conversation goes: streams that nobody reads, retries, races, and what is left open."""
+"""Attacks through the course of a conversation: streams that nobody reads, retries, races,
+abandoned trajectories."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ async def races_to_the_finish(ground: Ground) -> None:
     turns = [ground.chat(name, f"{n}", allowed=may) for n in range(5)]
     rewards = [ground.ask(f"{path}/rewards", {"reward": n}, key=key, allowed=may) for n in range(5)]
     answers = await asyncio.gather(*finishes, *turns, *rewards)
-    first = [one.status for one in answers[:5]]
+    first = [answer.status for answer in answers[:5]]
     if first.count(200) != 1:
         ground.tally.strange.append(f"{first.count(200)} of 5 finishes were taken: {first}")
 

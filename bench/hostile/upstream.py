@@ -1,8 +1,9 @@
-"""An upstream for the record-only proxy: it says what the scripted engine says, and what it should not.
+"""An upstream for the record-only proxy: it replies as the scripted engine does, and also as it
+should not.
 
-Serves chat completions, streamed or not. A model's name asks for more: `repeats` is refused with an error
-that repeats every header it was sent; `gzip-of-gzip` is answered with a small body that unpacks
-into a huge one.
+Serves chat completions, streamed or not. Some model names ask for more: `repeats` is refused
+with an error that repeats every header it was sent; `gzip-of-gzip` is answered with a small body
+that unpacks into a huge one.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class Upstream:
         await reply(send, 200, _completion(text, body.get("n") or 1))
 
     async def _repeat(self, scope: Message, send: Send) -> None:
-        said = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers_sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         where = f"{scope['path']}?{scope['query_string'].decode('latin-1')}"
-        body = orjson.dumps({"error": {"message": f"cannot serve {where} to {said}, Cookie {COOKIE!r}"}})
+        body = orjson.dumps(
+            {"error": {"message": f"cannot serve {where} to {headers_sent}, Cookie {COOKIE!r}"}}
+        )
         headers = [(b"content-type", b"application/json"), (b"set-cookie", COOKIE)]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""Attacks by what HTTP itself allows, or does not: headers, framing, time, connections."""
+"""Attacks through HTTP itself, valid or not: headers, framing, time, connections."""
 
 from __future__ import annotations
 

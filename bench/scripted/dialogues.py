@@ -1,8 +1,10 @@
-"""Agents' conversations for the proxy's benchmark, and the engine's side of them. Pure, but for files made.
+"""Agents' conversations for the proxy's benchmark, and the engine's side of them. Pure, except for
+writing files.
 
-An agent reads and edits code: a system message, three tools, a task, then a tool call and its result, turn by
-turn, and at last an answer. Each message of the agent ends with a mark such as `#17`, by which the scripted
-engine finds its reply among the prompt's last ids. So the agent knows, word for word, what must come back.
+An agent reads and edits code: a system message, three tools, a task, then a tool call and its
+result, turn by turn, and at last an answer. Each message of the agent ends with a mark such as
+`#17`, by which the scripted engine finds its reply among the prompt's last ids. So the agent
+knows the expected reply word for word.
 """
 
 from __future__ import annotations
@@ -137,12 +139,12 @@ def make_material(seed: int = 0) -> Material:
         return text[at : at + size].strip()
 
     def reply(number: int) -> Reply:
-        said = "I looked at it. " + " ".join(piece(rng.randint(120, 300)).split())
+        content = "I looked at it. " + " ".join(piece(rng.randint(120, 300)).split())
         if number >= CALLS:
-            return Reply(said)
+            return Reply(content)
         first = rng.randint(1, 400)
         arguments = {"path": f"src/{number}/part.py", "first": first, "last": first + rng.randint(10, 60)}
-        return Reply(said, "read_file", arguments)
+        return Reply(content, "read_file", arguments)
 
     sizes = [min(max(int(rng.lognormvariate(6.8, 0.7)), 200), 3_000) for _ in range(RESULTS)]
     return Material(

@@ -1,5 +1,5 @@
-"""One request at a scripted SGLang, from its first token to how it ended, answered by a script's ids, cut
-where the real server would stop.
+"""One request at a scripted SGLang, from its first token to its end, answered with a script's ids,
+cut where the real server would stop.
 
 The server that sends the answers is `bench.scripted.sglang`.
 """
@@ -48,7 +48,7 @@ class Options:
 
 
 class Failed(Exception):
-    """The script lets this request fail here."""
+    """Raised where the script lets this request fail."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def total(self) -> int:
-        """How many tokens may come: all, or those before it fails."""
+        """How many tokens may come: all of them, or those before it fails."""
         failure = self.draft.answer.failure
         return len(self.draft.ids) if failure is None else min(failure.after, len(self.draft.ids))
 
@@ -111,7 +111,7 @@ class Job:
             self.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
     def abort(self) -> None:
-        """End it with what there is. One that is held does not hear it, as in the real server."""
+        """End it with the tokens so far. A held one ignores this, as in the real server."""
         if not self.held:
             self.abort_message = "Aborted"
             self.wake.set()
@@ -185,9 +185,10 @@ class Draft:
 
 
 def draft(answer: Answer, params: Mapping[str, Any], eos_ids: frozenset[int], decode: Decode | None) -> Draft:
-    """Where sampling ends: a stop string comes before a stop id, and that before the length.
+    """Where sampling ends: a stop string takes precedence over a stop id, and that over the length.
 
-    The ids keep what ended them, as SGLang's do. A script that says no more has stopped at its last id.
+    The ids keep what ended them, as SGLang's do. A script with no more ids has stopped at its
+    last one.
     """
     limit = params.get("max_new_tokens")
     ids = list(answer.ids[: 128 if limit is None else limit])
@@ -212,9 +213,9 @@ def _stopped_by_text(
         return ids, finish
     for count in range(1, len(ids) + 1):
         text = decode(ids[:count])
-        for one in wanted:
-            if one in text:
-                return ids[:count], {"type": "stop", "matched": one}
+        for stop_string in wanted:
+            if stop_string in text:
+                return ids[:count], {"type": "stop", "matched": stop_string}
     return ids, finish
 
 
@@ -222,8 +223,8 @@ def logprobs_of(ids: Sequence[int]) -> list[float]:
     """Invented logprobs, float32: equal for equal ids at equal positions."""
     places = np.arange(1, len(ids) + 1, dtype=np.uint32)
     mixed = (np.array(ids, np.uint32) ^ (places * np.uint32(0x9E3779B1))) * np.uint32(0x85EBCA6B)
-    made: list[float] = (-3.0 * (mixed.astype(np.float32) / np.float32(2**32))).tolist()
-    return made
+    logprobs: list[float] = (-3.0 * (mixed.astype(np.float32) / np.float32(2**32))).tolist()
+    return logprobs
 
 
 # Scripts ----------------------------------------------------------------------------------------
@@ -243,12 +244,12 @@ def hashed(length: int = LENGTH, vocabulary: int = VOCABULARY, stop_id: int | No
 
 def in_turn(answers: Sequence[Answer | Sequence[int]]) -> Script:
     """These answers or ids, request by request in the order in which they come; then again from the first."""
-    ready = [one if isinstance(one, Answer) else Answer(one) for one in answers]
-    asked = 0
+    ready = [answer if isinstance(answer, Answer) else Answer(answer) for answer in answers]
+    requests = 0
 
     def script(input_ids: list[int], params: Mapping[str, Any]) -> Answer:
-        nonlocal asked
-        asked += 1
-        return ready[(asked - 1) % len(ready)]
+        nonlocal requests
+        requests += 1
+        return ready[(requests - 1) % len(ready)]
 
     return script

@@ -1,7 +1,8 @@
-"""A scripted OpenAI-compatible upstream: the scripted engine's replies, for peers that speak no ids.
+"""A scripted OpenAI-compatible upstream: the scripted engine's replies, for peers that do not
+handle ids.
 
-It finds the mark of the wanted reply in the last message's text and answers with ready-made parts, so it
-costs no more than the scripted engine does.
+It finds the mark of the wanted reply in the last message's text and answers with ready-made
+parts, so it costs no more than the scripted engine does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ScriptedOpenAI:
     """`POST .../chat/completions`, not streamed, as an ASGI application."""
 
     def __init__(self, material: Material) -> None:
-        self._choices = [choice_of(said) for said in material.replies]
+        self._choices = [choice_of(answer) for answer in material.replies]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One HTTP request."""
@@ -33,22 +34,22 @@ class ScriptedOpenAI:
         if not scope["path"].endswith("/chat/completions"):
             return await reply(send, 404, {"error": {"message": "Not Found"}})
         body = orjson.loads(raw)
-        found = _MARK.search(body["messages"][-1]["content"])
-        if found is None:
+        mark = _MARK.search(body["messages"][-1]["content"])
+        if mark is None:
             return await reply(send, 400, {"error": {"message": "the last message has no mark"}})
         usage = {"prompt_tokens": 1000, "completion_tokens": 96, "total_tokens": 1096}
         content = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
-        await reply(send, 200, content | {"choices": [self._choices[int(found[1])]], "usage": usage})
+        await reply(send, 200, content | {"choices": [self._choices[int(mark[1])]], "usage": usage})
 
 
-def choice_of(said: Reply) -> dict[str, Any]:
+def choice_of(answer: Reply) -> dict[str, Any]:
     """A reply as the choice of a chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.name is not None:
-        function = {"name": said.name, "arguments": orjson.dumps(said.arguments).decode()}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.name is not None:
+        function = {"name": answer.name, "arguments": orjson.dumps(answer.arguments).decode()}
         call_id = "call-00000000-0000-7000-8000-000000000000-0"
         message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
-    return {"index": 0, "message": message, "finish_reason": "tool_calls" if said.name else "stop"}
+    return {"index": 0, "message": message, "finish_reason": "tool_calls" if answer.name else "stop"}
 
 
 def main() -> None:

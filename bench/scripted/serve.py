@@ -1,4 +1,4 @@
-"""A scripted SGLang as a process: its command line, and its end with its parent."""
+"""A scripted SGLang as a process: its command line, and how it ends with its parent."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _script(given: argparse.Namespace) -> Script:
-    if given.script:
-        found: Any = load_script(given.script, conversation_digest)
-        return found(given.given) if given.given else found  # type: ignore[no-any-return]
-    if given.replies:
-        return in_turn(orjson.loads(given.replies.read_bytes()))
-    return hashed(given.length, given.vocabulary, given.stop_id)
+def _script(args: argparse.Namespace) -> Script:
+    if args.script:
+        script: Any = load_script(args.script, conversation_digest)
+        return script(args.given) if args.given else script  # type: ignore[no-any-return]
+    if args.replies:
+        return in_turn(orjson.loads(args.replies.read_bytes()))
+    return hashed(args.length, args.vocabulary, args.stop_id)
 
 
 def main(words: list[str] | None = None) -> None:
     """Serve until the parent ends or a request asks for the end; the address is the one line of stdout."""
-    given = _arguments(words)
+    args = _arguments(words)
     end_with_parent()
-    stops = [] if given.stop_id is None else [given.stop_id]
+    stops = [] if args.stop_id is None else [args.stop_id]
     options = Options(
-        model_path=given.model_path,
-        weight_version=given.weight_version,
-        eos_ids=frozenset([*given.eos_id, *stops]),
-        incremental=given.incremental_streaming_output,
-        interval=given.stream_interval,
-        images=given.images,
-        tokenizer=given.tokenizer,
-        log=given.log,
-        weights=given.weights,
+        model_path=args.model_path,
+        weight_version=args.weight_version,
+        eos_ids=frozenset([*args.eos_id, *stops]),
+        incremental=args.incremental_streaming_output,
+        interval=args.stream_interval,
+        images=args.images,
+        tokenizer=args.tokenizer,
+        log=args.log,
+        weights=args.weights,
     )
-    app, listener = ScriptedSGLang(_script(given), options), listen(given.port)
-    for fault in given.fault:
+    app, listener = ScriptedSGLang(_script(args), options), listen(args.port)
+    for fault in args.fault:
         app.faults.add(Fault(**orjson.loads(fault)))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}")
     sys.stdout.flush()

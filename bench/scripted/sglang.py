@@ -98,8 +98,8 @@ class ScriptedSGLang:
             return await reply(send, 400, {"error": {"message": "input_ids must be a list of ids"}})
         if rid in self.running:
             return await reply(send, 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}})
-        made = draft(self.script(ids, params), params, self.options.eos_ids, self._decode)
-        job = Job(rid, len(ids), made, body, held=self.paused is not None)
+        drafted = draft(self.script(ids, params), params, self.options.eos_ids, self._decode)
+        job = Job(rid, len(ids), drafted, body, held=self.paused is not None)
         self.running[rid] = job
         watch = asyncio.create_task(end_with_client(receive, job)) if job.slow or job.held else None
         try:
@@ -152,8 +152,9 @@ class ScriptedSGLang:
     async def _resumed(self, job: Job) -> None:
         """Wait while generation is paused.
 
-        As in the real one: what came in during the pause does not notice that it is aborted, and in place
-        it shows only with the next step; what was retracted sits in a queue and ends at once.
+        As in the real one: a request that came in during the pause does not notice an abort; one
+        paused in place reports it only with the next step; a retracted one is in a queue and
+        ends at once.
         """
         while self.paused is not None:
             if job.abort_message is not None and not job.held and self.paused != "in_place":
@@ -191,10 +192,10 @@ class ScriptedSGLang:
             meta["weight_versions"] = job.spans or [{"version": self.weight_version, "start": 0, "end": 0}]
             meta["weight_version"] = meta["weight_versions"][-1]["version"]
             meta["e2e_latency"] = time.perf_counter() - job.begun
-        found: Message = {"output_ids": job.draft.ids[shown], "meta_info": meta}
+        chunk: Message = {"output_ids": job.draft.ids[shown], "meta_info": meta}
         if self._decode is not None:
-            found["text"] = self._decode(job.draft.ids[shown])
-        return found
+            chunk["text"] = self._decode(job.draft.ids[shown])
+        return chunk
 
     def _ended(self, job: Job) -> None:
         """Log the request, before its client can know that it has ended."""
@@ -276,8 +277,8 @@ class ScriptedSGLang:
 
     def _model_info(self, body: Message) -> tuple[int, Any]:
         path = self.options.model_path
-        found = {"model_path": path, "served_model_name": path, "tokenizer_path": path, "is_generation": True}
-        return 200, found | {
+        info = {"model_path": path, "served_model_name": path, "tokenizer_path": path, "is_generation": True}
+        return 200, info | {
             "preferred_sampling_params": self.options.preferred,
             "weight_version": self.stale_version or self.weight_version,
             "has_image_understanding": self.options.images,
@@ -287,10 +288,10 @@ class ScriptedSGLang:
         }
 
     def _server_info(self, body: Message) -> tuple[int, Any]:
-        found = {"model_path": self.options.model_path, "dp_size": 1, "tp_size": 1, "version": VERSION}
-        found |= {"device": "cpu", "dtype": self.options.weights or "auto"}
-        found |= {"startup_time": {"scheduler_e2e": self._started}, "random_seed": 0}
-        return 200, found | {
+        info = {"model_path": self.options.model_path, "dp_size": 1, "tp_size": 1, "version": VERSION}
+        info |= {"device": "cpu", "dtype": self.options.weights or "auto"}
+        info |= {"startup_time": {"scheduler_e2e": self._started}, "random_seed": 0}
+        return 200, info | {
             "incremental_streaming_output": self.options.incremental,
             "weight_version": self.options.weight_version,
         }

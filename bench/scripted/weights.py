@@ -1,10 +1,10 @@
 """The weight routes of a scripted SGLang (0.5.23), with the real one's quirks but without weights.
 
-With `Options.weights` it starts from the tensors of its model directory and keeps, of every tensor, SGLang's
-checksum: q, k and v merged in `qkv_proj`, gate and up in `gate_up_proj`, experts in `w13_weight` and
-`w2_weight`, vocabularies padded to a multiple of 64 rows. Tensors that it has no place for are passed over
-without a word, as in the real one. Faults may be scripted: a route hangs, fails, takes a tensor wrong, or
-ends the process.
+With `Options.weights` it starts from the tensors of its model directory and keeps SGLang's
+checksum of every tensor: q, k and v merged in `qkv_proj`, gate and up in `gate_up_proj`, experts
+in `w13_weight` and `w2_weight`, vocabularies padded to a multiple of 64 rows. Tensors without a
+place are silently ignored, as in the real one. Faults may be scripted: a route hangs, fails,
+takes a tensor wrong, or ends the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HeldChecksums:
         return place_in_sglang(name, self._experts)
 
     def take(self, tensors: Iterable[tuple[str, Any]], *, spoilt: bool = False) -> None:
-        """Take tensors of a checkpoint; `spoilt`: one value of the first known one comes in wrong."""
+        """Take tensors of a checkpoint; `spoilt`: one value of the first known one is corrupted."""
         for name, tensor in tensors:
             place, part, parts = self._place(name)
             if place not in self._known:
@@ -260,7 +260,7 @@ class Faults:
         self._calls[fault.route] = 0
 
     async def befall(self, route: str) -> str | None:
-        """Count a call; returns `error` or `drop` if the call is to fail so."""
+        """Count a call; returns `error` or `drop` if the call is to fail that way."""
         self._calls[route] += 1
         self._wrong.discard(route)
         for fault in self.faults:
@@ -277,5 +277,5 @@ class Faults:
         return None
 
     def spoils(self, route: str) -> bool:
-        """Whether the call under way takes a tensor wrong."""
+        """Whether the present call corrupts a tensor."""
         return route in self._wrong

@@ -1,4 +1,5 @@
-"""Holds trajectories that would be too old by the time they are trained on, until there is room."""
+"""The admission gate: holds new trajectories that would be too old by the time they are trained on,
+until there is room."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Gate(Protocol):
         """Wait until the trajectory may begin: see `AdmissionGate`."""
 
     def stop(self) -> None:
-        """Hold nothing any more: who waits, or comes from now on, is refused."""
+        """Hold no trajectory any more: those that wait or come from now on are refused."""
 
     def leave(self, name: str) -> None:
         """Release the room that was kept for it."""
@@ -53,7 +54,7 @@ class _Reservation:
     Attributes:
         asked: how many requests share it.
         begun: the trajectory is in the log, and counts there.
-        told: so many of them said that it has begun, before the log was read so far.
+        told: how many of its requests reported its beginning before the log was read that far.
     """
 
     group: str | None
@@ -93,7 +94,7 @@ class AdmissionGate:
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
     ) -> bool:
-        """Wait until the trajectory may begin. Whether room is reserved for it: if so, `leave` once it began.
+        """Wait until the trajectory may begin; returns whether room is reserved for it, until `leave`.
 
         Args:
             gone: returns when nobody waits for it any more.
@@ -113,31 +114,31 @@ class AdmissionGate:
         await self._hold(self._queue(name, group), gone)
         return True
 
-    async def _hold(self, one: _Waiting, gone: Callable[[], Awaitable[Any]]) -> None:
+    async def _hold(self, waiter: _Waiting, gone: Callable[[], Awaitable[Any]]) -> None:
         """Wait until a trajectory is admitted, as `enter` does."""
         left = asyncio.ensure_future(gone())
         try:
-            both: set[asyncio.Future[Any]] = {one.admitted, left}
+            both: set[asyncio.Future[Any]] = {waiter.admitted, left}
             await asyncio.wait(both, timeout=self.hold_s, return_when=asyncio.FIRST_COMPLETED)
             if left.done():
-                text = f"trajectory {one.name!r} was held, and its client left"
+                text = f"trajectory {waiter.name!r} was held, and its client left"
                 raise RequestError(499, "client_left", text)
-            if not one.admitted.done():
+            if not waiter.admitted.done():
                 raise RequestError(503, "trajectory_held", self._why())
-            if not one.admitted.result():
+            if not waiter.admitted.result():
                 raise EndingError
         except BaseException:
-            if one.admitted.done() and one.admitted.result():
-                self.leave(one.name)  # it was admitted, and its request is gone
+            if waiter.admitted.done() and waiter.admitted.result():
+                self.leave(waiter.name)  # it was admitted, and its request is gone
             raise
         finally:
             left.cancel()
-            if not one.admitted.done():
-                self._waiting.remove(one)
+            if not waiter.admitted.done():
+                self._waiting.remove(waiter)
             self._rest()
 
     def stop(self) -> None:
-        """Hold nothing any more: who waits, or comes from now on, is refused."""
+        """Hold no trajectory any more: those that wait or come from now on are refused."""
         self._stopped = True
         while self._waiting:
             self._waiting.popleft().admitted.set_result(False)
@@ -145,14 +146,14 @@ class AdmissionGate:
 
     def _queue(self, name: str, group: str | None) -> _Waiting:
         self.held += 1
-        one = _Waiting(name, group, asyncio.get_running_loop().create_future())
+        waiter = _Waiting(name, group, asyncio.get_running_loop().create_future())
         if not self._waiting:
             self._seen = ()
-        self._waiting.append(one)
+        self._waiting.append(waiter)
         self.changed()  # engines may serve another version by now
         if self._timer is None:
             self._look()
-        return one
+        return waiter
 
     def _rest(self) -> None:
         """Stop checking while nothing waits."""
@@ -192,8 +193,8 @@ class AdmissionGate:
     def _begun(self, name: str) -> None:
         reservation = self._reserved[name]
         reservation.begun = True
-        told, reservation.told = reservation.told, 0
-        for _ in range(told):
+        count, reservation.told = reservation.told, 0
+        for _ in range(count):
             self.leave(name)
 
     def unopened(self, trajectory_id: str) -> None:
@@ -217,22 +218,22 @@ class AdmissionGate:
     def _let_in(self) -> None:
         """Admit the rest of admitted groups, then others in the order in which they came."""
         room = True
-        for one in list(self._waiting):
-            joins = one.name in self._reserved or self._joins(one.group)
+        for waiter in list(self._waiting):
+            joins = waiter.name in self._reserved or self._joins(waiter.group)
             room = room and (joins or self._has_room())  # without room it keeps its turn
             if joins or room:
-                self._admit(one)
+                self._admit(waiter)
 
-    def _admit(self, one: _Waiting) -> None:
-        self._waiting.remove(one)
-        self._keep(one.name, one.group)
-        one.admitted.set_result(True)
+    def _admit(self, waiter: _Waiting) -> None:
+        self._waiting.remove(waiter)
+        self._keep(waiter.name, waiter.group)
+        waiter.admitted.set_result(True)
 
     def _look(self) -> None:
         """Admit one more than fits, if no progress has been possible for long."""
         loop = asyncio.get_running_loop()
         now, state = loop.time(), self.outstanding.state
-        begins = any(not kept.begun for kept in self._reserved.values())
+        begins = any(not reservation.begun for reservation in self._reserved.values())
         if begins or not self.outstanding.stalled:
             self._stalled = None
         elif self._stalled is None or self._stalled[0] != state:
@@ -257,8 +258,10 @@ class AdmissionGate:
             return True
         if group is None or training.group_size == 1:
             return False
-        kept = sum(one.group == group and not one.begun for one in self._reserved.values())
-        return (self.outstanding.room(group) - kept) % training.group_size > 0
+        reserved = sum(
+            reservation.group == group and not reservation.begun for reservation in self._reserved.values()
+        )
+        return (self.outstanding.room(group) - reserved) % training.group_size > 0
 
     def _has_room(self) -> bool:
         """Whether one more prompt group fits."""
@@ -272,10 +275,12 @@ class AdmissionGate:
 
     def _reserved_groups(self, size: int) -> int:
         """How many prompt groups the reservations will make."""
-        kept = Counter(one.group for one in self._reserved.values() if not one.begun)
+        reserved = Counter(
+            reservation.group for reservation in self._reserved.values() if not reservation.begun
+        )
         if size == 1:
-            return kept.total()
-        beyond = [max(number - self.outstanding.room(group), 0) for group, number in kept.items()]
+            return reserved.total()
+        beyond = [max(number - self.outstanding.room(group), 0) for group, number in reserved.items()]
         return sum(-(-number // size) for number in beyond)
 
     def _why(self) -> str:

@@ -1,6 +1,7 @@
-"""A run's prompt groups that were admitted and are neither used nor dropped: a fold. Pure.
+"""A fold over a run's log: the prompt groups that were admitted and are neither used nor dropped.
+Pure.
 
-Which online training is under way follows from the run's log as well.
+The same log also says which online training is under way.
 """
 
 from __future__ import annotations
@@ -179,9 +180,10 @@ class Outstanding:
         oldest: dict[str, int] | None,
         sampled: Iterable[str],
     ) -> None:
-        """Take what a trajectory's events came to, instead of them, before any event of another one.
+        """Take the state that a trajectory's events led to, in place of the events themselves.
 
-        Trajectories come in the order in which they were opened; `finished_before` then says the other one.
+        It comes before any event of another trajectory. Trajectories come in the order in which they were
+        opened; `finished_before` then gives the order in which they finished.
 
         Args:
             sampled: turns that may be trained once they are delivered.
@@ -192,7 +194,7 @@ class Outstanding:
         )
 
     def finished_before(self, trajectories: Iterable[str]) -> None:
-        """Take the order in which those that were restored had finished."""
+        """Take the order in which the restored trajectories had finished."""
         self._loosen(trajectories)
 
     def _open(self, opened: TrajectoryOpened) -> None:

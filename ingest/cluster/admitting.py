@@ -1,4 +1,4 @@
-"""Admission across the workers of a proxy: the first one keeps the gate, the others ask it."""
+"""Admission across the workers of a proxy: the first worker holds the gate, and the others ask it."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ class GateServer:
         self._ends.append(self.bus.on_begun(self._died))
 
     def close(self) -> None:
-        """Answer no more: another one keeps the gate from now on, and is asked again by those who wait."""
+        """Stop answering: another one keeps the gate from now on, and those who wait ask it again."""
         for end in self._ends:
             end()
         for task in (*self._entering.values(), *self._tasks):
             task.cancel()
 
-    async def _enter(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
-        key = (worker, asked["token"])
+    async def _enter(self, worker: int, _: int, request: Json) -> tuple[Json, bytes]:
+        key = (worker, request["token"])
         task = self._entering.get(key)
         if task is None:  # else it is asked again
-            task = self._entering[key] = asyncio.create_task(self._entered(key, asked))
+            task = self._entering[key] = asyncio.create_task(self._entered(key, request))
         return {"reserved": await asyncio.shield(task)}, b""
 
-    async def _entered(self, key: tuple[int, int], asked: Json) -> bool:
+    async def _entered(self, key: tuple[int, int], request: Json) -> bool:
         left = self._leaving[key] = asyncio.Event()
         reserved = False
         try:
-            name = asked["name"]
-            reserved = await self.gate.enter(name, asked["group"], asked["split"], left.wait)
+            name = request["name"]
+            reserved = await self.gate.enter(name, request["group"], request["split"], left.wait)
             if reserved:
                 self._names[key] = name
         finally:
@@ -85,17 +85,17 @@ class GateServer:
                 self._entering.pop(key, None)
         return reserved
 
-    async def _kept(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
+    async def _kept(self, worker: int, _: int, request: Json) -> tuple[Json, bytes]:
         """A worker keeps room that a gate before this one gave it."""
-        key = (worker, asked["token"])
+        key = (worker, request["token"])
         if key not in self._names:
-            self._names[key] = asked["name"]
+            self._names[key] = request["name"]
             self._late.add(key)
-            self.gate.keep(asked["name"], asked["group"])
+            self.gate.keep(request["name"], request["group"])
         return {}, b""
 
-    async def _began(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
-        key = (worker, asked["token"])
+    async def _began(self, worker: int, _: int, request: Json) -> tuple[Json, bytes]:
+        key = (worker, request["token"])
         if key in self._late:  # its opening may have been read before its room was kept
             await self.caught_up()
             self._let_go(key, self.gate.leave)
@@ -103,9 +103,9 @@ class GateServer:
             self._let_go(key, self.gate.began)
         return {}, b""
 
-    async def _left(self, worker: int, _: int, asked: Json) -> tuple[Json, bytes]:
-        """What a worker asked for did not begin: its client has left, or it was refused."""
-        key = (worker, asked["token"])
+    async def _left(self, worker: int, _: int, request: Json) -> tuple[Json, bytes]:
+        """A trajectory for which a worker asked did not begin: its client has left, or it was refused."""
+        key = (worker, request["token"])
         if key in self._leaving:
             self._leaving[key].set()
         else:
@@ -124,15 +124,15 @@ class GateServer:
         for key, left in self._leaving.items():
             if key[0] == worker:
                 left.set()
-        kept = [key for key in self._names if key[0] == worker]
-        if kept:
-            task = asyncio.get_running_loop().create_task(self._give_up(kept))
+        keys = [key for key in self._names if key[0] == worker]
+        if keys:
+            task = asyncio.get_running_loop().create_task(self._give_up(keys))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _give_up(self, kept: list[tuple[int, int]]) -> None:
+    async def _give_up(self, keys: list[tuple[int, int]]) -> None:
         await self.caught_up()
-        for key in kept:
+        for key in keys:
             self._let_go(key, self.gate.leave)
 
 
@@ -188,21 +188,21 @@ class RemoteGate:
             raise
         finally:
             self.waiting -= 1
-            for one in ends:
-                one.cancel()
+            for future in ends:
+                future.cancel()
         if reserved:
             self._kept.setdefault(name, []).append((token, group))
         return reserved
 
     def stop(self) -> None:
-        """Wait for no answer any more, in a while: if the first worker ends, it refuses whom it holds."""
+        """Stop waiting for answers in a while: a first worker that ends as well refuses those it holds."""
         asyncio.get_running_loop().call_later(ANSWERED_S, self._stopped.set)
 
     def leave(self, name: str) -> None:
         """Release the room that was kept for it, once it is in the log or will not be."""
-        kept = self._kept[name]
-        token, _ = kept.pop(0)
-        if not kept:
+        tokens = self._kept[name]
+        token, _ = tokens.pop(0)
+        if not tokens:
             del self._kept[name]
         live = self.find(name)
         if live is None or live.opening is None:
@@ -232,6 +232,6 @@ class RemoteGate:
     def _keep_again(self, worker: int) -> None:
         """The first worker begins anew: it does not know for whom room is kept."""
         if worker == FIRST:
-            for name, kept in self._kept.items():
-                for token, group in kept:
+            for name, tokens in self._kept.items():
+                for token, group in tokens:
                     self._tell(KEPT, token, name=name, group=group)

@@ -1,6 +1,6 @@
-"""What one worker of a proxy says of all of them: at /healthz and at /metrics.
+"""/healthz and /metrics, which any worker of a proxy answers for all of its workers.
 
-It says whose this proxy is, and that nobody else controls its engine.
+They also say whose this proxy is, and nobody else may control its engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollbook.ingest.recording.recorder import Recorder
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 from rollbook.store.secret import store_secret
-from rollbook.store.whose import ASKS, FOR, PROVES, PROVING, START, Whose, proof
+from rollbook.store.whose import ASKS, FOR, PROVES, PROVING, START, ProxyIdentity, proof
 
 HEALTH, METRICS = "health", "metrics"
 OK = "ok"
@@ -68,15 +68,15 @@ class WorkerAggregate:
         if self._siblings is None:
             return own
         answers = await self._siblings.bus.ask_all(HEALTH)
-        found = {self._siblings.place.number: own}
+        details = {self._siblings.place.number: own}
         for number, answer in answers.items():
             away = {"lane": None, "status": f"worker {number} does not answer"}
-            found[number] = away if answer is None else answer[0]
+            details[number] = away if answer is None else answer[0]
         workers = [
-            {"worker": number, **{key: said[key] for key in _OF_EACH if key in said}}
-            for number, said in sorted(found.items())
+            {"worker": number, **{key: health[key] for key in _OF_EACH if key in health}}
+            for number, health in sorted(details.items())
         ]
-        failing = next((said["status"] for said in workers if said["status"] != OK), OK)
+        failing = next((health["status"] for health in workers if health["status"] != OK), OK)
         return {key: value for key, value in own.items() if key != "lane"} | {
             "status": failing,
             "workers": workers,
@@ -151,20 +151,20 @@ NAMED_BYTES = 1 << 16
 """A body that names weights is small."""
 
 
-def whose(recorder: Recorder) -> Whose:
+def whose(recorder: Recorder) -> ProxyIdentity:
     """Whose this proxy is."""
-    return Whose(recorder.store.store_id, recorder.run, os.environ.get(START, ""))
+    return ProxyIdentity(recorder.store.store_id, recorder.run, os.environ.get(START, ""))
 
 
-def only_for(own: Whose) -> Callable[[Request], Awaitable[None]]:
-    """What refuses whoever controls the engine for another run, by a header or by the name of its weights."""
+def only_for(own: ProxyIdentity) -> Callable[[Request], Awaitable[None]]:
+    """A check that refuses control of the engine for another run, by a header or by its weights' name."""
 
     async def check(request: Request) -> None:
-        wanted = [Whose.of_header(request.headers.get(FOR, ""))]
+        wanted = [ProxyIdentity.of_header(request.headers.get(FOR, ""))]
         if request.method == "POST" and len(body := await request.body()) <= NAMED_BYTES:
-            wanted += [Whose(run=run) for run in _runs_named(body)]
-        for one in wanted:
-            if (why := one.refuses(own)) is not None:
+            wanted += [ProxyIdentity(run=run) for run in _runs_named(body)]
+        for owner in wanted:
+            if (why := owner.refuses(own)) is not None:
                 text = f"this proxy {why}: give the training its own proxy's address, or this run's name"
                 raise RequestError(409, "other_run", text)
 
@@ -174,8 +174,8 @@ def only_for(own: Whose) -> Callable[[Request], Awaitable[None]]:
 def _runs_named(body: bytes) -> list[str]:
     """The runs of which a body names weights."""
     try:
-        said = orjson.loads(body)
+        fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         return []
-    names = [said.get(key) for key in ("weight_version", "new_version")] if isinstance(said, dict) else []
+    names = [fields.get(key) for key in ("weight_version", "new_version")] if isinstance(fields, dict) else []
     return [named.run for name in names if (named := read_name(name)) is not None]

@@ -68,7 +68,7 @@ class Inboxes:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _PendingQuestion:
     """What was asked and not answered yet."""
 
     to: int
@@ -90,7 +90,7 @@ class Bus:
     _handlers: dict[str, Handler] = field(default_factory=dict)
     _begun: list[Callable[[int], None]] = field(default_factory=list)
     _waiting: dict[int, deque[tuple[bytes, list[int]]]] = field(default_factory=dict)
-    _asked: dict[int, _Asked] = field(default_factory=dict)
+    _asked: dict[int, _PendingQuestion] = field(default_factory=dict)
     _numbers: Any = field(default_factory=lambda: itertools.count(os.getpid() << 32))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -100,7 +100,7 @@ class Bus:
         return lambda: self._handlers.pop(kind, None)
 
     def on_begun(self, callback: Callable[[int], None]) -> Callable[[], object]:
-        """Call back with the number of a sibling that began, in the place of one that died perhaps."""
+        """Call back with the number of each sibling that begins, perhaps in the place of one that died."""
         self._begun.append(callback)
         return lambda: self._begun.remove(callback)
 
@@ -139,53 +139,53 @@ class Bus:
     async def ask(
         self, to: int, kind: str, words: Json | None = None, patience_s: float | None = 5.0
     ) -> tuple[Json, bytes]:
-        """What a sibling answers. It is asked again if another one takes its place meanwhile.
+        """Ask a sibling and return its answer; if another process takes its place meanwhile, ask that.
 
         Raises:
             AwayError: it did not answer in time.
             RequestError: what it raised.
         """
         number = next(self._numbers)
-        asked = {"is": "ask", "kind": kind, "number": number, "words": words or {}}
+        question = {"is": "ask", "kind": kind, "number": number, "words": words or {}}
         answer: asyncio.Future[tuple[Json, bytes]] = asyncio.get_running_loop().create_future()
-        self._asked[number] = _Asked(to, asked, answer)
+        self._asked[number] = _PendingQuestion(to, question, answer)
         try:
-            self.send(to, asked)
+            self.send(to, question)
             async with asyncio.timeout(patience_s):
-                said, data = await answer
+                reply, data = await answer
         except TimeoutError:
             raise AwayError(to) from None
         finally:
             del self._asked[number]
-        if "error" in said:
-            raise RequestError(*said["error"])
-        return said["words"], data
+        if "error" in reply:
+            raise RequestError(*reply["error"])
+        return reply["words"], data
 
     async def ask_all(self, kind: str, words: Json | None = None) -> dict[int, tuple[Json, bytes] | None]:
         """What each sibling answers, by number; None: it did not."""
 
-        async def one(number: int) -> tuple[Json, bytes] | None:
+        async def ask_one(number: int) -> tuple[Json, bytes] | None:
             with contextlib.suppress(RequestError):
                 return await self.ask(number, kind, words, 2.0)
             return None
 
-        found = await asyncio.gather(*(one(number) for number in self.siblings))
-        return dict(zip(self.siblings, found, strict=True))
+        answers = await asyncio.gather(*(ask_one(number) for number in self.siblings))
+        return dict(zip(self.siblings, answers, strict=True))
 
-    async def _answer(self, sender: int, asked: Json) -> None:
-        said: Json = {"is": "answer", "number": asked["number"]}
+    async def _answer(self, sender: int, question: Json) -> None:
+        reply: Json = {"is": "answer", "number": question["number"]}
         data = b""
         try:
-            handler = self._handlers[asked["kind"]]
-            words, data = await handler(sender, asked["number"], asked["words"])
-            said["words"] = words
+            handler = self._handlers[question["kind"]]
+            words, data = await handler(sender, question["number"], question["words"])
+            reply["words"] = words
         except RequestError as error:
-            said["error"] = [error.status, error.code, error.message]
+            reply["error"] = [error.status, error.code, error.message]
         except Exception as error:
-            logger.exception("rollbook: a worker's question %r failed", asked["kind"])
-            said["error"] = [500, "internal_error", f"{type(error).__name__} in another worker of the proxy"]
+            logger.exception("rollbook: a worker's question %r failed", question["kind"])
+            reply["error"] = [500, "internal_error", f"{type(error).__name__} in another worker of the proxy"]
         with contextlib.suppress(AwayError):  # who asked asks again
-            self.send(sender, said, data)
+            self.send(sender, reply, data)
 
     # Sending --------------------------------------------------------------------------------------
 
@@ -211,8 +211,8 @@ class Bus:
                     raise AwayError(to) from error
                 head["file"] = len(data)
                 data = b""
-            said = orjson.dumps(head)
-            message = _LENGTH.pack(len(said)) + said + data
+            header = orjson.dumps(head)
+            message = _LENGTH.pack(len(header)) + header + data
             if waiting is not None:
                 waiting.append((message, fds))
                 return
@@ -275,9 +275,9 @@ class Bus:
                 self.on_connection(fds[0], words, data)
                 return
             case "begun":
-                for asked in [a for a in self._asked.values() if a.to == sender]:
+                for pending in [a for a in self._asked.values() if a.to == sender]:
                     with contextlib.suppress(AwayError):
-                        self.send(sender, asked.words)
+                        self.send(sender, pending.words)
                 for callback in self._begun:
                     callback(sender)
             case "ask":
@@ -285,9 +285,9 @@ class Bus:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case "answer":
-                found = self._asked.get(words["number"])
-                if found is not None and not found.answer.done():
-                    found.answer.set_result((words, data))
+                question = self._asked.get(words["number"])
+                if question is not None and not question.answer.done():
+                    question.answer.set_result((words, data))
         _close(fds)  # of a connection that came without its descriptor, or with more than that
 
 
@@ -321,7 +321,7 @@ Handler = Callable[[int, int, Json], Awaitable[tuple[Json, bytes]]]
 
 
 class Asks(Protocol):
-    """One's end of it."""
+    """One process's end of the connection to the others."""
 
     def on(self, kind: str, handler: Handler) -> Callable[[], object]:
         """Have a handler answer questions of this kind.
@@ -331,7 +331,7 @@ class Asks(Protocol):
         """
 
     def on_begun(self, callback: Callable[[int], None]) -> Callable[[], object]:
-        """Call back with the number of another one that began, in the place of one that died perhaps.
+        """Call back with the number of each other process that begins, perhaps in the place of one that died.
 
         Returns:
             What ends that.
@@ -340,7 +340,7 @@ class Asks(Protocol):
     async def ask(
         self, to: int, kind: str, words: Json | None = None, patience_s: float | None = 5.0
     ) -> tuple[Json, bytes]:
-        """What another one answers. It is asked again if another process takes its place meanwhile.
+        """Ask another process and return its answer; if a new one takes its place meanwhile, ask that.
 
         Raises:
             RequestError: 503, it did not answer in time; or what it raised.

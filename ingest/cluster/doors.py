@@ -1,4 +1,5 @@
-"""Where proxies of a run meet the application: their own route, and requests that belong to another one."""
+"""The HTTP side of proxies of a run: their own route, and forwarding of requests that belong to
+another."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _OF_ROUTING = frozenset({"path_params", "endpoint", "route", "router"})
 
 
 def add_forwarding(app: FastAPI, peers: Peers, room: BodyBudget, failed: Callable[[Exception], None]) -> None:
-    """Have requests sent on that belong to another proxy. Add the guards after that: they come before it.
+    """Add the middleware that forwards requests which belong to another proxy.
+
+    Add the guards after it, so that they come before it.
 
     Args:
         failed: called with the error of each that is not answered.
@@ -106,13 +109,13 @@ class _Here(Response):
 
 def _again(raw: bytes, receive: Any) -> Any:
     """ASGI's `receive` of a request whose body has been read."""
-    given = False
+    delivered = False
 
     async def body() -> Any:
-        nonlocal given
-        if given:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        given = True
+        delivered = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
     return body
@@ -125,7 +128,7 @@ class OfPeers:
         self._app, self._peers = app, peers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer, or have the application answer, which finds in the scope as what a request was sent."""
+        """Answer, or have the application answer; the scope says in which role the request was forwarded."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -162,7 +165,7 @@ def add_peers(app: FastAPI, peers: Peers) -> None:
 def counted(
     failed: Callable[[BaseException], None], refused: Callable[[str], None]
 ) -> Callable[[Exception], None]:
-    """What counts the error of a request that is not sent on, as it is counted elsewhere."""
+    """A callback that counts the error of a request that is not forwarded, as it is counted elsewhere."""
 
     def count(error: Exception) -> None:
         if isinstance(error, LimitError):

@@ -1,7 +1,7 @@
-"""What proxies of a run say to each other, and how: small POSTs, with a token that the store's folder gives.
+"""The messages between proxies of a run: small POSTs, with a token that the store's folder gives.
 
-What has another form is refused before it is read. Whoever has the token may send anything: no message may
-end in the middle of what it does here.
+A message of another form is refused before it is acted on. Whoever has the token may send anything,
+so no message may fail halfway through what it does here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollbook.edge.forwarding import plain_session
 from rollbook.ingest.cluster.admitting import BEGAN, ENTER, KEPT, LEFT
 from rollbook.ingest.cluster.siblings import KNOWS
-from rollbook.store.config import first_refused
+from rollbook.store.config import first_invalid_value
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 from rollbook.store.ids import new_id
@@ -76,7 +76,7 @@ class Enter(Message):
     split: Text
 
 
-class Kept(Message):
+class KeepRoom(Message):
     """Room that another gate gave is kept."""
 
     token: Number
@@ -84,7 +84,7 @@ class Kept(Message):
     group: Text | None
 
 
-class Told(Message):
+class ReleaseRoom(Message):
     """What was asked for by a token began, or never will."""
 
     token: Number
@@ -130,27 +130,27 @@ class Raised(Message):
 
 MEETINGS: Mapping[str, type[Message]] = MappingProxyType({HOLDS: Meeting, GIVE_BACK: GiveBack})
 QUESTIONS: Mapping[str, type[Message]] = MappingProxyType(
-    {ENTER: Enter, KEPT: Kept, BEGAN: Told, LEFT: Told, KNOWS: Knows}
+    {ENTER: Enter, KEPT: KeepRoom, BEGAN: ReleaseRoom, LEFT: ReleaseRoom, KNOWS: Knows}
 )
 """Kind -> the form of a question's words."""
 ANSWERS: Mapping[str, type[Message]] = MappingProxyType({ENTER: Reserved, KNOWS: Known})
 """Kind -> the form of the words of an answer, where they say something."""
 
 
-def read_message(said: bytes) -> object:
+def read_message(raw: bytes) -> object:
     """What a message says.
 
     Raises:
         RequestError: 400, it is no JSON.
     """
     try:
-        return orjson.loads(said)
+        return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise RequestError(400, "bad_message", f"a message of a proxy is no JSON: {error}") from error
 
 
-def check_question(kind: str, asked: object, proxies: int) -> Json:
-    """What another proxy asks, in its form.
+def check_question(kind: str, question: object, proxies: int) -> Json:
+    """Check the form of another proxy's question, and return it.
 
     Args:
         proxies: how many the run has.
@@ -159,47 +159,47 @@ def check_question(kind: str, asked: object, proxies: int) -> Json:
         RequestError: 400, it has another form, or names a proxy that the run does not have.
     """
     if kind in MEETINGS:
-        _as(MEETINGS[kind], asked, kind)
+        _as(MEETINGS[kind], question, kind)
     elif kind in QUESTIONS:
-        _as(QUESTIONS[kind], _as(Question, asked, kind).words, kind)
+        _as(QUESTIONS[kind], _as(Question, question, kind).words, kind)
     else:
         raise RequestError(400, "bad_message", f"proxies ask each other no {kind[:40]!r}")
-    assert isinstance(asked, dict)
-    greatest = max([asked["from"], asked.get("seat", 0), *asked.get("holds", [])])
-    listed = asked.get("proxies")  # where that is another list than ours, the meeting says so
+    assert isinstance(question, dict)
+    greatest = max([question["from"], question.get("seat", 0), *question.get("holds", [])])
+    listed = question.get("proxies")  # where that is another list than ours, the meeting says so
     if greatest >= max(proxies, len(listed) if isinstance(listed, list) else 0):
         text = f"{kind}: it names proxy {greatest}, and this run has {proxies}, numbered from 0"
         raise RequestError(400, "bad_message", text)
-    return asked
+    return question
 
 
-def check_answer(kind: str, said: object) -> Json:
-    """What another proxy answers, in its form.
+def check_answer(kind: str, answer: object) -> Json:
+    """Check the form of another proxy's answer, and return it.
 
     Raises:
         RequestError: it has another one.
     """
-    if isinstance(said, dict) and "error" in said:
-        status, code, text = _as(Raised, said, kind).error
+    if isinstance(answer, dict) and "error" in answer:
+        status, code, text = _as(Raised, answer, kind).error
         if not (isinstance(status, int) and isinstance(code, str) and isinstance(text, str)):
             raise RequestError(400, "bad_message", f"{kind}: error: is no status, code and message")
-    elif isinstance(said, dict) and said.get("moved") is True:
-        return said
+    elif isinstance(answer, dict) and answer.get("moved") is True:
+        return answer
     elif kind in MEETINGS:
-        _as(Held, said, kind)
+        _as(Held, answer, kind)
     else:
-        words = _as(Words, said, kind).words
+        words = _as(Words, answer, kind).words
         if kind in ANSWERS:
             _as(ANSWERS[kind], words, kind)
-    assert isinstance(said, dict)
-    return said
+    assert isinstance(answer, dict)
+    return answer
 
 
-def _as(form: type[M], said: object, kind: str) -> M:
+def _as(form: type[M], message: object, kind: str) -> M:
     try:
-        return form.model_validate(said)
+        return form.model_validate(message)
     except ValidationError as error:
-        raise RequestError(400, "bad_message", f"{kind}: {first_refused(error, said)}") from error
+        raise RequestError(400, "bad_message", f"{kind}: {first_invalid_value(error, message)}") from error
 
 
 PREFIX = "/peers/"
@@ -215,11 +215,11 @@ class UnreachableError(Exception):
 
 
 class MovedError(Exception):
-    """What a proxy was asked as the holder of a number is another's to answer."""
+    """A proxy was asked as the holder of a seat, and another one holds that now."""
 
 
 def token_of(store: Path, run: str) -> str:
-    """What the proxies of a run know each other by: who has the store's folder knows it."""
+    """The token by which proxies of a run know each other; whoever has the store's folder can derive it."""
     return hmac.new(store_secret(store, "peers"), run.encode(), hashlib.sha256).hexdigest()
 
 
@@ -272,17 +272,17 @@ class Wire:
         """What all proxies of a run have in common."""
         return {"proxies": list(self.addresses), "lanes": list(self.lanes)}
 
-    def check_same(self, asked: Json) -> None:
+    def check_same(self, question: Json) -> None:
         """See that another proxy has the same list.
 
         Raises:
             RequestError: 409, it has not.
         """
         for name, own in self.same.items():
-            if asked.get(name) != own:
+            if question.get(name) != own:
                 text = (
                     f"the proxy at {self.addresses[self.number]} has {name} = {own}, and that of number "
-                    f"{asked['from']} has {asked.get(name)}: all proxies of a run need the same list"
+                    f"{question['from']} has {question.get(name)}: all proxies of a run need the same list"
                 )
                 raise RequestError(409, "other_proxies", text)
 
@@ -296,11 +296,11 @@ class Wire:
         return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     async def post(self, to: int, kind: str, words: Json, patience_s: float = ANSWER_S) -> Json:
-        """What another proxy answers.
+        """Send a message to another proxy, and return its answer.
 
         Raises:
-            UnreachableError: it does not, in time or as one of this run's proxies.
-            MovedError: it is not for it to answer.
+            UnreachableError: no answer in time, or none that a proxy of this run would give.
+            MovedError: the question is not for that proxy to answer.
             RequestError: what it raised.
         """
         body = orjson.dumps({"from": self.number, "process": self.process, **words})
@@ -309,25 +309,25 @@ class Wire:
         url = f"{self.addresses[to]}{PREFIX}{kind}"
         try:
             async with self.session.post(url, data=body, headers=headers, timeout=timeout) as reply:
-                said = check_answer(kind, orjson.loads(await reply.read())) if reply.status == 200 else {}
+                answer = check_answer(kind, orjson.loads(await reply.read())) if reply.status == 200 else {}
         except (aiohttp.ClientError, OSError, TimeoutError, orjson.JSONDecodeError) as error:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from error
         except RequestError as error:
             raise UnreachableError(f"{url} answers what no proxy does: {error.message}") from error
         if reply.status != 200:
             raise UnreachableError(f"{url} answers {reply.status}: is it a proxy of this store and run?")
-        if "error" in said:
-            raise RequestError(*said["error"])
-        if said.get("moved"):
+        if "error" in answer:
+            raise RequestError(*answer["error"])
+        if answer.get("moved"):
             raise MovedError
-        return said
+        return answer
 
 
-def answer_of(found: Any) -> bytes:
+def answer_of(outcome: Any) -> bytes:
     """The body of an answer: words, or what was raised instead of them."""
-    match found:
+    match outcome:
         case MovedError():
             return orjson.dumps({"moved": True})
         case RequestError():
-            return orjson.dumps({"error": [found.status, found.code, found.message]})
-    return orjson.dumps(found)
+            return orjson.dumps({"error": [outcome.status, outcome.code, outcome.message]})
+    return orjson.dumps(outcome)

@@ -1,11 +1,11 @@
-"""Whose a request is, among the proxies of a run; and that it gets there.
+"""Sends each request to the proxy, of those of a run, that it belongs to.
 
-A trajectory that is open belongs to the proxy whose lane it is in. A name that is new, or whose trajectory
-has ended, belongs to whoever holds the seat that it falls to. A request for another proxy's trajectory is
-sent on to that one, whole, and its reply comes back as it is made.
+A trajectory that is open belongs to the proxy whose lane it is in. A name that is new, or whose
+trajectory has ended, belongs to whoever holds the seat that it falls to. A request for another
+proxy's trajectory is forwarded to that one, whole, and its reply comes back as it is made.
 
-Proxies ask whoever holds a seat, as workers of one proxy ask each other. The one with the first seat has
-duties for all of them.
+Proxies ask whoever holds a seat, as workers of one proxy ask each other. The one with the first
+seat has duties for all of them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Destination:
 
     Attributes:
         number: of a seat, or of a proxy.
-        role: as what that one is sent it: the holder of the seat; the one that writes the trajectory; or the
-            one that knows a reply, or keeps what names nothing, and is not to ask again.
+        role: as which the destination gets the request: holder of the seat; writer of the trajectory;
+            or the one that knows a reply, or keeps what names nothing, and is not to ask again.
         name: of the trajectory, where one writes it.
     """
 
@@ -194,13 +194,13 @@ class Peers:
             return
         known, number = await knower_of(reply_ids, self.knows, self.bus)
         if number is not None:
-            found = Destination(number, "knower")
-            raise PassOnError(lambda: found, raw, plain=plain)
+            destination = Destination(number, "knower")
+            raise PassOnError(lambda: destination, raw, plain=plain)
         if not known and kept and self._at_seat(FIRST) is not None:
             raise PassOnError(lambda: self._at_seat(FIRST), raw, plain=plain)
 
-    async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
-        return {"knows": first_known(asked["replies"], self.knows)}, b""
+    async def _knows(self, _: int, __: int, question: Json) -> tuple[Json, bytes]:
+        return {"knows": first_known(question["replies"], self.knows)}, b""
 
     # Sending it on --------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class PeerBus:
     async def ask(
         self, to: int, kind: str, words: Json | None = None, patience_s: float | None = 5.0
     ) -> tuple[Json, bytes]:
-        """What the holder of a seat answers; a new one is asked again.
+        """Ask the holder of a seat and return its answer. If the seat gets a new holder, that one is asked.
 
         Raises:
             ProxyAwayError: none did in time.
@@ -428,11 +428,11 @@ class PeerBus:
                     async with asyncio.timeout(left):
                         return await self._answered(holder, to, kind, words or {})
                 if holder is not None:
-                    asked = {"seat": to, "words": words or {}}
+                    question = {"seat": to, "words": words or {}}
                     # One that is there no more may be waited for without end: it is asked again.
                     within = ASK_S if left is None else min(left, ASK_S)
-                    said = await self.seats.wire.post(holder, kind, asked, within)
-                    return said["words"], b""
+                    answer = await self.seats.wire.post(holder, kind, question, within)
+                    return answer["words"], b""
             except (UnreachableError, MovedError, TimeoutError):
                 pass
             if until is not None and time.monotonic() >= until:
@@ -442,17 +442,17 @@ class PeerBus:
     async def ask_all(self, kind: str, words: Json | None = None) -> dict[int, tuple[Json, bytes] | None]:
         """What each other proxy answers that can be reached, by number; None: it did not."""
 
-        async def one(number: int) -> tuple[Json, bytes] | None:
+        async def ask_one(number: int) -> tuple[Json, bytes] | None:
             if not self.seats.answers(number):
                 return None
             with contextlib.suppress(UnreachableError, MovedError, RequestError):
-                said = await self.seats.wire.post(number, kind, {"seat": number, "words": words or {}})
-                return said["words"], b""
+                answer = await self.seats.wire.post(number, kind, {"seat": number, "words": words or {}})
+                return answer["words"], b""
             return None
 
         others = self.seats.wire.others
-        found = await asyncio.gather(*map(one, others))
-        return dict(zip(others, found, strict=True))
+        answers = await asyncio.gather(*map(ask_one, others))
+        return dict(zip(others, answers, strict=True))
 
     async def _answered(self, sender: int, seat: int, kind: str, words: Json) -> tuple[Json, bytes]:
         """What this proxy answers to a question for a seat.
@@ -473,18 +473,18 @@ class PeerBus:
             raise MovedError  # it was given up in the middle
         return task.result()
 
-    async def answer(self, kind: str, said: bytes) -> bytes:
+    async def answer(self, kind: str, raw: bytes) -> bytes:
         """The body of this proxy's answer to another one's POST.
 
         Raises:
             RequestError: 400, it has not the form of a question.
         """
-        asked = check_question(kind, read_message(said), len(self.seats.wire.addresses))
+        question = check_question(kind, read_message(raw), len(self.seats.wire.addresses))
         try:
-            self.seats.met(asked["from"], asked["process"])
+            self.seats.met(question["from"], question["process"])
             if kind in (HOLDS, GIVE_BACK):
-                return answer_of(await self.seats.answer(kind, asked))
-            words, _ = await self._answered(asked["from"], asked["seat"], kind, asked["words"])
+                return answer_of(await self.seats.answer(kind, question))
+            words, _ = await self._answered(question["from"], question["seat"], kind, question["words"])
             return answer_of({"words": words})
         except (MovedError, RequestError) as error:
             return answer_of(error)

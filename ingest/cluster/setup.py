@@ -1,4 +1,4 @@
-"""What an application has to do with the other processes that record its run, workers or proxies, if any."""
+"""Connects an application with the other processes that record its run, if any: workers or proxies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
-from rollbook.edge.web_pages import Own
+from rollbook.edge.web_pages import AllowedHosts
 from rollbook.ingest.cluster.doors import add_forwarding, add_peers, counted
 from rollbook.ingest.cluster.peers import Peers
 from rollbook.ingest.cluster.siblings import Siblings
@@ -40,7 +40,9 @@ def join(
         add_forwarding(app, others, room, counted(metrics.failed, metrics.refused))
 
 
-def add_all_guards(app: FastAPI, others: Cluster | None, own: Own, guard: Guard, metrics: Metrics) -> None:
+def add_all_guards(
+    app: FastAPI, others: Cluster | None, own: AllowedHosts, guard: Guard, metrics: Metrics
+) -> None:
     """Put before every route whatever comes before it. Add this last."""
     add_guards(app, guard, own, metrics.failed, error_body)
     if isinstance(others, Peers):
@@ -52,8 +54,8 @@ def stops(app: FastAPI, others: Cluster | None, *more: Callable[[], None]) -> No
     of_peers = (others.stop,) if isinstance(others, Peers) else ()
 
     def stop() -> None:
-        for one in (*of_peers, *more):
-            one()
+        for callback in (*of_peers, *more):
+            callback()
 
     app.state.stop = stop
 

@@ -1,12 +1,13 @@
-"""Who holds which seat. A seat is a share of the run's trajectories, by their names; each proxy has one.
+"""Which proxy holds which seat. A seat is a share of the run's trajectories, by name; each proxy has
+one.
 
-A claim in the store's folder, a lock of the file system, says who holds a seat: so two can never do. While
-the proxy of a seat is gone, another one stands in for it: it takes the claim, adopts what the proxy that is
-gone left open, and names that fall to the seat are its own. A proxy that begins again has its seat given
-back; what its stand-in has open by then stays with that one, to which its requests are sent on.
+A claim in the store's folder, a lock of the file system, says who holds a seat, so two never can.
+While the proxy of a seat is gone, another one stands in for it: it takes the claim, adopts what the
+absent proxy left open, and owns the names that fall to the seat. A proxy that begins again gets its
+seat back; what its stand-in has open by then stays there, and its requests are forwarded to that
+one.
 
-The recorder's part: it takes over from others while it runs, and looks again at what they
-write.
+For the recorder: taking over from other processes while it runs, and rereading what they write.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ async def _ask_for_seat(wire: Wire) -> None:
 
     async def ask(number: int) -> None:
         with contextlib.suppress(UnreachableError):
-            said = await wire.post(number, GIVE_BACK, {"seat": wire.number, **wire.same}, GIVEN_BACK_S)
-            if said["number"] != number:
+            answer = await wire.post(number, GIVE_BACK, {"seat": wire.number, **wire.same}, GIVEN_BACK_S)
+            if answer["number"] != number:
                 raise ConfigError(
                     f"at {wire.addresses[number]}, which `proxies` has as number {number}, is number "
-                    f"{said['number']}: give each the --proxy that it is"
+                    f"{answer['number']}: give each the --proxy that it is"
                 )
 
     try:
@@ -168,12 +169,12 @@ class ShardLeases:
 
     def states(self) -> list[Json]:
         """What is known of each, for people."""
-        found: list[Json] = []
+        states: list[Json] = []
         for number, address in enumerate(self.wire.addresses):
             held = self.place.holds if number == self.place.number else self._held.get(number)
             status = "away" if held is None else "ok"
-            found.append({"proxy": number, "url": address, "status": status, "holds": sorted(held or ())})
-        return found
+            states.append({"proxy": number, "url": address, "status": status, "holds": sorted(held or ())})
+        return states
 
     # Looking -------------------------------------------------------------------------------------
 
@@ -218,9 +219,9 @@ class ShardLeases:
     async def _look_at(self, number: int) -> None:
         words = {"holds": sorted(self.place.holds), **self.wire.same}
         try:
-            said = await self.wire.post(number, HOLDS, words)
-            if said["number"] != number:
-                raise UnreachableError(f"{self.wire.addresses[number]} is proxy {said['number']}")
+            answer = await self.wire.post(number, HOLDS, words)
+            if answer["number"] != number:
+                raise UnreachableError(f"{self.wire.addresses[number]} is proxy {answer['number']}")
         except (UnreachableError, RequestError) as error:
             self._held.pop(number, None)
             if self._trouble.get(number) != str(error):
@@ -228,11 +229,11 @@ class ShardLeases:
                 logger.warning("proxy %s is away: %s", number, error)
         else:
             self._trouble.pop(number, None)
-            self.met(number, said["process"])
-            self._hear(number, said["holds"])
+            self.met(number, answer["process"])
+            self._hear(number, answer["holds"])
 
     def met(self, number: int, process: str) -> None:
-        """A proxy has said something. Whatever waits for a process that had its number before is let go."""
+        """Note that a proxy was heard from. What waits for an earlier process of its number is released."""
         known = self._processes.get(number)
         self._processes[number] = process
         self._holders.setdefault(number, number)
@@ -326,7 +327,7 @@ class ShardLeases:
         That can be seen by its seat: no other proxy holds one whose own process runs. A lane of none of the
         proxies is that of a process from before there were several.
         """
-        now, found = time.monotonic(), False
+        now, orphaned = time.monotonic(), False
         for live in self.recorder.trajectories.open():
             if live.lane == self.recorder.lane or not self.place.owns(live.opened.name):
                 continue
@@ -334,8 +335,8 @@ class ShardLeases:
             gone = number is None or self.holder(number) not in (None, number)
             if gone and now - self._tried.get(live.lane, -TRIED_S) >= TRIED_S:
                 self._tried[live.lane] = now
-                found = True
-        return found
+                orphaned = True
+        return orphaned
 
     async def _give_up(self, seat: int) -> None:
         """Hold a seat of another proxy no more. What is open here goes on here."""
@@ -359,29 +360,29 @@ class ShardLeases:
             self._own.clear()
             self.claims.close()
         words = {"holds": [], **self.wire.same}
-        told = (self.wire.post(number, HOLDS, words) for number in self.wire.others)
-        await asyncio.gather(*told, return_exceptions=True)
+        posts = (self.wire.post(number, HOLDS, words) for number in self.wire.others)
+        await asyncio.gather(*posts, return_exceptions=True)
         self.left.set()
 
     # Answering ------------------------------------------------------------------------------------
 
-    async def answer(self, kind: str, asked: Json) -> Json:
+    async def answer(self, kind: str, question: Json) -> Json:
         """What this proxy says to another one.
 
         Raises:
             RequestError: 409, the two have different lists of proxies.
         """
-        self.wire.check_same(asked)
-        number = asked["from"]
+        self.wire.check_same(question)
+        number = question["from"]
         if kind == GIVE_BACK:
             self._held.pop(number, None)  # it is only beginning
             self._returning[number] = time.monotonic() + GIVEN_BACK_S
             async with self._taking:
-                if asked["seat"] in self._own:
-                    await self._give_up(asked["seat"])
-                    logger.warning("proxy %s is back, and has its names again", asked["seat"])
+                if question["seat"] in self._own:
+                    await self._give_up(question["seat"])
+                    logger.warning("proxy %s is back, and has its names again", question["seat"])
         else:
-            self._hear(number, asked["holds"])
+            self._hear(number, question["holds"])
         holds = sorted(self.place.holds)
         return {"holds": holds, "number": self.place.number, "process": self.wire.process}
 
@@ -400,12 +401,12 @@ async def take_place(recorder: Recorder, place: Place) -> RunReader:
         runs = RunReader(store, run)
         return runs, begun.taken_over(runs)
 
-    runs, found = await asyncio.to_thread(read)
+    runs, recovered = await asyncio.to_thread(read)
     for live in list(known.open()):
         other = live.lane != recorder.lane and place.owns(live.opened.name)
-        if other and found.by_id(live.opened.trajectory_id) is None:
+        if other and recovered.by_id(live.opened.trajectory_id) is None:
             known.end(live)  # by another one, and it may be gone since
-    for live in found.open():
+    for live in recovered.open():
         earlier = known.by_id(live.opened.trajectory_id)
         if earlier is None or earlier.lane != recorder.lane:
             known.add(live)

@@ -1,9 +1,10 @@
 """Connections of a proxy of several workers: each goes to the worker that a request on it is for.
 
-A worker reads the head of a request, and if the request is another worker's, that one gets the connection
-itself with what was read of it, and goes on with it. That is possible while no reply is due on it: so a
-request that came before its predecessor was answered is kept as bytes until then. What can be known from a
-body only is known in the application: it then gives the connection away with the request, read whole.
+A worker reads the head of a request. If the request is another worker's, that one gets the
+connection itself with what was read of it, and goes on with it. That is possible while no reply is
+due on it, so a request that came before its predecessor was answered is kept as bytes until then.
+What only a body tells is learned in the application, which then gives the connection away with the
+whole request.
 """
 
 from __future__ import annotations

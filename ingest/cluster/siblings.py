@@ -1,9 +1,7 @@
-"""Whose a request is, among the workers of a proxy: by its head, by its body, or by what they are asked.
+"""Which worker of a proxy a request belongs to: by its head, by its body, or by asking the workers.
 
-The head of a request may name a trajectory before any of its body is read.
-
-That is what `identify` finds as far as no body says it, and what routes about a trajectory have in their
-path.
+The head of a request may name a trajectory before any of its body is read: as `identify` finds it
+without a body, or in the path of a route about a trajectory.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ class RequestRouter(Protocol):
 async def knower_of(
     reply_ids: Sequence[str], own: Callable[[str], bool], bus: Asks
 ) -> tuple[bool, int | None]:
-    """(whether this one knows the first of some replies that anybody knows; the number of who else does)"""
+    """(whether this one knows the first reply that anybody knows; the number of another one that does)"""
     wanted = [named for named in reply_ids if isinstance(named, str)]
     first = first_known(wanted, own)
     if not wanted or first == 0:
         return bool(wanted), None
     answers = await bus.ask_all(KNOWS, {"replies": wanted[:first]})
-    found = {number: answer[0]["knows"] for number, answer in answers.items() if answer is not None}
-    places = {number: place for number, place in found.items() if place is not None}
+    indices = {number: answer[0]["knows"] for number, answer in answers.items() if answer is not None}
+    places = {number: place for number, place in indices.items() if place is not None}
     if places:
         return False, min(places, key=lambda number: places[number])
     return first is not None, None
@@ -132,8 +130,8 @@ class Siblings:
         if number is not None:
             raise ElsewhereError(number, raw, plain=plain)
 
-    async def _knows(self, _: int, __: int, asked: Json) -> tuple[Json, bytes]:
-        return {"knows": first_known(asked["replies"], self.knows)}, b""
+    async def _knows(self, _: int, __: int, question: Json) -> tuple[Json, bytes]:
+        return {"knows": first_known(question["replies"], self.knows)}, b""
 
 
 def answer_errors(app: FastAPI, metrics: Metrics) -> None:
@@ -186,16 +184,16 @@ def _by_path(method: str, raw_path: str) -> str | None:
     path = unquote(raw_path)
     if path.startswith(_BEFORE):
         for verb, pattern in _NAMED:
-            if verb == method and (found := pattern.match(path)):
-                return found["name"]
+            if verb == method and (match := pattern.match(path)):
+                return match["name"]
     return None
 
 
 def _interesting(headers: Iterable[tuple[bytes, bytes]], naming: Sequence[str]) -> Mapping[str, str]:
     """Those headers that may name a trajectory; the first of each."""
-    found: dict[str, str] = {}
+    selected: dict[str, str] = {}
     for raw, value in headers:
         name = raw.decode("latin-1")
         if name in naming or name in _KEYS or name in HINT_HEADERS:
-            found.setdefault(name, value.decode("latin-1"))
-    return found
+            selected.setdefault(name, value.decode("latin-1"))
+    return selected

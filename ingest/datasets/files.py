@@ -1,11 +1,10 @@
-"""Reads the rows of data files, one at a time, wherever they stand: a file, a folder, a pattern.
+"""Reads the rows of data files one at a time, from a file, a folder or a pattern.
 
-What is held in memory is bounded: a row, a batch of Parquet or Arrow, or one JSON list. A compressed file is
-read as it is unpacked.
+What is held in memory is bounded: a row, a batch of Parquet or Arrow, or one JSON list. A
+compressed file is read as it is unpacked.
 
-Of a folder, the files of `datasets.save_to_disk` are a data set, or data files beside each other.
-
-One that holds more than one split, or the same data in two forms, is refused: whoever imports it says which
+A folder holds a data set of `datasets.save_to_disk`, or data files beside each other. One that
+holds more than one split, or the same data in two forms, is refused: whoever imports it says which
 is meant.
 """
 
@@ -45,26 +44,26 @@ def files_of(folder: Path, kind: Callable[[Path], str | None]) -> list[Path]:
         InterchangeError: it holds none, or several data sets.
     """
     if (folder / DATASETS).is_file():
-        saved = {one: place_inside(folder, one) for one in _listed(folder, DATASETS, "splits")}
-        return files_of(_one(folder, "splits", saved), kind)
+        saved = {entry: place_inside(folder, entry) for entry in _listed(folder, DATASETS, "splits")}
+        return files_of(_only(folder, "splits", saved), kind)
     if (folder / STATE).is_file():
         return _saved(folder)
-    found: dict[Path, str] = {}
+    kinds: dict[Path, str] = {}
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in inside)
         if hidden or file.name in NO_DATA or not file.is_file() or (read := kind(file)) is None:
             continue
-        found[file] = read
-        if len(found) > MOST_FILES:
+        kinds[file] = read
+        if len(kinds) > MOST_FILES:
             raise InterchangeError(f"{folder}: holds more than {MOST_FILES:,} files: name one below it")
-    if not found:
+    if not kinds:
         raise InterchangeError(f"{folder}: holds no file of rows: name a file, or the folder that has them")
-    _one(folder, "kinds of files", {read: file.parent / f"*{read}" for file, read in found.items()})
-    splits = {split: where for file in found for split, where in _splits(folder, file)}
+    _only(folder, "kinds of files", {read: file.parent / f"*{read}" for file, read in kinds.items()})
+    splits = {split: where for file in kinds for split, where in _splits(folder, file)}
     if splits:
-        _one(folder, "splits", splits)
-    return list(found)
+        _only(folder, "splits", splits)
+    return list(kinds)
 
 
 def _splits(folder: Path, file: Path) -> Iterator[tuple[str, Path]]:
@@ -89,24 +88,24 @@ def _listed(folder: Path, name: str, key: str) -> list[str]:
     """The names that a note of a data set lists."""
     try:
         listed = orjson.loads(read_small(folder / name))[key]
-        names = [one["filename"] if isinstance(one, dict) else one for one in listed]
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in listed]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise InterchangeError(f"{folder / name}: does not list {key}: {error!r}; save it again") from error
-    if not names or not all(isinstance(one, str) for one in names):
+    if not names or not all(isinstance(entry, str) for entry in names):
         raise InterchangeError(f"{folder / name}: {key} is {names!r}: it must list names; save it again")
     return names
 
 
-def _one(folder: Path, what: str, found: Mapping[str, Path]) -> Path:
-    """The only one of what was found, each with how it is named.
+def _only(folder: Path, what: str, choices: Mapping[str, Path]) -> Path:
+    """The only one of several choices, each name with the path to give for it.
 
     Raises:
         InterchangeError: there are several.
     """
-    if len(found) > 1:
-        ways = ", ".join(f"'{found[name]}'" for name in sorted(found))
-        raise InterchangeError(f"{folder}: holds {what} {', '.join(sorted(found))}: import one of {ways}")
-    return next(iter(found.values()))
+    if len(choices) > 1:
+        ways = ", ".join(f"'{choices[name]}'" for name in sorted(choices))
+        raise InterchangeError(f"{folder}: holds {what} {', '.join(sorted(choices))}: import one of {ways}")
+    return next(iter(choices.values()))
 
 
 BATCH = 256
@@ -229,10 +228,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return files_of(path, lambda file: kind_of(file)[0] if kind_of(file)[0] in READERS else None)
     if not path.exists() and glob.has_magic(str(path)):
-        found = sorted(Path(name) for name in glob.glob(str(path)))
-        if not found:
+        files = sorted(Path(name) for name in glob.glob(str(path)))
+        if not files:
             raise InterchangeError(f"{path}: no file has such a name")
-        return found
+        return files
     return [path]
 
 

@@ -70,34 +70,36 @@ def pair(row: Row) -> Converted:
 
 
 def _apart(row: Row, keys: tuple[str, str]) -> tuple[list[Json], list[list[Json]]]:
-    """What both answers are to, and the two of them.
+    """The prompt that both answers share, and the two answers.
 
-    Answers that begin with the assistant are to the prompt. Others are whole conversations: what both begin
-    with is the prompt, and holds the one beside them, if there is one.
+    Answers that begin with the assistant answer the row's prompt. Others are whole conversations: their
+    common beginning is the prompt, and it must contain the row's own prompt, if it has one.
     """
-    asked = row.first(*ANSWERS)
+    prompt_key = row.first(*ANSWERS)
     texts = [row.values[key] for key in keys]
-    if asked is None and not row.has(*CHATS) and any(_is_plain(text) for text in texts):
+    if prompt_key is None and not row.has(*CHATS) and any(_is_plain(text) for text in texts):
         raise RowError(
             f"{keys[0]} and {keys[1]} are texts without a prompt: write prompt, or lists of messages"
         )
-    _refuse_repeated(row.values.get(asked or ""), *texts)
-    said = [answer_of(row, key, asked) for key in keys]
-    answers_alone = [messages[0]["role"] == "assistant" for messages in said]
+    _refuse_repeated(row.values.get(prompt_key or ""), *texts)
+    answers = [answer_of(row, key, prompt_key) for key in keys]
+    answers_alone = [messages[0]["role"] == "assistant" for messages in answers]
     if all(answers_alone):
-        key = asked or row.first(*CHATS)
+        key = prompt_key or row.first(*CHATS)
         if key is None:
             raise RowError(f"{keys[0]} and {keys[1]} are answers without a prompt: write prompt")
-        return prompt_of(row, key), said
+        return prompt_of(row, key), answers
     if any(answers_alone):
         raise RowError(
             f"of {keys[0]} and {keys[1]} one begins with an answer, the other does not: write both alike"
         )
-    shared = next((i for i, (a, b) in enumerate(zip(*said, strict=False)) if a != b), min(map(len, said)))
-    begins = said[0][:shared]
-    if asked is not None and not _holds(begins, prompt_of(row, asked)):
-        raise RowError(other_prompt(keys[0], said[0]))
-    return begins, [messages[shared:] for messages in said]
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), min(map(len, answers))
+    )
+    begins = answers[0][:shared]
+    if prompt_key is not None and not _holds(begins, prompt_of(row, prompt_key)):
+        raise RowError(other_prompt(keys[0], answers[0]))
+    return begins, [messages[shared:] for messages in answers]
 
 
 def _is_plain(value: object) -> bool:
@@ -117,16 +119,16 @@ def _holds(begins: list[Json], prompt: list[Json]) -> bool:
     """Whether the beginning of two conversations has the prompt in it, as its own beginning or at its end."""
     if same(begins[: len(prompt)], prompt) or same(begins[-len(prompt) :], prompt):
         return True
-    asked = [message for message in prompt if message["role"] == "user"]
-    return len(asked) == 1 and any(same([message], asked) for message in begins)
+    questions = [message for message in prompt if message["role"] == "user"]
+    return len(questions) == 1 and any(same([message], questions) for message in begins)
 
 
 def _spread_input(row: Row) -> None:
     """OpenAI's form of a pair: messages and tools stand within `input`."""
-    given = row.values.get("input")
-    if not isinstance(given, dict):
-        raise RowError(f"input is {shown(given)}: write an object with messages")
-    row.values = {key: value for key, value in row.values.items() if key != "input"} | given
+    inner = row.values.get("input")
+    if not isinstance(inner, dict):
+        raise RowError(f"input is {shown(inner)}: write an object with messages")
+    row.values = {key: value for key, value in row.values.items() if key != "input"} | inner
 
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -164,12 +166,12 @@ def converted(row: Json, copies: int = 0, shape: str = AUTO) -> Converted:
         if held.values.get(key):
             raise RowError(f"{key} is {shown(row[key])}: rows of text alone can be imported")
     names = SHAPES if shape == AUTO else (shape,)
-    found = next((name for name in names if SHAPES[name].fits(held)), None)
-    if found is None:
+    shape_name = next((name for name in names if SHAPES[name].fits(held)), None)
+    if shape_name is None:
         raise RowError(
             _no_shape(row) if shape == AUTO else f"it has {_keys(row)}: write {SHAPES[shape].keys}"
         )
-    return replace(SHAPES[found].read(held), shape=found)
+    return replace(SHAPES[shape_name].read(held), shape=shape_name)
 
 
 def renamed(row: Json, keys: Mapping[str, str]) -> Json:
@@ -255,26 +257,26 @@ def _alpaca(row: Row) -> Converted:
     """An instruction and its answer; those of `history` stand before them, and count too."""
     before: list[Json] = []
     for index, two in enumerate(row.take("history") or ()):
-        if not (isinstance(two, list) and len(two) == 2 and all(isinstance(one, str) for one in two)):
+        if not (isinstance(two, list) and len(two) == 2 and all(isinstance(text, str) for text in two)):
             raise RowError(f"history[{index}] is {shown(two)}: write a list of an instruction and its answer")
         before += messages_of("history", two, None)
-    made = _single(row)
+    chat = _single(row)
     if not before:
-        return made
-    [line] = made.lines
+        return chat
+    [line] = chat.lines
     at = int(line["messages"][0]["role"] == "system")
     messages = [*line["messages"][:at], *before, *line["messages"][at:]]
-    return replace(made, lines=(line | {"messages": messages, "context": 0},))
+    return replace(chat, lines=(line | {"messages": messages, "context": 0},))
 
 
-def _answer(given: list[Json], prompt: list[Json], key: str) -> list[Json]:
+def _answer(messages: list[Json], prompt: list[Json], key: str) -> list[Json]:
     """An answer, without the prompt in front of it where it repeats the prompt."""
-    if given[0]["role"] == "assistant":
-        return given
-    own = prompt[1:] if prompt[0]["role"] == "system" and given[0]["role"] != "system" else prompt
-    if len(given) == len(own) or not same(given[: len(own)], own):
-        raise RowError(other_prompt(key, given))
-    return given[len(own) :]
+    if messages[0]["role"] == "assistant":
+        return messages
+    own = prompt[1:] if prompt[0]["role"] == "system" and messages[0]["role"] != "system" else prompt
+    if len(messages) == len(own) or not same(messages[: len(own)], own):
+        raise RowError(other_prompt(key, messages))
+    return messages[len(own) :]
 
 
 SHAPES: dict[str, Shape] = {

@@ -34,7 +34,7 @@ from rollbook.store.errors import InterchangeError, ReplyError, RequestError
 from rollbook.store.events import Event, Json, PreferenceAdded, Record, TokenIds, TurnCompleted, TurnRequested
 from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.chats import Chat, read_chat, shown
-from rollbook.store.interchange.destination import Progress, untold
+from rollbook.store.interchange.destination import Progress, no_progress
 from rollbook.store.interchange.importing import import_chats, records_of, trajectory_ids
 from rollbook.store.open import open_store
 
@@ -88,9 +88,9 @@ class _Read:
     parts_left_out: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
-        """What of it is told."""
-        told = {"rows": self.rows, "shapes": dict(self.shapes), "parts_left_out": dict(self.parts_left_out)}
-        return told | {"left_out": len(self.left_out), "first_left_out": next(iter(self.left_out), None)}
+        """The counts that are reported."""
+        counts = {"rows": self.rows, "shapes": dict(self.shapes), "parts_left_out": dict(self.parts_left_out)}
+        return counts | {"left_out": len(self.left_out), "first_left_out": next(iter(self.left_out), None)}
 
 
 def import_dataset(
@@ -103,7 +103,7 @@ def import_dataset(
     split: str = "teacher",
     skip_bad: bool = False,
     reading: Reading = Reading(),
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Append a file's rows to `run`; what was added, and what was there already.
 
@@ -157,11 +157,13 @@ def _convert(
     for where, row in rows_of(file):
         try:
             digest = digest_json(row)
-            made = converted(renamed(row, reading.keys), same[digest], reading.shape)
-            lines = [orjson.dumps(_with_kwargs(line, reading.template_kwargs)) for line in made.lines]
-            _check_names(made.lines, read.names)
+            converted_row = converted(renamed(row, reading.keys), same[digest], reading.shape)
+            lines = [
+                orjson.dumps(_with_kwargs(line, reading.template_kwargs)) for line in converted_row.lines
+            ]
+            _check_names(converted_row.lines, read.names)
             if reading.imitated:
-                _check_good(made, row)
+                _check_good(converted_row, row)
             tried = [_tried(read_chat(line, where, split), writer) for line in lines]
         except (RowError, RequestError, ReplyError, TypeError) as error:
             _leave_out(f"{where}: {error}{_without(error)}", read, skip_bad=skip_bad, cause=error)
@@ -171,8 +173,8 @@ def _convert(
             continue
         same[digest] += 1
         read.rows += 1
-        read.shapes[made.shape] += 1
-        read.names |= dict.fromkeys(made.names, where)
+        read.shapes[converted_row.shape] += 1
+        read.names |= dict.fromkeys(converted_row.names, where)
         for records in tried:
             read.parts_left_out.update(_parts_left_out(records))
             if len(read.samples) < reading.show:
@@ -180,13 +182,13 @@ def _convert(
         for line in lines:
             chats.write(line + b"\n")
             advance(len(line))
-        if len(made.names) == 2:
-            read.pairs.append((*made.names, made.margin))
+        if len(converted_row.names) == 2:
+            read.pairs.append((*converted_row.names, converted_row.margin))
     chats.flush()
     return read
 
 
-def _with_kwargs(line: Json, given: Json) -> Json:
+def _with_kwargs(line: Json, defaults: Json) -> Json:
     """The line with what its chat template is given.
 
     Raises:
@@ -195,14 +197,14 @@ def _with_kwargs(line: Json, given: Json) -> Json:
     own = line.get("chat_template_kwargs") or {}
     if not isinstance(own, dict):
         raise RowError(f"chat_template_kwargs is {shown(own)}: write an object")
-    kwargs = given | own
+    kwargs = defaults | own
     check_template_kwargs(kwargs)
     return line | {"chat_template_kwargs": kwargs} if kwargs else line
 
 
-def _check_good(made: Converted, row: Json) -> None:
+def _check_good(chats: Converted, row: Json) -> None:
     """Refuse an answer that somebody judged to be bad."""
-    if len(made.names) == 2:
+    if len(chats.names) == 2:
         raise RowError(
             "this algorithm imitates all that it is given, also the rejected answer: train on pairs, as dpo "
             "does, or take the chosen alone by --format messages --key messages=chosen, or by --format "
@@ -318,22 +320,22 @@ def tokenized(records: Sequence[Record], writer: ReplyWriter) -> list[Record]:
         ReplyError: one of its replies says nothing, or what no model of the template samples.
     """
     turns: dict[str, _Turn] = {}
-    made: list[Record] = []
-    asked: tuple[TurnRequested, list[Json]] | None = None
+    result: list[Record] = []
+    request: tuple[TurnRequested, list[Json]] | None = None
     for record in records:
         if isinstance(record, TurnRequested):
             base = turns[record.base_turn_id].messages if record.base_turn_id else []
-            asked = (record, [*base[: record.shared_messages], *record.messages])
+            request = (record, [*base[: record.shared_messages], *record.messages])
         elif isinstance(record, TurnCompleted):
-            assert asked is not None
-            made += _with_tokens(*asked, record, turns, writer)
+            assert request is not None
+            result += _with_tokens(*request, record, turns, writer)
         else:
-            made.append(record)
-    return made
+            result.append(record)
+    return result
 
 
 def _with_tokens(
-    asked: TurnRequested,
+    requested: TurnRequested,
     messages: list[Json],
     done: TurnCompleted,
     turns: dict[str, _Turn],
@@ -341,17 +343,17 @@ def _with_tokens(
 ) -> tuple[TurnRequested, TurnCompleted]:
     if says_nothing(done.reply):
         raise ReplyError("the reply says nothing: it has no text, no reasoning and no calls", ("text",))
-    request = asked.request
+    request = requested.request
     written = writer.write(messages, request.get("tools"), done.reply, request.get("chat_template_kwargs"))
     prompt, encode = written.prompt, writer.tokenizer.encode
-    parent = turns.get(asked.parent_turn_id or "")
+    parent = turns.get(requested.parent_turn_id or "")
     if parent is not None and not prompt.startswith(parent.text):
         parent = None
-        asked = replace(asked, parent_turn_id=None, root_reason="no_matching_turn")
+        requested = replace(requested, parent_turn_id=None, root_reason="no_matching_turn")
     begins = encode(prompt[len(parent.text) :] if parent else prompt)
     whole = np.concatenate([parent.ids, begins]) if parent else begins
     turns[done.turn_id] = _Turn(messages, prompt + written.text, np.concatenate([whole, written.ids]))
-    return asked, replace(
+    return requested, replace(
         done,
         reply=written.reply,
         prompt_ids=begins,

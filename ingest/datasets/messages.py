@@ -64,9 +64,9 @@ def messages_of(key: str, value: Any, role: str | None) -> list[Json]:
     if isinstance(value, dict):
         return [_message(key, value)]
     if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value):
-            return [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(value)]
-        return [_message(f"{key}[{index}]", one) for index, one in enumerate(value)]
+        if all(isinstance(entry, str) for entry in value):
+            return [{"role": ("user", "assistant")[i % 2], "content": entry} for i, entry in enumerate(value)]
+        return [_message(f"{key}[{index}]", entry) for index, entry in enumerate(value)]
     raise RowError(f"{key} is {shown(value)}: write a text, or a list of messages")
 
 
@@ -133,9 +133,9 @@ def _wrapped(function: Any) -> Any:
 
 def _of_text(key: str, text: str, role: str | None) -> list[Json]:
     if text.lstrip()[:1] in ("[", "{"):
-        found = _json_messages(key, text)
-        if found is not None:
-            return found
+        messages = _json_messages(key, text)
+        if messages is not None:
+            return messages
         if _PYTHON.match(text):
             raise RowError(f"{key} is {shown(text)}: Python's notation; write JSON, or save Parquet or JSONL")
     for begins_with, turns in DIALOGUES:
@@ -161,9 +161,9 @@ def _json_messages(key: str, text: str) -> list[Json] | None:
     except orjson.JSONDecodeError:
         return None
     listed = value if isinstance(value, list) else [value]
-    if not listed or not all(isinstance(one, dict) and _speaks(one) for one in listed):
+    if not listed or not all(isinstance(entry, dict) and _speaks(entry) for entry in listed):
         return None
-    return [_message(f"{key}[{index}]", one) for index, one in enumerate(listed)]
+    return [_message(f"{key}[{index}]", entry) for index, entry in enumerate(listed)]
 
 
 def _speaks(value: Json) -> bool:
@@ -175,11 +175,11 @@ def _speaks(value: Json) -> bool:
 def _dialogue(turns: re.Pattern[str], text: str) -> list[Json]:
     """The messages of a dialogue; an answer that is still to be given, at its end, is left out."""
     _, *parts = turns.split(text)
-    said = [
+    messages = [
         {"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
         for speaker, words in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return said[:-1] if said[-1] == {"role": "assistant", "content": ""} else said
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
 def _message(where: str, value: Any) -> Json:
@@ -197,18 +197,18 @@ def _message(where: str, value: Any) -> Json:
     if "train_detail" in value:
         raise RowError(f"{where}.train_detail is not read: mark whole messages by weight, 0 or 1")
     saying = next((key for key in SAYINGS if key in value), "content")
-    said, calls = value.get(saying), value.get("tool_calls")
-    _refuse_images(f"{where}.{saying}", said)
-    _refuse_ended(f"{where}.{saying}", role, said)
+    content, calls = value.get(saying), value.get("tool_calls")
+    _refuse_images(f"{where}.{saying}", content)
+    _refuse_ended(f"{where}.{saying}", role, content)
     if word == "function_call":
-        said, calls = "", _calls(f"{where}.{saying}", said)
+        content, calls = "", _calls(f"{where}.{saying}", content)
     elif calls:
         calls = read_json(f"{where}.tool_calls", calls)
         calls = [_wrapped(call) for call in calls] if isinstance(calls, list) else calls
     if (speaker, role, saying, calls) == ("role", word, "content", value.get("tool_calls")):
         return value
     rest = {key: entry for key, entry in value.items() if key not in (speaker, saying, "tool_calls")}
-    return {"role": role, "content": said} | ({"tool_calls": calls} if calls else {}) | rest
+    return {"role": role, "content": content} | ({"tool_calls": calls} if calls else {}) | rest
 
 
 def _refuse_ended(where: str, role: str | None, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""A row, of which it is known what was read, and the lines of chats that are made of it. Pure."""
+"""A row that notes which of its keys were read, and the lines of chats that are made of it. Pure."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ def question_and_answer(row: Row) -> tuple[str, str] | None:
         RowError: it has several.
     """
     pairs = [
-        (asked, answer)
-        for asked, answers in ANSWERS.items()
-        if row.has(asked)
+        (prompt, answer)
+        for prompt, answers in ANSWERS.items()
+        if row.has(prompt)
         for answer in answers
         if row.has(answer)
     ]
-    if any(asked == "instruction" for asked, _ in pairs):
-        pairs = [(asked, answer) for asked, answer in pairs if asked != "input"]
+    if any(prompt == "instruction" for prompt, _ in pairs):
+        pairs = [(prompt, answer) for prompt, answer in pairs if prompt != "input"]
     if len(pairs) > 1:
-        said = " or ".join(f"{asked} and {answer}" for asked, answer in pairs)
-        raise RowError(f"it has {said}: say which by --key, such as --key completion={pairs[0][1]}")
+        choices = " or ".join(f"{prompt} and {answer}" for prompt, answer in pairs)
+        raise RowError(f"it has {choices}: say which by --key, such as --key completion={pairs[0][1]}")
     return pairs[0] if pairs else None
 
 
@@ -120,7 +120,7 @@ def prompt_of(row: Row, key: str) -> list[Json]:
     An instruction or a question has behind it, after an empty line, the text that it is about.
     """
     value = row.take(key)
-    about = row.first(*(one for one in MORE_OF_A_PROMPT if one != key))
+    about = row.first(*(name for name in MORE_OF_A_PROMPT if name != key))
     if key not in CHATS and about is not None and isinstance(value, str):
         more = row.values[about]
         if isinstance(more, str):
@@ -167,9 +167,10 @@ def _plain(message: Json) -> tuple[Any, Any]:
     return message["role"], content.strip() if isinstance(content, str) else content
 
 
-def other_prompt(key: str, given: list[Json]) -> str:
+def other_prompt(key: str, messages: list[Json]) -> str:
     """What is wrong with an answer that begins with a prompt of its own."""
     return (
-        f"{key} begins with {shown(given[0])}, and not with the prompt beside it: leave the prompt out, or "
+        f"{key} begins with {shown(messages[0])}, and not with the prompt beside it: leave the prompt "
+        "out, or "
         "write the answers alone"
     )

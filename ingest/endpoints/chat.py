@@ -171,11 +171,11 @@ def _softened(messages: list[Any]) -> list[Json]:
 
 def _with_function_calls(messages: list[Any]) -> list[Json]:
     """The messages, with all their calls as calls of functions."""
-    found = []
+    converted = []
     for message in messages:
         calls = message.get("tool_calls")
-        found.append(message if not calls else message | {"tool_calls": function_calls(calls)})
-    return found
+        converted.append(message if not calls else message | {"tool_calls": function_calls(calls)})
+    return converted
 
 
 _READER = LenientReader(PATH, "messages", read, _softened, _with_function_calls)

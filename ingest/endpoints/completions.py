@@ -65,7 +65,7 @@ def _prompt(prompt: Any) -> str | TokenIds:
     if not isinstance(prompt, list) or not prompt:
         text = "prompt: send a text or a list of token ids that is not empty"
         raise RequestError(400, "bad_prompt", text)
-    if any(isinstance(one, str | list) for one in prompt):
+    if any(isinstance(entry, str | list) for entry in prompt):
         text = f"prompt: {len(prompt)} prompts: send one a request, or n for several completions of one"
         raise RequestError(400, "bad_prompt", text)
     for index, token_id in enumerate(prompt):
@@ -175,13 +175,13 @@ def _prompt_message(prompt: Any) -> Json:
 
 def asked_prompts(call: ModelCall) -> AskedPrompts:
     """The prompts of a request, and how often each is to be completed."""
-    one, (counted, each) = one_conversation(call), asked_count(call)
+    single, (counted, each) = one_conversation(call), asked_count(call)
     raw = _several(call.messages)
     if not raw:
-        return one
+        return single
     if not counted or len(raw) * each > MOST_CHOICES or len({type(prompt) for prompt in raw}) > 1:
         return AskedPrompts([call.messages], len(raw) * each, certain=False)
-    return AskedPrompts([[_prompt_message(prompt)] for prompt in raw], each, one.certain)
+    return AskedPrompts([[_prompt_message(prompt)] for prompt in raw], each, single.certain)
 
 
 def _several(messages: Sequence[Json]) -> list[Any]:

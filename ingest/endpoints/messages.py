@@ -151,10 +151,10 @@ def _part(where: str, block: Json) -> Json:
 
 
 def _image_url(where: str, source: Any) -> str:
-    given = source if isinstance(source, dict) else {}
-    kind = given.get("type")
+    fields = source if isinstance(source, dict) else {}
+    kind = fields.get("type")
     names = ("media_type", "data") if kind == "base64" else ("url",)
-    texts = [given.get(name) for name in names]
+    texts = [fields.get(name) for name in names]
     if kind not in ("base64", "url") or not all(isinstance(text, str) and text for text in texts):
         raise _bad(f"{where}.source", "send type base64 with media_type and data, or type url")
     return f"data:{texts[0]};base64,{texts[1]}" if kind == "base64" else str(texts[0])
@@ -170,8 +170,8 @@ def _tool_result(where: str, block: Json) -> Json:
     content = block.get("content")
     if content is not None and not isinstance(content, str):
         parts = _blocks(f"{where}.content", content)
-        made = [_part(f"{where}.content[{place}]", part) for place, part in enumerate(parts)]
-        content = content_in_form(f"{where}.content", made)
+        converted = [_part(f"{where}.content[{place}]", part) for place, part in enumerate(parts)]
+        content = content_in_form(f"{where}.content", converted)
     result = {"role": "tool", "tool_call_id": _id(where, block, "tool_use_id"), "content": content or ""}
     return result | ({"is_error": True} if block.get("is_error") else {})
 
@@ -225,13 +225,13 @@ _READ = {
 
 def _unread(messages: list[Json]) -> tuple[str, ...]:
     """What chat form has no place for: fields that are not read, and content only its provider can read."""
-    found: set[str] = set()
+    names: set[str] = set()
     for message in messages:
-        found |= unread(message, ("role", "content"))
+        names |= unread(message, ("role", "content"))
         for block in _inner(message["content"]):
             read = _READ.get(block.get("type", "text"))
-            found |= {"redacted_thinking"} if read is None else {f"content.{k}" for k in unread(block, read)}
-    return tuple(sorted(f"messages.{name}" for name in found))
+            names |= {"redacted_thinking"} if read is None else {f"content.{k}" for k in unread(block, read)}
+    return tuple(sorted(f"messages.{name}" for name in names))
 
 
 def _inner(content: Any) -> Iterator[Json]:
@@ -245,7 +245,7 @@ def _inner(content: Any) -> Iterator[Json]:
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(tools in chat form, what is not served)"""
     tools = check_tools(tools)
-    made: list[Json] = []
+    functions: list[Json] = []
     odd: set[str] = set()
     for index, tool in enumerate(tools):
         kind = tool.get("type", "custom")
@@ -256,8 +256,8 @@ def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
         if tool.get("description") is not None:
             function["description"] = tool["description"]
         function["parameters"] = tool.get("input_schema") or {}
-        made.append(function_tool(f"tools[{index}]", function))
-    return made or None, tuple(sorted(odd))
+        functions.append(function_tool(f"tools[{index}]", function))
+    return functions or None, tuple(sorted(odd))
 
 
 ERROR_KINDS = {
@@ -429,10 +429,10 @@ def _known_blocks(message: Json) -> Json:
     if not isinstance(content, list):
         return message
     known = _BLOCKS["assistant" if role == "assistant" else "user"]
-    said = [sound_block(b) for b in content if b.get("type") in known]
+    blocks = [sound_block(b) for b in content if b.get("type") in known]
     if role != "assistant":
-        said = [_result(sound_block(b)) if b.get("type") in known else as_text(b) for b in content]
-    return message | {"content": said}
+        blocks = [_result(sound_block(b)) if b.get("type") in known else as_text(b) for b in content]
+    return message | {"content": blocks}
 
 
 def sound_block(block: Json) -> Json:

@@ -15,8 +15,8 @@ MODEL = "rollbook"
 
 def chat_usage(turns: list[CompletedTurn]) -> Json:
     """Token counts; the prompt, which siblings share, counts once."""
-    asked, sampled = usage_tokens(turns)
-    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+    prompt, sampled = usage_tokens(turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def finish_of(turn: CompletedTurn) -> str:

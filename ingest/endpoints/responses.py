@@ -1,7 +1,7 @@
 """OpenAI's Responses: items in and out, and requests that name earlier responses.
 
-What a request names instead of repeating it is found among what passed in its trajectory; an upstream keeps
-it by itself.
+What a request names instead of repeating it is looked up in what passed in its trajectory; an
+upstream keeps its own copy.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class References:
         turn = known.tree.by_id(known.replies[response_id])
         if turn is None:
             return None
-        asked = known.requests.get(turn.turn_id, {})
-        return EarlierResponse(turn.messages, turn.reply, bool(asked.get("instructions")))
+        request = known.requests.get(turn.turn_id, {})
+        return EarlierResponse(turn.messages, turn.reply, bool(request.get("instructions")))
 
     def item(self, item_id: Any) -> Json | None:
         """The item of that id, of the output of any of them."""
@@ -74,15 +74,15 @@ class References:
         items = body.get("input")
         if not isinstance(items, list):
             return body, tuple(missing)
-        made: list[Any] = []
+        resolved: list[Any] = []
         for item in items:
             if not is_reference(item):
-                made.append(item)
-            elif (found := self.item(item["id"])) is not None:
-                made.append(found)
+                resolved.append(item)
+            elif (target := self.item(item["id"])) is not None:
+                resolved.append(target)
             else:
                 missing.append(f"item_reference {item['id']}")
-        return body | {"input": made}, tuple(missing)
+        return body | {"input": resolved}, tuple(missing)
 
 
 def is_reference(item: Any) -> bool:
@@ -109,7 +109,8 @@ _RESPONSE = re.compile(rf"{PATH}/(?P<id>[^/]+)(?:/.*)?")
 
 
 def read_call(body: Json, known: Contents | None) -> ModelCall:
-    """The request, with what it names in place of the names, where that passed here before."""
+    """The request, with each response or item that it names put in place of the name, where it passed
+    here."""
     references = References(known)
     resolved, missing = references.resolved(body)
     named = body.get("previous_response_id")
@@ -131,14 +132,14 @@ def _behind(call: ModelCall, body: Json, earlier: EarlierResponse | None) -> Mod
 
 def _known_items(items: Sequence[Any]) -> list[Json]:
     """The items; of other kinds only what comes from outside, as text."""
-    made: list[Json] = []
+    known: list[Json] = []
     for item in items:
         kind = item.get("type", "message")
         if kind in _ITEMS:
-            made.append(item)
+            known.append(item)
         elif kind.endswith("_output"):
-            made.append({"role": "user", "content": orjson.dumps(item).decode()})
-    return made
+            known.append({"role": "user", "content": orjson.dumps(item).decode()})
+    return known
 
 
 _READER = LenientReader(PATH, "input", read, _known_items)
@@ -146,8 +147,8 @@ _READER = LenientReader(PATH, "input", read, _known_items)
 
 def named_in_path(method: str, path: str) -> str | None:
     """The response that a request is about, by its path."""
-    found = _RESPONSE.fullmatch(path)
-    return None if found is None or f"{method} {path}" == _INPUT_TOKENS else found["id"]
+    match = _RESPONSE.fullmatch(path)
+    return None if match is None or f"{method} {path}" == _INPUT_TOKENS else match["id"]
 
 
 # Replies ----------------------------------------------------------------------------------------
@@ -163,12 +164,12 @@ def read_reply(body: Json) -> UpstreamReply:
     output, status = body["output"], body.get("status")
     if status in _UNANSWERED and not output:
         return UpstreamReply((), None, rest, error=f"the response is {status}")
-    said = chat_messages([item for item in output if item.get("type") in _RESPONSE_ITEMS], lambda _: None)
+    messages = chat_messages([item for item in output if item.get("type") in _RESPONSE_ITEMS], lambda _: None)
     message: Json = {"role": "assistant", "content": None}
     for name in ("reasoning_content", "content"):
-        texts = [part[name] for part in said if part.get(name)]
+        texts = [part[name] for part in messages if part.get(name)]
         message |= {name: "".join(texts)} if texts else {}
-    calls = [call for part in said for call in part.get("tool_calls") or ()]
+    calls = [call for part in messages for call in part.get("tool_calls") or ()]
     if calls:
         message["tool_calls"] = calls
     elif len(message) == 2 and message["content"] is None:
@@ -190,7 +191,7 @@ def _ended(body: Json, calls: Sequence[Json]) -> str | None:
 def ids_of(reply: UpstreamReply) -> Iterator[str]:
     """The ids of a response and its items, by which later requests may name them."""
     outputs = [item.get("id") for choice in reply.choices for item in choice.extra.get("output", ())]
-    yield from (found for found in (reply.rest.get("id"), *outputs) if isinstance(found, str))
+    yield from (reply_id for reply_id in (reply.rest.get("id"), *outputs) if isinstance(reply_id, str))
 
 
 # Streams ----------------------------------------------------------------------------------------

@@ -41,14 +41,14 @@ _ID = re.compile(r"(?:resp|rs|msg|fc)_(?P<turn>[0-9a-f-]{36})(?:_(?P<index>\d+))
 
 def turn_of(item_id: Any) -> str | None:
     """The turn whose response, or part of one, has this id; None if it is none of ours."""
-    found = _ID.fullmatch(item_id) if isinstance(item_id, str) else None
-    return None if found is None else found["turn"]
+    match = _ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return None if match is None else match["turn"]
 
 
 def call_index(item_id: str) -> int:
     """Which of its turn's calls an item is."""
-    found = _ID.fullmatch(item_id)
-    return int(found["index"] or 0) if found else 0
+    match = _ID.fullmatch(item_id)
+    return int(match["index"] or 0) if match else 0
 
 
 def reasoning_item(turn_id: str, text: str | None, status: str = "completed") -> Json:
@@ -126,18 +126,18 @@ def response_head(request: Json, model: str, turn_id: str) -> Json:
 def response_body(request: Json, model: str, turn: CompletedTurn) -> Json:
     """The whole response."""
     done = turn.completed
-    asked, sampled = done.prompt_length, len(done.completion_ids)
+    prompt, sampled = done.prompt_length, len(done.completion_ids)
     cut_off = done.finish_reason == "length"
     return response_head(request, model, turn.turn_id) | {
         "status": "incomplete" if cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
         "output": output_items(turn),
         "usage": {
-            "input_tokens": asked,
+            "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": asked + sampled,
+            "total_tokens": prompt + sampled,
         },
     }
 
@@ -191,8 +191,8 @@ class ResponsesWriter:
 
     def failed(self, error: Json) -> bytes:
         """An error event."""
-        said = error["error"]
-        return self._event("error", code=said["code"], message=said["message"], param=None)
+        detail = error["error"]
+        return self._event("error", code=detail["code"], message=detail["message"], param=None)
 
     def _call(self, turn: CompletedTurn, item: Json) -> bytes:
         self._index += 1
@@ -212,8 +212,8 @@ class ResponsesWriter:
         )
 
     def _item(self, text: str | None, status: str) -> Json:
-        made = reasoning_item if self._open == "reasoning" else message_item
-        return made(self._turn_id, text, status)
+        make = reasoning_item if self._open == "reasoning" else message_item
+        return make(self._turn_id, text, status)
 
     def _part(self, text: str) -> Json:
         return {"type": "reasoning_text", "text": text} if self._open == "reasoning" else text_part(text)
@@ -256,9 +256,9 @@ class ResponsesWriter:
         return self._event(kind, output_index=self._index, item_id=item_id, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        made = event({"type": kind, "sequence_number": self._number} | fields, kind)
+        chunk = event({"type": kind, "sequence_number": self._number} | fields, kind)
         self._number += 1
-        return made
+        return chunk
 
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -266,7 +266,7 @@ _PARTS = ("reasoning_content", "content", "tool_calls")
 """In the order in which a reply has them."""
 
 
-class _Said:
+class _MessageBuilder:
     """Chat messages as they are gathered from items."""
 
     def __init__(self) -> None:
@@ -295,12 +295,12 @@ def chat_messages(items: Sequence[Any], history: History) -> list[Json]:
     Raises:
         RequestError: 400, an item of a kind that is not served; 404, a reference to what is not there.
     """
-    said = _Said()
+    builder = _MessageBuilder()
     for index, item in enumerate(items):
         if not isinstance(item, dict):
             raise refused(f"input[{index}]", item, "send an object")
-        _add(said, f"input[{index}]", item, history)
-    return said.messages
+        _add(builder, f"input[{index}]", item, history)
+    return builder.messages
 
 
 _READ = {
@@ -315,46 +315,46 @@ _READ = {
 
 def unread_in_items(items: Sequence[Json]) -> tuple[str, ...]:
     """What chat messages have no place for: fields that are not read, such as encrypted reasoning."""
-    found: set[str] = set()
+    names: set[str] = set()
     for item in items:
         kind = item.get("type", "message")
-        found |= unread(item, _READ[kind])
+        names |= unread(item, _READ[kind])
         if kind == "reasoning":
-            found |= {"summary"} if item.get("content") and item.get("summary") else set()
+            names |= {"summary"} if item.get("content") and item.get("summary") else set()
         else:
-            found |= unread_in_parts(item.get("content" if kind == "message" else "output"))
-    return tuple(sorted(f"input.{name}" for name in found))
+            names |= unread_in_parts(item.get("content" if kind == "message" else "output"))
+    return tuple(sorted(f"input.{name}" for name in names))
 
 
-def _add(said: _Said, where: str, item: Json, history: History) -> None:
+def _add(builder: _MessageBuilder, where: str, item: Json, history: History) -> None:
     match item.get("type", "message"):
         case "message":
-            _add_message(said, where, item)
+            _add_message(builder, where, item)
         case "reasoning":
-            said.reply_part("reasoning_content", _reasoning(where, item))
+            builder.reply_part("reasoning_content", _reasoning(where, item))
         case "function_call":
-            said.reply_part("tool_calls", [_call(where, item)])
+            builder.reply_part("tool_calls", [_call(where, item)])
         case "function_call_output":
             content = content_in_form(f"{where}.output", item.get("output"))
             call_id = _call_id(where, item)
-            said.add({"role": "tool", "tool_call_id": call_id, "content": content})
+            builder.add({"role": "tool", "tool_call_id": call_id, "content": content})
         case "item_reference":
-            _add_reference(said, where, item.get("id"), history)
+            _add_reference(builder, where, item.get("id"), history)
         case kind:
             text = f"{where}.type is {shown(kind)}, which is not served: send messages, reasoning, calls"
             raise RequestError(400, "content_not_served", text)
 
 
-def _add_message(said: _Said, where: str, item: Json) -> None:
+def _add_message(builder: _MessageBuilder, where: str, item: Json) -> None:
     role = item.get("role")
     if role not in ROLES:
         text = f"{where}.role is {shown(role)}: use one of {', '.join(ROLES)}"
         raise RequestError(400, "unknown_role", text)
     content = content_in_form(f"{where}.content", item.get("content"))
     if role != "assistant":
-        said.add({"role": role, "content": content})
+        builder.add({"role": role, "content": content})
     elif isinstance(content, str):
-        said.reply_part("content", content)
+        builder.reply_part("content", content)
     else:
         raise RequestError(400, "content_not_served", f"{where}.content holds an image: send text")
 
@@ -372,7 +372,7 @@ def _call_id(where: str, item: Json) -> str | None:
     return item.get("call_id")
 
 
-def _add_reference(said: _Said, where: str, item_id: Any, history: History) -> None:
+def _add_reference(builder: _MessageBuilder, where: str, item_id: Any, history: History) -> None:
     turn_id = turn_of(item_id)
     earlier = None if turn_id is None else history(turn_id)
     if earlier is None:
@@ -380,15 +380,15 @@ def _add_reference(said: _Said, where: str, item_id: Any, history: History) -> N
         raise RequestError(404, "unknown_item", text)
     reply = earlier.reply
     if item_id.startswith("rs_"):
-        said.reply_part("reasoning_content", reply.get("reasoning_content") or "")
+        builder.reply_part("reasoning_content", reply.get("reasoning_content") or "")
     elif item_id.startswith("msg_"):
-        said.reply_part("content", reply.get("content") or "")
+        builder.reply_part("content", reply.get("content") or "")
     else:
         calls = reply.get("tool_calls") or []
         index = call_index(item_id)
         if index >= len(calls):
             raise RequestError(404, "unknown_item", f"{where}: {item_id!r} is no item of this trajectory")
-        said.reply_part("tool_calls", [calls[index]])
+        builder.reply_part("tool_calls", [calls[index]])
 
 
 def _reasoning(where: str, item: Json) -> str:
@@ -466,10 +466,10 @@ def _effort(body: Json) -> Any:
 
 
 def _instructions(body: Json) -> list[Json]:
-    said = body.get("instructions")
-    if not isinstance(said, str | None):
-        raise refused("instructions", said, "send a text")
-    return [{"role": "system", "content": said}] if said else []
+    text = body.get("instructions")
+    if not isinstance(text, str | None):
+        raise refused("instructions", text, "send a text")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _previous(response_id: Any, history: History) -> list[Json]:
@@ -490,7 +490,7 @@ def _previous(response_id: Any, history: History) -> list[Json]:
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(functions in chat form, what is not served)"""
     tools = check_tools(tools)
-    made: list[Json] = []
+    functions: list[Json] = []
     odd: set[str] = set()
     for index, tool in enumerate(tools):
         kind = tool.get("type")
@@ -499,5 +499,5 @@ def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
             continue
         named = ("name", "description", "parameters", "strict")
         function = {k: tool[k] for k in named if tool.get(k) is not None}
-        made.append(function_tool(f"tools[{index}]", function))
-    return made or None, tuple(sorted(odd))
+        functions.append(function_tool(f"tools[{index}]", function))
+    return functions or None, tuple(sorted(odd))

@@ -32,8 +32,8 @@ _IDS = ("token_ids", "response_token_ids")
 def read_reply(body: Json) -> UpstreamReply:
     """Chat completions and completions."""
     choices = tuple(_openai_choice(place, choice) for place, choice in enumerate(body["choices"]))
-    said = [choice.get("index") for choice in body["choices"]]
-    placed = len({c.index for c in choices}) == len(choices) and (None not in said or len(said) == 1)
+    indices = [choice.get("index") for choice in body["choices"]]
+    placed = len({c.index for c in choices}) == len(choices) and (None not in indices or len(indices) == 1)
     if not placed:
         choices = tuple(replace(choice, index=place) for place, choice in enumerate(choices))
     rest = without_nulls(body, "choices", "prompt_token_ids")
@@ -43,16 +43,16 @@ def read_reply(body: Json) -> UpstreamReply:
 def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
     ids = next((choice[name] for name in _IDS if choice.get(name)), None)
     ids = ids if are_ids(ids) else None
-    said = choice.get("logprobs")
-    logprobs = _logprobs(said)
+    raw = choice.get("logprobs")
+    logprobs = _logprobs(raw)
     fits = ids is not None and logprobs is not None and len(ids) == len(logprobs)
-    given = without_nulls(choice, *_CHAT_PARTS, "prompt_token_ids", *(_IDS if ids is not None else ()))
-    if said and (not fits or _says_more(said)):
-        given["logprobs"] = without_nulls(said) if isinstance(said, dict) else said
+    extra = without_nulls(choice, *_CHAT_PARTS, "prompt_token_ids", *(_IDS if ids is not None else ()))
+    if raw and (not fits or _says_more(raw)):
+        extra["logprobs"] = without_nulls(raw) if isinstance(raw, dict) else raw
     message = _message(choice)
     calls = (choice.get("message") or {}).get("tool_calls") or []
     if message.get("tool_calls", []) != calls:
-        given["tool_calls"] = calls
+        extra["tool_calls"] = calls
     index = choice.get("index")
     return UpstreamChoice(
         message,
@@ -60,7 +60,7 @@ def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
         place if index is None else int(index),
         ids,
         logprobs if fits else None,
-        given,
+        extra,
         choice.get("prompt_token_ids"),
     )
 
@@ -70,47 +70,47 @@ def _message(choice: Json) -> Json:
     message = choice.get("message")
     if message is None:
         return {"role": "assistant", "content": choice.get("text") or ""}
-    said = {k: v for k, v in message.items() if v is not None and v != [] and k != "content"}
-    calls = function_calls(said.pop("tool_calls", ()))
+    fields = {k: v for k, v in message.items() if v is not None and v != [] and k != "content"}
+    calls = function_calls(fields.pop("tool_calls", ()))
     if calls:
-        said["tool_calls"] = calls
-    content = message.get("content") or (None if said.keys() - {"role"} else "")
-    return {"role": "assistant"} | said | {"content": content}
+        fields["tool_calls"] = calls
+    content = message.get("content") or (None if fields.keys() - {"role"} else "")
+    return {"role": "assistant"} | fields | {"content": content}
 
 
-def _logprobs(given: Any) -> list[float] | None:
+def _logprobs(raw: Any) -> list[float] | None:
     """Logprobs in either of OpenAI's forms, if there is a number for every token."""
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         return None
-    entries = given.get("content")
+    entries = raw.get("content")
     numbers = (
         [entry.get("logprob") for entry in entries]
         if isinstance(entries, list)
-        else given.get("token_logprobs")
+        else raw.get("token_logprobs")
     )
     sound = isinstance(numbers, list) and all(type(n) in (int, float) for n in numbers)
     return [float(n) for n in numbers] if sound and numbers is not None else None
 
 
-def _says_more(given: Json) -> bool:
+def _says_more(logprobs: Json) -> bool:
     """Whether there is more than a number for each token: what else it could have been."""
-    entries = given.get("content")
+    entries = logprobs.get("content")
     if isinstance(entries, list):
         return any(entry.get("top_logprobs") for entry in entries)
-    return any(given.get("top_logprobs") or ())
+    return any(logprobs.get("top_logprobs") or ())
 
 
 def function_calls(calls: Sequence[Json]) -> list[Json]:
     """Calls of tools as calls of functions; of a custom tool the input is the arguments."""
-    made = []
+    functions = []
     for call in calls:
         custom = call.get("custom")
         if isinstance(call.get("function"), dict):
-            made.append(call)
+            functions.append(call)
         elif isinstance(custom, dict):
             function = {"name": custom.get("name"), "arguments": custom.get("input")}
-            made.append({"id": call.get("id"), "type": "function", "function": function})
-    return made
+            functions.append({"id": call.get("id"), "type": "function", "function": function})
+    return functions
 
 
 def gather(events: Sequence[Json]) -> Json | None:
@@ -120,13 +120,13 @@ def gather(events: Sequence[Json]) -> Json | None:
     for event in events:
         if not isinstance(event.get("choices"), list):
             continue
-        given = event.get("prompt_token_ids") if event["choices"] else None
-        here = ("choices", "prompt_token_ids") if given else ("choices",)
+        prompt_ids = event.get("prompt_token_ids") if event["choices"] else None
+        here = ("choices", "prompt_token_ids") if prompt_ids else ("choices",)
         whole |= {k: v for k, v in event.items() if k not in here and v is not None}
         for chunk in event["choices"]:
             # What an event says of a prompt is of the choices that it holds.
-            said = chunk if given is None else {"prompt_token_ids": given} | chunk
-            _add_chunk(choices.setdefault(int(chunk.get("index") or 0), {}), said)
+            part = chunk if prompt_ids is None else {"prompt_token_ids": prompt_ids} | chunk
+            _add_chunk(choices.setdefault(int(chunk.get("index") or 0), {}), part)
     if not choices:
         return None
     if whole.get("object") == "chat.completion.chunk":
@@ -145,10 +145,10 @@ def _add_chunk(choice: Json, chunk: Json) -> None:
         if name == "delta":
             _add_delta(choice.setdefault("message", {"role": "assistant", "content": None}), value)
         elif name == "logprobs":
-            kept = choice.setdefault("logprobs", {})
+            logprobs = choice.setdefault("logprobs", {})
             for key, entries in value.items():
                 if isinstance(entries, list):
-                    kept.setdefault(key, []).extend(entries)
+                    logprobs.setdefault(key, []).extend(entries)
         elif name == "prompt_token_ids" and choice.get(name, value) != value:
             choice[name] = [choice[name], value]  # two that disagree are no ids
         elif name == "text" or (isinstance(value, list) and name != "prompt_token_ids"):
@@ -193,8 +193,8 @@ def _add_function(function: Json, part: Json) -> None:
     for name, value in part.items():
         if isinstance(value, str):
             # A name comes in one piece, though some servers repeat it with every piece of the arguments.
-            said = function.get(name, "")
-            function[name] = said if name == "name" and said == value else said + value
+            current = function.get(name, "")
+            function[name] = current if name == "name" and current == value else current + value
         elif value is not None:
             function[name] = value
 

@@ -103,9 +103,9 @@ class Recorder(RunWriter):
     async def look_up(self, name: str) -> LiveTrajectory | None:
         """The run's trajectory of that name, or None: `known` says the same until the caller waits again."""
         while (live := self._named(name)) is None and self._may_hold(name):
-            found = await asyncio.to_thread(self.store.opening, self.run, name)
-            if found is not None:
-                self.trajectories.ended.add(*found)
+            opening = await asyncio.to_thread(self.store.opening, self.run, name)
+            if opening is not None:
+                self.trajectories.ended.add(*opening)
             elif self._named(name) is None:
                 return None
         return live
@@ -186,9 +186,9 @@ class Recorder(RunWriter):
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
         self._check_place(name)
-        said = (wanted.group, wanted.task, wanted.split, wanted.labels)
+        details = (wanted.group, wanted.task, wanted.split, wanted.labels)
         judged = None if wanted.judges is None else {"trajectory_id": wanted.judges, "how": "judged"}
-        opened = TrajectoryOpened(trajectory_id, name, *said, by, judged)
+        opened = TrajectoryOpened(trajectory_id, name, *details, by, judged)
         return LiveTrajectory(opened, self.lane)
 
     def record_opening(self, live: LiveTrajectory, *records: Record) -> Future[int]:
@@ -263,12 +263,12 @@ class Recorder(RunWriter):
             trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
         finally:
             live.holds -= 1
-        found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
-        made = [CompletedTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
-        if len(made) < len(turn_ids):
-            text = f"no completed turn {turn_ids[len(made)]!r} in trajectory {live.opened.name!r}"
+        turns = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
+        completed = [CompletedTurn(t.requested, t.completed) for t in turns if t is not None and t.completed]
+        if len(completed) < len(turn_ids):
+            text = f"no completed turn {turn_ids[len(completed)]!r} in trajectory {live.opened.name!r}"
             raise RequestError(404, "unknown_turn", text)
-        return made
+        return completed
 
     async def abandon(self, live: LiveTrajectory) -> None:
         """Finish a trajectory that had no traffic for too long, as aborted."""
@@ -383,7 +383,7 @@ EVERY_S = 5.0
 
 
 async def sweep(recorder: Recorder, abandoned_s: float) -> None:
-    """Finish them as aborted, until cancelled; 0: never."""
+    """Finish abandoned trajectories as aborted, until cancelled; with 0 seconds none is."""
     while abandoned_s:
         await asyncio.sleep(min(EVERY_S, abandoned_s))
         late = time.monotonic() - abandoned_s

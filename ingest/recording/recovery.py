@@ -1,6 +1,5 @@
-"""What a recorder goes on with as it begins: its run's trajectories, and those that processes which are gone
-left open.
-"""
+"""What a recorder starts with: its run's trajectories, also those that processes which are gone left
+open."""
 
 from __future__ import annotations
 

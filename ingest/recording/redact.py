@@ -13,7 +13,7 @@ from typing import Any
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.redaction import DEEPEST, PLACEHOLDER, Scrubber, conversation, outside
+from rollbook.store.redaction import DEEPEST, PLACEHOLDER, Scrubber, conversation, replace_outside
 
 KNOWN = "known"
 """In the place of a pattern: every key format that is known."""
@@ -37,24 +37,24 @@ class Redactor:
         self._scrub = Scrubber(key or secrets.token_bytes(32))
 
     def with_patterns(self, patterns: Sequence[str]) -> Redactor:
-        """One of other patterns, with the same key."""
-        made = Redactor(patterns)
-        made._scrub = self._scrub
-        return made
+        """A redactor with other patterns and the same key."""
+        redactor = Redactor(patterns)
+        redactor._scrub = self._scrub
+        return redactor
 
     def knowing(self, values: Iterable[str]) -> Redactor:
-        """One that knows these secrets besides, wherever they are outside the conversation."""
-        made = Redactor(self._patterns)
-        made._scrub = self._scrub.knowing(values)
-        return made
+        """A redactor that also knows these secrets, wherever they are outside the conversation."""
+        redactor = Redactor(self._patterns)
+        redactor._scrub = self._scrub.knowing(values)
+        return redactor
 
     def body(self, body: Json) -> Json:
         """A request of an agent, or a reply, without secrets; the same object where there are none."""
-        body = outside(body, self._scrub.field)
+        body = replace_outside(body, self._scrub.field)
         return self._everywhere(body) if self._patterns else body
 
     def fields(self, values: Json) -> Json:
-        """What is no conversation at all: labels, settings. The same object where there are no secrets."""
+        """Fields outside any conversation (labels, settings) without secrets; the same object if none."""
         values = self._scrub.value(values)
         return self._everywhere(values) if self._patterns else values
 
@@ -74,8 +74,8 @@ class Redactor:
             text = secret.sub(self._digest, text)
         return text
 
-    def _digest(self, found: re.Match[str]) -> str:
-        return self._scrub.digest(found[0]) if found[0] else ""
+    def _digest(self, match: re.Match[str]) -> str:
+        return self._scrub.digest(match[0]) if match[0] else ""
 
 
 def changes_conversation(sent: Json, clean: Json) -> bool:
@@ -84,7 +84,7 @@ def changes_conversation(sent: Json, clean: Json) -> bool:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern, or what stands in the place of a secret already: so that twice is as once."""
+    """The pattern, which also matches what replaced a secret: so redacting twice is as redacting once."""
     try:
         if re.compile(pattern).search("") is not None:
             raise ConfigError(f"--redact {pattern!r} matches the empty text: it would match everywhere")
@@ -107,9 +107,9 @@ def _mapped(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
         for inner in value:
             items.append(_mapped(inner, change, depth + 1))
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    made, same = {}, True
+    mapping, same = {}, True
     for name, inner in value.items():
         new_name, new_inner = change(name), _mapped(inner, change, depth + 1)
         same = same and new_name == name and new_inner is inner
-        made[new_name] = new_inner
-    return value if same else made
+        mapping[new_name] = new_inner
+    return value if same else mapping

@@ -92,11 +92,11 @@ class RunReader:
 
     def _take_scalars(self) -> None:
         """Take which trajectories are open, and which are outstanding, by the scalars of the log."""
-        given = {"run": self._run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
+        params = {"run": self._run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
         with connect_at(self._store, format_cut(self.cut)) as connection:
-            found = connection.execute(_OPEN, {"run": self._run}).fetchall()
-            self._open = dict.fromkeys(row[0] for row in found)
-            rows = connection.execute(_RESTORED, given).fetchall()
+            opened = connection.execute(_OPEN, {"run": self._run}).fetchall()
+            self._open = dict.fromkeys(row[0] for row in opened)
+            rows = connection.execute(_RESTORED, params).fetchall()
         finished = []
         for trajectory_id, group, split, status, finished_us, productive, policies, oldest, sampled in rows:
             self.outstanding.restore(
@@ -163,8 +163,10 @@ class RunReader:
         """The open trajectories in the order they were opened, a few in memory at a time."""
         ids = iter(list(self._open))
         while some := list(islice(ids, TOGETHER)):
-            found = self._store.trajectories(self.cut, some)
-            yield from (found[trajectory_id] for trajectory_id in some if trajectory_id in found)
+            trajectories = self._store.trajectories(self.cut, some)
+            yield from (
+                trajectories[trajectory_id] for trajectory_id in some if trajectory_id in trajectories
+            )
 
     def ended(self) -> tuple[SealedNames, list[tuple[TrajectoryOpened, str]]]:
         """The names that were used before: sealed ones, and the openings and lanes of ended ones since."""
@@ -175,7 +177,7 @@ class RunReader:
             if event.run == self._run and isinstance(event.record, TrajectoryOpened)
         ]
         return SealedNames(self._run, hashes), [
-            one for one in opened if one[0].trajectory_id not in self._open
+            pair for pair in opened if pair[0].trajectory_id not in self._open
         ]
 
 
@@ -185,12 +187,12 @@ def restored(trajectory: Trajectory) -> Contents:
     arrivals: dict[str, list[Turn]] = {}
     replaced = {turn.requested.wire.get("instead_of") for turn in trajectory.turns.values()}
     for turn in trajectory.turns.values():
-        asked = turn.requested
-        if (digest := asked.wire.get("digest")) and turn.turn_id not in replaced:
-            arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
+        requested = turn.requested
+        if (digest := requested.wire.get("digest")) and turn.turn_id not in replaced:
+            arrivals.setdefault(f"{digest} {requested.request_id}", []).append(turn)
         if turn.completed is not None:
             items = trajectory.items(turn)
-            contents.take(tree_turn(contents.tree, trajectory, turn), asked.request, items)
+            contents.take(tree_turn(contents.tree, trajectory, turn), requested.request, items)
             contents.passed(turn.completed)
         if turn.delivered:
             contents.delivered.add(turn.turn_id)

@@ -16,7 +16,7 @@ from rollbook.store import Event, Store
 from rollbook.store.errors import UnstorableError, WriteFailedError
 from rollbook.store.events import Record, TrajectoryOpened
 from rollbook.store.log.writer import append_future
-from rollbook.store.redaction import cleaned
+from rollbook.store.redaction import scrub_record
 from rollbook.store.secret import SECRETS, store_secret
 
 _Append = tuple[list[Event], "Future[int]"]
@@ -93,7 +93,7 @@ class RunWriter:
 
     def _events(self, records: tuple[Record, ...]) -> list[Event]:
         redactor = self.redactor
-        clean = (cleaned(record, redactor.text, redactor.fields) for record in records)
+        clean = (scrub_record(record, redactor.text, redactor.fields) for record in records)
         events = [Event(record, self.run) for record in clean]
         openings = [event for event in events if isinstance(event.record, TrajectoryOpened)]
         if openings:

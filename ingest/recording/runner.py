@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollbook.edge.bounds import LARGE_BYTES, aside
+from rollbook.edge.bounds import LARGE_BYTES, run_in_thread
 from rollbook.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.admission.gate import ANSWERED_S
 from rollbook.ingest.recording.recorder import Recorder
@@ -73,7 +73,7 @@ class TurnRunner:
         Raises:
             RequestError: 400, the chat template refuses the messages.
         """
-        return await aside(plan_call, self.bridges, tree, call) if size > LARGE_BYTES else None
+        return await run_in_thread(plan_call, self.bridges, tree, call) if size > LARGE_BYTES else None
 
     def begin(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: PromptPlan | None = None
@@ -97,11 +97,11 @@ class TurnRunner:
         turns = [InFlightTurn(r, s, reader, grows=grows) for r, s in zip(records, samplings, strict=True)]
         # From here on nothing can refuse the request. It is stored whole or not at all.
         first = records[0]
-        asked = self.recorder.record_opening(live, first, *(as_sibling(r, first) for r in records[1:]))
+        written = self.recorder.record_opening(live, first, *(as_sibling(r, first) for r in records[1:]))
         if plan.echoed is not None:
             self.recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
         in_flight = InFlightCall(call, turns, reader, items)
-        in_flight.depends_on += [live.opening, asked]
+        in_flight.depends_on += [live.opening, written]
         live.begun(in_flight, arrival.digest)
         task = asyncio.create_task(self._answer(live, in_flight, plan))
         self._tasks.add(task)
@@ -118,7 +118,7 @@ class TurnRunner:
         return in_flight
 
     def stop(self) -> None:
-        """Have nobody wait for an engine any more; what one answers has a while for it."""
+        """Let nobody wait for an engine any more; what an engine is answering has a while to finish."""
         self._stopped = True
         self._wake(lambda _: True)
         asyncio.get_running_loop().call_later(ANSWERED_S, self._cut)
@@ -264,10 +264,10 @@ class TurnRunner:
                 raise
             turn.ended = False
             raise EngineError(f"the engine's answer cannot be recorded: {error}") from error
-        asked, cut = turn.requested, STOP_STRING in completed.flags
+        requested, cut = turn.requested, STOP_STRING in completed.flags
         ids = completed.completion_ids
-        made = plan.completed(asked.turn_id, asked.context_key, completed.reply, ids, cut=cut)
-        self.recorder.trajectories.take(live, made, asked.request, in_flight.items)
+        tree_turn = plan.completed(requested.turn_id, requested.context_key, completed.reply, ids, cut=cut)
+        self.recorder.trajectories.take(live, tree_turn, requested.request, in_flight.items)
         return CompletedTurn(turn.requested, completed)
 
     async def _generated(

@@ -98,11 +98,11 @@ def requested_records(
 
 
 def completed_record(
-    live: LiveTrajectory, turn: InFlightTurn, plan: Plan, made: Generation, reader: ReplyReader
+    live: LiveTrajectory, turn: InFlightTurn, plan: Plan, generation: Generation, reader: ReplyReader
 ) -> TurnCompleted:
     """The record of a generation."""
-    reply = reader.reply(made.completion_ids, made.finish_reason, turn.turn_id)
-    spans = made.version_spans
+    reply = reader.reply(generation.completion_ids, generation.finish_reason, turn.turn_id)
+    spans = generation.version_spans
     flags = [*reply.flags]
     if plan.twins:
         flags.append("ambiguous_parent")
@@ -114,17 +114,17 @@ def completed_record(
         policy=spans[-1].policy if spans else None,
         policy_version=spans[-1].version if spans else None,
         prompt_ids=plan.delta_ids,
-        completion_ids=made.completion_ids,
-        logprobs=made.logprobs,
+        completion_ids=generation.completion_ids,
+        logprobs=generation.logprobs,
         version_spans=spans,
         prompt_length=len(plan.prompt_ids),
         prompt_sha256=plan.hasher.hexdigest(),
         finish_reason=reply.finish_reason,
         reply=reply.message,
-        logprob_semantics=made.logprob_semantics,
+        logprob_semantics=generation.logprob_semantics,
         flags=flags,
-        timings=made.timings,
-        routed_experts=made.routed_experts,
+        timings=generation.timings,
+        routed_experts=generation.routed_experts,
     )
 
 
@@ -156,24 +156,24 @@ def holds_control_tokens(reader: ReplyReader, plan: Plan) -> bool:
 
 
 def _texts(messages: Sequence[Json]) -> list[str]:
-    found = []
+    texts = []
     for message in messages:
         content = message.get("content")
         if message.get("role") == "assistant":
             continue
         if isinstance(content, str):
-            found.append(content)
+            texts.append(content)
         elif isinstance(content, list):
-            found += [str(p["text"]) for p in content if isinstance(p, dict) and "text" in p]
-    return found
+            texts += [str(p["text"]) for p in content if isinstance(p, dict) and "text" in p]
+    return texts
 
 
 def seeds(call: ModelCall) -> list[int]:
     """A seed for each choice: siblings with the same seed would be identical."""
-    asked = call.fields
-    if asked.seed is None:
-        return [secrets.randbits(63) for _ in range(asked.n or 1)]
-    return [(asked.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(asked.n or 1)]
+    fields = call.fields
+    if fields.seed is None:
+        return [secrets.randbits(63) for _ in range(fields.n or 1)]
+    return [(fields.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(fields.n or 1)]
 
 
 def known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tuple[list[Any] | None, int]:
@@ -182,8 +182,8 @@ def known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tupl
         return None, 0
     earlier = live.known.items.get(base or "", [])
     shared = 0
-    for one, other in zip(earlier, call.items, strict=False):
-        if not exactly(one, other):
+    for item, other in zip(earlier, call.items, strict=False):
+        if not exactly(item, other):
             break
         shared += 1
     return [*earlier[:shared], *call.items[shared:]], shared

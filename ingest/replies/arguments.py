@@ -57,19 +57,19 @@ def is_object(text: str) -> bool:
 
 def members(text: str) -> dict[str, str]:
     """The members of a valid JSON object, their values as they are written; the last of a key counts."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     key, begin, depth = "", 0, 0
     for token in _TOKEN.finditer(text):
         mark = token.group()
         if mark in (",", "}") and depth == 1 and begin:
-            found[key] = text[begin : token.start()].strip(SPACE)
+            values[key] = text[begin : token.start()].strip(SPACE)
             begin = 0
         elif mark == ":" and depth == 1:
             begin = token.end()
         elif mark[0] == '"' and depth == 1 and not begin:
             key = orjson.loads(mark)
         depth += (mark in ("{", "[")) - (mark in ("}", "]"))
-    return found
+    return values
 
 
 def call_at(text: str, start: int, keys: tuple[str, ...] = ("arguments",)) -> tuple[Call, int] | None:
@@ -140,8 +140,8 @@ def object_text(values: Mapping[str, str]) -> str | None:
 
 def bare_values(arguments: str) -> dict[str, str]:
     """The values of a JSON object as such families write them: strings bare, all else as JSON."""
-    found = {key: (loads(text), text) for key, text in members(arguments).items()}
-    return {key: value if isinstance(value, str) else text for key, (value, text) in found.items()}
+    loaded = {key: (loads(text), text) for key, text in members(arguments).items()}
+    return {key: value if isinstance(value, str) else text for key, (value, text) in loaded.items()}
 
 
 def bare_json(value: str) -> str | None:
@@ -162,29 +162,29 @@ def _is_any(value: Any, types: set[str]) -> bool:
 
 def _types(schema: Any, root: Json) -> set[str]:
     """The types a schema allows, through unions, enumerations and local references; empty: any."""
-    found: set[str] = set()
+    types: set[str] = set()
     followed: set[str] = set()
     waiting = [schema]
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, dict):
+        node = waiting.pop()
+        if not isinstance(node, dict):
             continue
-        declared = one.get("type")
-        found |= {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
+        declared = node.get("type")
+        types |= {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
         if declared is None:
-            listed = one.get("enum") if isinstance(one.get("enum"), list) else []
-            constants = [*(listed or []), *([one["const"]] if "const" in one else [])]
-            found |= {_name(c) for c in constants}
-        if one.get("nullable") is True:
-            found.add("null")
+            listed = node.get("enum") if isinstance(node.get("enum"), list) else []
+            constants = [*(listed or []), *([node["const"]] if "const" in node else [])]
+            types |= {_name(c) for c in constants}
+        if node.get("nullable") is True:
+            types.add("null")
         for union in ("anyOf", "oneOf", "allOf"):
-            waiting += one[union] if isinstance(one.get(union), list) else []
-        reference = one.get("$ref")
+            waiting += node[union] if isinstance(node.get(union), list) else []
+        reference = node.get("$ref")
         # Each reference once: schemas may refer to themselves.
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
             waiting.append(_resolve(reference, root))
-    return found
+    return types
 
 
 def _name(value: Any) -> str:

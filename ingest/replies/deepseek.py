@@ -37,7 +37,7 @@ from rollbook.ingest.replies.arguments import (
     string_text,
 )
 from rollbook.ingest.replies.family import SPACE, Call
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.marked import MarkedFamily, ParsedCall, ParsedCalls, behind, read_each
 from rollbook.store.events import Json
 
 _ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -56,13 +56,13 @@ _VALUE_END = re.compile(rf"</{_DSML}parameter>[ \t\r\n]*+(?=<{_DSML}parameter |<
 _INVOKE_END = re.compile(rf"</{_DSML}invoke>(?:[ \t\r\n]*+</{_DSML}(?:function_calls|tool_calls)>)?")
 
 
-def _read(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     if body.startswith(f"<{_DSML}", start):
         return read_each(body, start, _DSML_OPENING, partial(_invoke, tools=tools))
-    return read_each(body, start, _OPENING, _one)
+    return read_each(body, start, _OPENING, _read_call)
 
 
-def _one(match: re.Match[str]) -> One | None:
+def _read_call(match: re.Match[str]) -> ParsedCall | None:
     if match[1] is None:
         return None
     body, name, position = match.string, match[1], match.end()
@@ -71,14 +71,14 @@ def _one(match: re.Match[str]) -> One | None:
         if fenced is None:
             return None
         name, position = fenced[1], fenced.end()
-    found = arguments_at(body, position)
-    closing = _CLOSING.match(body, found[1]) if found else None
-    if found is None or closing is None or not name.strip(SPACE):
+    parsed = arguments_at(body, position)
+    closing = _CLOSING.match(body, parsed[1]) if parsed else None
+    if parsed is None or closing is None or not name.strip(SPACE):
         return None
-    return One(Call(name.strip(SPACE), found[0]), closing.end())
+    return ParsedCall(Call(name.strip(SPACE), parsed[0]), closing.end())
 
 
-def _invoke(match: re.Match[str], tools: Sequence[Json]) -> One | None:
+def _invoke(match: re.Match[str], tools: Sequence[Json]) -> ParsedCall | None:
     if match[1] is None:
         return None
     body, position = match.string, match.end()
@@ -95,7 +95,7 @@ def _invoke(match: re.Match[str], tools: Sequence[Json]) -> One | None:
     closing = _INVOKE_END.match(body, position)
     if arguments is None or closing is None:
         return None
-    return One(Call(match[1], arguments), closing.end())
+    return ParsedCall(Call(match[1], arguments), closing.end())
 
 
 def _value(value: str, parameter: re.Match[str], schema: Json) -> str:

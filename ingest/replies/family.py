@@ -57,7 +57,7 @@ class Parsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplyContext:
     """What a reply is written behind: the rendered prompt, and the source of its chat template."""
 
     prompt: str
@@ -88,7 +88,7 @@ class Family(Protocol):
         """
         ...
 
-    def write(self, parts: Parsed, asked: Asked) -> str | None:
+    def write(self, parts: Parsed, context: ReplyContext) -> str | None:
         """The text that a model samples for these parts, without its end-of-turn token.
 
         None: no model of the family says them in one reply, or behind this prompt.
@@ -172,23 +172,23 @@ def opened_by(prompt: str, blocks: Sequence[Block]) -> Block | None:
     return next((block for block in blocks if prompt.rstrip(SPACE).endswith(block.open)), None)
 
 
-def written_reasoning(reasoning: str, blocks: Sequence[Block], asked: Asked) -> str | None:
+def written_reasoning(reasoning: str, blocks: Sequence[Block], context: ReplyContext) -> str | None:
     """The text of a reasoning in front of the answer; None: the model does not reason there.
 
     A prompt that opens a block has it closed, whatever is in it, and shows by its end whether line feeds are
     the block's own. One that ends with a closed block asks for none, and a template that knows none of the
     blocks is of a model that never opens one.
     """
-    prompt = asked.prompt.rstrip(SPACE)
-    opened = opened_by(asked.prompt, blocks)
+    prompt = context.prompt.rstrip(SPACE)
+    opened = opened_by(context.prompt, blocks)
     if opened is not None:
-        airy = len(prompt) < len(asked.prompt)
+        airy = len(prompt) < len(context.prompt)
         return (
             f"{reasoning}{opened.inside}{opened.close}{opened.behind}" if airy else reasoning + opened.close
         )
     if not reasoning:
         return ""
-    known = next((b for b in blocks if b.open in asked.template), None)
+    known = next((b for b in blocks if b.open in context.template), None)
     if known is None or any(prompt.endswith(b.close) for b in blocks):
         return None
     return f"{known.open}{known.inside}{reasoning}{known.inside}{known.close}{known.behind}"

@@ -26,9 +26,9 @@ from rollbook.ingest.replies.family import (
     SPACE,
     TEXT_AFTER_CALLS,
     UNCLOSED_REASONING,
-    Asked,
     Call,
     Parsed,
+    ReplyContext,
     blank,
     certain,
     skip_space,
@@ -73,15 +73,15 @@ def _search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | 
     """As `pattern.search`, a hundred times faster: what it looks for begins as markers do, and few others."""
     at = text.find("<|", start)
     while at >= 0:
-        if found := pattern.match(text, at):
-            return found
+        if match := pattern.match(text, at):
+            return match
         at = text.find("<|", at + 1)
     return None
 
 
 def _recipient(header: str) -> str | None:
-    found = _RECIPIENT.search(header)
-    return found[1].removeprefix("functions.") if found and found[1] not in _NOBODY else None
+    match = _RECIPIENT.search(header)
+    return match[1].removeprefix("functions.") if match and match[1] not in _NOBODY else None
 
 
 def _messages(text: str, final: bool) -> Iterator[_Message]:
@@ -131,13 +131,13 @@ class GptOss:
         text = _ANALYSIS + text if in_reasoning else text
         messages = list(_messages(text, final))
         first = next((i for i, m in enumerate(messages) if m.recipient is not None), len(messages))
-        said, rest = messages[:first], messages[first:]
-        thoughts = [m.body.strip(SPACE) for m in said if m.channel == "analysis"]
+        leading, rest = messages[:first], messages[first:]
+        thoughts = [m.body.strip(SPACE) for m in leading if m.channel == "analysis"]
         reasoning = "\n".join(filter(None, thoughts)) if thoughts else None
-        content = "\n".join(m.body for m in said if m.body and m.channel != "analysis")
+        content = "\n".join(m.body for m in leading if m.body and m.channel != "analysis")
         if not final:
             return Parsed(reasoning, content.rstrip(SPACE) if tools else content)
-        flags = _flags(said)
+        flags = _flags(leading)
         if not rest:
             return Parsed(reasoning, content, (), flags)
         calls = _calls(rest) if tools else None
@@ -148,20 +148,20 @@ class GptOss:
         flags = (*flags, TEXT_AFTER_CALLS) if after else flags
         return Parsed(reasoning, content.rstrip(SPACE), calls, flags)
 
-    def write(self, parts: Parsed, asked: Asked) -> str | None:
+    def write(self, parts: Parsed, context: ReplyContext) -> str | None:
         """See `Family.write`."""
         if len(parts.calls) > 1:
             return None
-        said = [f"{_ANALYSIS}{parts.reasoning}"] if parts.reasoning else []
+        messages = [f"{_ANALYSIS}{parts.reasoning}"] if parts.reasoning else []
         if not parts.calls:
-            said.append(f"{_CHANNEL}final{_MESSAGE}{parts.content}")
+            messages.append(f"{_CHANNEL}final{_MESSAGE}{parts.content}")
         elif parts.content:
-            said.append(f"{_CHANNEL}commentary{_MESSAGE}{parts.content}")
+            messages.append(f"{_CHANNEL}commentary{_MESSAGE}{parts.content}")
         for call in parts.calls:
             header = f"{_CHANNEL}commentary to=functions.{call.name} <|constrain|>json"
-            said.append(f"{header}{_MESSAGE}{call.arguments}")
-        text = f"<|end|>{_START}assistant".join(said)
-        if not asked.prompt.endswith(_ANALYSIS):
+            messages.append(f"{header}{_MESSAGE}{call.arguments}")
+        text = f"<|end|>{_START}assistant".join(messages)
+        if not context.prompt.endswith(_ANALYSIS):
             return text
         return text.removeprefix(_ANALYSIS) if parts.reasoning else f"<|end|>{_START}assistant{text}"
 
@@ -170,9 +170,9 @@ class GptOss:
         return "<|call|>" if parts.calls else "<|return|>"
 
 
-def _flags(said: Sequence[_Message]) -> tuple[str, ...]:
-    flags = [MALFORMED_MESSAGE] if any(m.header == _DROPPED for m in said) else []
-    if said and said[-1].channel == "analysis" and not said[-1].closed:
+def _flags(messages: Sequence[_Message]) -> tuple[str, ...]:
+    flags = [MALFORMED_MESSAGE] if any(m.header == _DROPPED for m in messages) else []
+    if messages and messages[-1].channel == "analysis" and not messages[-1].closed:
         flags.append(UNCLOSED_REASONING)
     return tuple(flags)
 

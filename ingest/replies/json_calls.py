@@ -19,25 +19,25 @@ from collections.abc import Sequence
 
 from rollbook.ingest.replies.arguments import arguments_at, call_at, call_text
 from rollbook.ingest.replies.family import BRACKET_THINK, TEXT_AFTER_CALLS, THINK, Call, blank, skip_space
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.marked import MarkedFamily, ParsedCall, ParsedCalls, behind, read_each
 from rollbook.store.events import Json
 
 _HERMES_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HERMES_OPENING = re.compile(_HERMES_OPEN)
 
 
-def _read_hermes(body: str, start: int, tools: Sequence[Json]) -> Several | None:
-    return read_each(body, start, _HERMES_OPENING, _one)
+def _read_hermes(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
+    return read_each(body, start, _HERMES_OPENING, _read_call)
 
 
-def _one(match: re.Match[str]) -> One | None:
+def _read_call(match: re.Match[str]) -> ParsedCall | None:
     body = match.string
-    found = call_at(body, skip_space(body, match.end()))
-    if found is None:
+    parsed = call_at(body, skip_space(body, match.end()))
+    if parsed is None:
         return None
-    call, end = found
+    call, end = parsed
     end = skip_space(body, end)
-    return One(call, end + len(_CLOSE)) if body.startswith(_CLOSE, end) else None
+    return ParsedCall(call, end + len(_CLOSE)) if body.startswith(_CLOSE, end) else None
 
 
 def _write_hermes(content: str, calls: Sequence[Call], template: str) -> str:
@@ -52,20 +52,20 @@ _TAG = "<|python_tag|>"
 _CALL_LIKE = re.compile(r'<\|python_tag\|>|\{[ \t\r\n]*+"(?:name|type|function|parameters|arguments)"')
 
 
-def _read_llama(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read_llama(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     calls: list[Call] = []
     position = start
     while position < len(body):
         if body.startswith(_TAG, position):
             position = skip_space(body, position + len(_TAG))
-        found = call_at(body, position, ("parameters", "arguments"))
-        if found is None:
-            return None if calls or _CALL_LIKE.match(body, start) else Several(())
-        calls.append(found[0])
-        position = skip_space(body, found[1])
+        parsed = call_at(body, position, ("parameters", "arguments"))
+        if parsed is None:
+            return None if calls or _CALL_LIKE.match(body, start) else ParsedCalls(())
+        calls.append(parsed[0])
+        position = skip_space(body, parsed[1])
         if body.startswith(";", position):
             position = skip_space(body, position + 1)
-    return Several(tuple(calls))
+    return ParsedCalls(tuple(calls))
 
 
 def _write_llama(content: str, calls: Sequence[Call], template: str) -> str | None:
@@ -83,33 +83,33 @@ _HEADER = re.compile(
 )
 
 
-def _read_mistral(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read_mistral(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     first = skip_space(body, start + len(_MISTRAL_OPEN))
     if body.startswith("[", first) and not body.startswith(_ARGS, first):
         return _array(body, first)
     return read_each(body, start, _MISTRAL_OPENING, _named)
 
 
-def _named(match: re.Match[str]) -> One | None:
+def _named(match: re.Match[str]) -> ParsedCall | None:
     header = _HEADER.match(match.string, match.end())
-    found = arguments_at(match.string, header.end()) if header else None
-    if header is None or found is None:
+    parsed = arguments_at(match.string, header.end()) if header else None
+    if header is None or parsed is None:
         return None
-    return One(Call(header[1], found[0]), found[1])
+    return ParsedCall(Call(header[1], parsed[0]), parsed[1])
 
 
-def _array(body: str, opening: int) -> Several | None:
+def _array(body: str, opening: int) -> ParsedCalls | None:
     calls: list[Call] = []
     position = opening
     while body.startswith("," if calls else "[", position):
-        found = call_at(body, skip_space(body, position + 1))
-        if found is None:
+        parsed = call_at(body, skip_space(body, position + 1))
+        if parsed is None:
             return None
-        calls.append(found[0])
-        position = skip_space(body, found[1])
+        calls.append(parsed[0])
+        position = skip_space(body, parsed[1])
     if not body.startswith("]", position):
         return None
-    return Several(tuple(calls), () if blank(body[position + 1 :]) else (TEXT_AFTER_CALLS,))
+    return ParsedCalls(tuple(calls), () if blank(body[position + 1 :]) else (TEXT_AFTER_CALLS,))
 
 
 def _write_mistral(content: str, calls: Sequence[Call], template: str) -> str:

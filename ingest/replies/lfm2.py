@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollbook.ingest.replies.arguments import bare_json, loads, members, object_text, string_text
 from rollbook.ingest.replies.family import TEXT_AFTER_CALLS, Call, blank, skip_space
-from rollbook.ingest.replies.marked import MarkedFamily, Several
+from rollbook.ingest.replies.marked import MarkedFamily, ParsedCalls
 from rollbook.store.events import Json
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -25,7 +25,7 @@ _SPELLED = str.maketrans({"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r"})
 _OF_JSON = {"true": "True", "false": "False", "null": "None"}
 
 
-def _read(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     calls: list[Call] = []
     position = start
     while body.startswith(_OPEN, position):
@@ -35,7 +35,7 @@ def _read(body: str, start: int, tools: Sequence[Json]) -> Several | None:
         calls += several[0]
         position = skip_space(body, several[1])
     after = not blank(body[position:])
-    return Several(tuple(calls), (TEXT_AFTER_CALLS,) if after else ()) if calls else None
+    return ParsedCalls(tuple(calls), (TEXT_AFTER_CALLS,) if after else ()) if calls else None
 
 
 def _list(body: str, opening: int) -> tuple[list[Call], int] | None:
@@ -43,11 +43,11 @@ def _list(body: str, opening: int) -> tuple[list[Call], int] | None:
     calls: list[Call] = []
     position = opening
     while body.startswith("," if calls else "[", position):
-        found = _call(body, position + 1)
-        if found is None:
+        parsed = _call(body, position + 1)
+        if parsed is None:
             return None
-        calls.append(found[0])
-        position = skip_space(body, found[1])
+        calls.append(parsed[0])
+        position = skip_space(body, parsed[1])
     close = skip_space(body, position + 1)
     if not body.startswith("]", position) or not body.startswith(_CLOSE, close):
         return None
@@ -74,15 +74,15 @@ def _call(body: str, start: int) -> tuple[Call, int] | None:
 
 def _value(body: str, start: int) -> tuple[str, int] | None:
     """A value as JSON text, and where the comma or the parenthesis behind it is."""
-    made: list[str] = []
+    pieces: list[str] = []
     depth, position = 0, start
     while token := _TOKEN.match(body, skip_space(body, position)):
         mark = token.group()
         if depth == 0 and mark in (",", ")"):
-            text = "".join(made)
+            text = "".join(pieces)
             return None if loads(text) is ... else (text, token.start())
         depth += (mark in ("[", "{")) - (mark in ("]", "}"))
-        made.append(_as_json(mark))
+        pieces.append(_as_json(mark))
         position = token.end()
     return None
 

@@ -17,10 +17,10 @@ from rollbook.ingest.replies.family import (
     TEXT_AFTER_CALLS,
     THINK,
     UNCLOSED_REASONING,
-    Asked,
     Block,
     Call,
     Parsed,
+    ReplyContext,
     blank,
     certain,
     opened_by,
@@ -32,7 +32,7 @@ from rollbook.store.events import Json
 
 
 @dataclass(frozen=True, slots=True)
-class One:
+class ParsedCall:
     """A call that was read, where it ends, and whether it lacked a tag."""
 
     call: Call
@@ -41,14 +41,14 @@ class One:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class ParsedCalls:
     """The calls of a reply and what there is to say of them."""
 
     calls: tuple[Call, ...]
     flags: tuple[str, ...] = ()
 
 
-Reader = Callable[[str, int, Sequence[Json]], Several | None]
+Reader = Callable[[str, int, Sequence[Json]], ParsedCalls | None]
 """Reads the calls of a text from its first marker on; None: they are malformed; no calls: it is content."""
 
 Writer = Callable[[str, Sequence[Call], str], str | None]
@@ -92,21 +92,21 @@ class MarkedFamily:
             return Parsed(split.reasoning, body[:end].rstrip(SPACE))
         if start is None:
             return Parsed(split.reasoning, body)
-        found = self.read(body, start, tools)
-        if found is None:
+        parsed = self.read(body, start, tools)
+        if parsed is None:
             return Parsed(split.reasoning, body, (), (MALFORMED_CALL,))
-        said = body[:start].rstrip(SPACE) if found.calls else body
-        return Parsed(split.reasoning, said, found.calls, found.flags)
+        content = body[:start].rstrip(SPACE) if parsed.calls else body
+        return Parsed(split.reasoning, content, parsed.calls, parsed.flags)
 
-    def write(self, parts: Parsed, asked: Asked) -> str | None:
+    def write(self, parts: Parsed, context: ReplyContext) -> str | None:
         """See `Family.write`."""
-        if self.written is None and not parts.calls and not opened_by(asked.prompt, self.blocks):
+        if self.written is None and not parts.calls and not opened_by(context.prompt, self.blocks):
             return None  # what else a template puts around a reply of text is unknown here
-        thought = written_reasoning(parts.reasoning or "", self.blocks, asked)
-        said: str | None = parts.content
+        thought = written_reasoning(parts.reasoning or "", self.blocks, context)
+        answer: str | None = parts.content
         if parts.calls:
-            said = self.written(parts.content, parts.calls, asked.template) if self.written else None
-        return None if thought is None or said is None else thought + said
+            answer = self.written(parts.content, parts.calls, context.template) if self.written else None
+        return None if thought is None or answer is None else thought + answer
 
     def end(self, parts: Parsed) -> str | None:
         """See `Family.end`."""
@@ -121,13 +121,13 @@ class MarkedFamily:
 
 
 def behind(content: str, gap: str, calls: str) -> str:
-    """Calls behind what was said, if anything was."""
+    """The calls, behind the content if there is any."""
     return f"{content}{gap}{calls}" if content else calls
 
 
 def read_each(
-    body: str, start: int, opening: re.Pattern[str], read: Callable[[re.Match[str]], One | None]
-) -> Several | None:
+    body: str, start: int, opening: re.Pattern[str], read: Callable[[re.Match[str]], ParsedCall | None]
+) -> ParsedCalls | None:
     """One call behind each match of `opening`; one that cannot be read spoils them all.
 
     The next opening is looked for behind a call, so that markers inside its arguments are text.
@@ -136,14 +136,14 @@ def read_each(
     gaps, mended, position = False, False, start
     while match := opening.search(body, position):
         gaps = gaps or not blank(body[position : match.start()])
-        one = read(match)
-        if one is None:
+        parsed = read(match)
+        if parsed is None:
             return None
-        calls.append(one.call)
-        mended = mended or one.mended
-        position = one.end
+        calls.append(parsed.call)
+        mended = mended or parsed.mended
+        position = parsed.end
     if not calls:
         return None
     gaps = gaps or not blank(body[position:])
     flags = [flag for flag, raised in ((MENDED_CALL, mended), (TEXT_AFTER_CALLS, gaps)) if raised]
-    return Several(tuple(calls), tuple(flags))
+    return ParsedCalls(tuple(calls), tuple(flags))

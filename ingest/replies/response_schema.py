@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollbook.ingest.replies.arguments import is_object
-from rollbook.ingest.replies.family import MALFORMED_CALL, Asked, Call, Parsed
+from rollbook.ingest.replies.family import MALFORMED_CALL, Call, Parsed, ReplyContext
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
 
@@ -61,7 +61,7 @@ class ResponseTemplate:
             else Parsed(parsed.reasoning, parsed.content, (), flags)
         )
 
-    def write(self, parts: Parsed, asked: Asked) -> str | None:
+    def write(self, parts: Parsed, context: ReplyContext) -> str | None:
         """None: a response template reads only; the chat template writes."""
         return None
 

@@ -33,7 +33,7 @@ from functools import partial
 
 from rollbook.ingest.replies.arguments import argument, bare_values, object_text, parameters_of
 from rollbook.ingest.replies.family import SPACE, Call, skip_space
-from rollbook.ingest.replies.marked import MarkedFamily, One, Several, behind, read_each
+from rollbook.ingest.replies.marked import MarkedFamily, ParsedCall, ParsedCalls, behind, read_each
 from rollbook.store.events import Json
 
 _GLM_OPEN, _GLM_CLOSE = "<tool_call>", "</tool_call>"
@@ -43,11 +43,11 @@ _GLM_VALUE_END = re.compile(r"</arg_value>[ \t\r\n]*+(?=<arg_key>|</tool_call>)"
 _TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
-def _read_glm(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read_glm(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     return read_each(body, start, _GLM_OPENING, partial(_glm_argument, tools=tools))
 
 
-def _glm_argument(match: re.Match[str], tools: Sequence[Json]) -> One | None:
+def _glm_argument(match: re.Match[str], tools: Sequence[Json]) -> ParsedCall | None:
     if match[1] is None:
         return None
     body, schema = match.string, parameters_of(tools, match[1])
@@ -63,7 +63,7 @@ def _glm_argument(match: re.Match[str], tools: Sequence[Json]) -> One | None:
     arguments = object_text(values)
     if arguments is None or not body.startswith(_GLM_CLOSE, position):
         return None
-    return One(Call(match[1], arguments), position + len(_GLM_CLOSE))
+    return ParsedCall(Call(match[1], arguments), position + len(_GLM_CLOSE))
 
 
 def _write_glm(content: str, calls: Sequence[Call], template: str) -> str:
@@ -98,11 +98,11 @@ _QWEN_VALUE_END = re.compile(
 )
 
 
-def _read_qwen(body: str, start: int, tools: Sequence[Json]) -> Several | None:
+def _read_qwen(body: str, start: int, tools: Sequence[Json]) -> ParsedCalls | None:
     return read_each(body, start, _QWEN_OPENING, partial(_qwen_call, tools=tools))
 
 
-def _qwen_call(match: re.Match[str], tools: Sequence[Json]) -> One | None:
+def _qwen_call(match: re.Match[str], tools: Sequence[Json]) -> ParsedCall | None:
     body, wrapped = match.string, match.group().startswith(_QWEN_OPEN)
     header = _FUNCTION.match(body, match.end() if wrapped else match.start())
     if header is None:
@@ -118,7 +118,7 @@ def _qwen_call(match: re.Match[str], tools: Sequence[Json]) -> One | None:
     close = skip_space(body, end)
     closed = body.startswith(_QWEN_CLOSE, close)
     end = close + len(_QWEN_CLOSE) if closed else end
-    return One(Call(header[1], arguments), end, mended or not wrapped or not closed)
+    return ParsedCall(Call(header[1], arguments), end, mended or not wrapped or not closed)
 
 
 def _values(body: str, position: int, schema: Json) -> tuple[dict[str, str], int, bool] | None:
@@ -139,7 +139,9 @@ def _values(body: str, position: int, schema: Json) -> tuple[dict[str, str], int
         position = end.end()
 
 
-def _value_end(body: str, header: re.Match[str], given: dict[str, str], schema: Json) -> re.Match[str] | None:
+def _value_end(
+    body: str, header: re.Match[str], parameters: dict[str, str], schema: Json
+) -> re.Match[str] | None:
     # From one before: an empty value's line feed is the header's, too.
     for end in _QWEN_VALUE_END.finditer(body, header.end() - 1):
         name = end["next"]
@@ -147,7 +149,7 @@ def _value_end(body: str, header: re.Match[str], given: dict[str, str], schema: 
             return end
         # Only a parameter that the tool has, and that is still due, is taken for a tag.
         properties = schema.get("properties")
-        if isinstance(properties, dict) and name in properties and name not in {*given, header[1]}:
+        if isinstance(properties, dict) and name in properties and name not in {*parameters, header[1]}:
             return end
     return None
 

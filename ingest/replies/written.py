@@ -19,7 +19,7 @@ from itertools import combinations
 
 from rollbook.ingest.replies.arguments import is_object
 from rollbook.ingest.replies.choose import opens_reasoning
-from rollbook.ingest.replies.family import SPACE, UNCLOSED_REASONING, Asked, Call, Family, Parsed
+from rollbook.ingest.replies.family import SPACE, UNCLOSED_REASONING, Call, Family, Parsed, ReplyContext
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import REASONING, in_form, shown
 from rollbook.store.errors import ReplyError, RequestError
@@ -115,9 +115,9 @@ class ReplyWriter:
         ends = self._ends(wanted)
         trial = _Trial(self.tokenizer, self.family, wanted, _offered(tools, wanted.calls), prompt, ends)
         for text in self._texts(prompt, messages, tools, reply, wanted, kwargs, trial.refusals):
-            found = trial.taken(text)
-            if found is not None:
-                return found
+            written = trial.taken(text)
+            if written is not None:
+                return written
         raise trial.refusal()
 
     def _texts(
@@ -150,7 +150,7 @@ class ReplyWriter:
             text = rendered(reply | {REASONING[0]: _THOUGHT})
             if text is not None and text.count(_THOUGHT) == 1:
                 yield text.replace(_THOUGHT, "")
-        text = self.family.write(wanted, Asked(prompt, self.tokenizer.template_source))
+        text = self.family.write(wanted, ReplyContext(prompt, self.tokenizer.template_source))
         if text is not None:
             yield text + own
 
@@ -201,15 +201,17 @@ class _Trial:
         if not differing:
             return cut, ids
         if self.nearest is None or differing < self.nearest[0]:
-            self.nearest = differing, f"{shown(cut)} is read as {_said(read)}"
+            self.nearest = differing, f"{shown(cut)} is read as {_describe(read)}"
         return None
 
     def refusal(self) -> ReplyError:
         """Why none was taken."""
         if self.nearest is not None:
             return ReplyError(self.nearest[1])
-        said = f"it says: {self.refusals[0]}" if self.refusals else "it puts no such reply behind its prompt"
-        return ReplyError(said)
+        reason = (
+            f"it says: {self.refusals[0]}" if self.refusals else "it puts no such reply behind its prompt"
+        )
+        return ReplyError(reason)
 
     def _read(self, ids: TokenIds) -> Parsed | None:
         """What the ids say; None: they do not end where the text does."""
@@ -241,10 +243,10 @@ def _end_of_text(tokenizer: ChatTokenizer) -> str:
 
 def _cut(text: str, ends: Sequence[str]) -> str | None:
     """The text up to and with the first token at which an engine stops; None: it holds none."""
-    found = [(at, -len(end), end) for end in ends if end and (at := text.find(end)) >= 0]
-    if not found:
+    stops = [(at, -len(end), end) for end in ends if end and (at := text.find(end)) >= 0]
+    if not stops:
         return None
-    at, _, end = min(found)
+    at, _, end = min(stops)
     return text[: at + len(end)]
 
 
@@ -270,9 +272,9 @@ def _parts(reply: Json, family: Family, prompt: str) -> Parsed:
     if thought is None:
         # What was copied out of a prompt that opens the reasoning has its end alone.
         opened = opens_reasoning(prompt) and any(mark in content for mark in _CLOSINGS)
-        said = family.parse(content, None, in_reasoning=opened, final=True)
-        if said.reasoning is not None and UNCLOSED_REASONING not in said.flags:
-            thought, content = said.reasoning, said.content
+        parsed = family.parse(content, None, in_reasoning=opened, final=True)
+        if parsed.reasoning is not None and UNCLOSED_REASONING not in parsed.flags:
+            thought, content = parsed.reasoning, parsed.content
     return Parsed(thought, content, calls)
 
 
@@ -284,7 +286,7 @@ def _thought_in_content(reply: Json, parts: Parsed) -> bool:
 def _leaving(parts: Parsed) -> Iterator[tuple[str, ...]]:
     """Nothing, then each part of the reply that can be left out, then all of them."""
     there = {"reasoning": parts.reasoning, "calls": parts.calls}
-    present = [part for part, said in there.items() if said]
+    present = [part for part, value in there.items() if value]
     for count in range(len(present) + 1):
         yield from combinations(present, count)
 
@@ -301,8 +303,8 @@ def _without(reply: Json, left: Sequence[str], parts: Parsed) -> Json:
 
 def says_nothing(reply: Json) -> bool:
     """A reply without text, reasoning and calls."""
-    said = in_form(reply)
-    return not (_text(str(said["content"])) or said.get(REASONING[0]) or said.get("tool_calls"))
+    message = in_form(reply)
+    return not (_text(str(message["content"])) or message.get(REASONING[0]) or message.get("tool_calls"))
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -338,7 +340,7 @@ def _meaning(call: Call) -> tuple[str, str]:
     return call.name, unicodedata.normalize("NFC", arguments)
 
 
-def _said(read: Parsed | None) -> str:
+def _describe(read: Parsed | None) -> str:
     if read is None:
         return "more than one turn"
     parts = {
@@ -346,4 +348,4 @@ def _said(read: Parsed | None) -> str:
         "text": read.content,
         "calls": ", ".join(f"{call.name}({call.arguments})" for call in read.calls),
     }
-    return ", ".join(f"{part} {shown(said)}" for part, said in parts.items() if said) or "nothing"
+    return ", ".join(f"{part} {shown(value)}" for part, value in parts.items() if value) or "nothing"

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollbook.edge.bodies import BodyBudget
-from rollbook.edge.bounds import beside
+from rollbook.edge.bounds import run_by_size
 from rollbook.edge.errors import describe
 from rollbook.edge.requests import RequestSlots
 from rollbook.ingest.cluster.shared_connections import ElsewhereError
@@ -89,22 +89,22 @@ class ModelRoutes:
             async with self.room.plain(request) as raw:
                 with self.slots.taken_by_one():
                     with contextlib.ExitStack() as reservation:
-                        asked = await self.reader.read(api, address, request, raw, reservation)
-                        in_flight = await self._in_flight(asked)
-                    label = self.resolver.label(asked.live, asked.identity, address.caller.name)
+                        read = await self.reader.read(api, address, request, raw, reservation)
+                        in_flight = await self._in_flight(read)
+                    label = self.resolver.label(read.live, read.identity, address.caller.name)
                     in_flight.depends_on.append(label)
         except ElsewhereError:
             raise
         except BaseException as error:
             self.metrics.failed(error)
             raise
-        asked.live.sending += 1
-        exchange = Exchange(api, asked.live, in_flight, self.turn_runner, self.metrics, self.slots)
+        read.live.sending += 1
+        exchange = Exchange(api, read.live, in_flight, self.turn_runner, self.metrics, self.slots)
         return TurnResponse(exchange)
 
-    async def _in_flight(self, asked: ReadCall) -> InFlightCall:
+    async def _in_flight(self, read: ReadCall) -> InFlightCall:
         """What answers a request: the one that it repeats, which may run or be stored, or one of its own."""
-        live, arrival = asked.live, asked.arrival
+        live, arrival = read.live, read.arrival
         earlier = live.known.arrivals.get(arrival.digest) if arrival.retry else None
         if isinstance(earlier, InFlightCall) and not earlier.abandoned:
             self.metrics.retries.labels("joined").inc()
@@ -112,11 +112,11 @@ class ModelRoutes:
         if isinstance(earlier, tuple):
             self.metrics.retries.labels("replayed").inc()
             turns = await self.turn_runner.recorder.answered(live, earlier)
-            in_flight = self.turn_runner.stored(asked.call, turns)
+            in_flight = self.turn_runner.stored(read.call, turns)
             in_flight.counted = True
             return in_flight
         # Also where the repeated request is being aborted because no client waited: it has half a reply.
-        in_flight = self.turn_runner.begin(live, asked.call, arrival, asked.plan)
+        in_flight = self.turn_runner.begin(live, read.call, arrival, read.plan)
         in_flight.done.add_done_callback(lambda done: self._done(in_flight, done))
         return in_flight
 
@@ -171,15 +171,15 @@ class CallReader:
             RequestError: it cannot be answered.
         """
         size = len(raw)
-        sent = await beside(size, json_object, raw)
+        sent = await run_by_size(size, json_object, raw)
         body = await self.resolver.redacted(sent, size)
         identity = self.resolver.identity(address, request, body)
         retry = retry_count(request)
-        arrival = await beside(size, Arrival.kept, api.path, raw, sent, body, retry, address.caller.name)
+        arrival = await run_by_size(size, Arrival.kept, api.path, raw, sent, body, retry, address.caller.name)
         named = () if api.ids is None else api.ids.in_body(body)
         await self.resolver.ensure_local(request, identity.name, named, raw)
         identity, known = await self._known(api, identity, body)
-        call = await beside(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
+        call = await run_by_size(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
         check_call(call, size, self.resolver.settings.max_body_bytes)
         call = replace(call, messages=await self.images.resolved(call.messages))
         if identity.name is not None and known is None:
@@ -200,9 +200,9 @@ class CallReader:
         if identity.name is None and api.ids is not None:
             turns = (api.ids.turn_of(named) for named in api.ids.in_body(body))
             turn_id = next((turn_id for turn_id in turns if turn_id is not None), None)
-            found = None if turn_id is None else recorder.of_turn(turn_id)
-            if found is not None:
-                identity = replace(identity, name=found.opened.name)
+            live = None if turn_id is None else recorder.of_turn(turn_id)
+            if live is not None:
+                identity = replace(identity, name=live.opened.name)
         if identity.name is None:
             return identity, None
         await recorder.recall(identity.name)
@@ -365,23 +365,23 @@ class TurnResponse(Response):
 
     def _pieces(self, writer: StreamWriter, shown: list[_Shown]) -> list[bytes]:
         """The final part of what was sampled since the last time."""
-        found = []
+        pieces = []
         for choice, turn in enumerate(self._in_flight.turns):
             piece = shown[choice].news(turn.certain(), turn.ids, turn.logprobs)
             if piece is not None:
-                found.append(writer.piece(choice, *piece))
-        return found
+                pieces.append(writer.piece(choice, *piece))
+        return pieces
 
     def _rest(self, writer: StreamWriter, shown: list[_Shown], turns: list[CompletedTurn]) -> list[bytes]:
-        found = []
+        pieces = []
         for choice, turn in enumerate(turns):
             whole = Parsed(turn.reply.get("reasoning_content"), turn.reply.get("content") or "", (), ())
             numbers = turn.completed.logprobs
             logprobs = [] if numbers is None else numbers.tolist()
             piece = shown[choice].news(whole, turn.completed.completion_ids.tolist(), logprobs)
             if piece is not None:
-                found.append(writer.piece(choice, *piece))
-        return found
+                pieces.append(writer.piece(choice, *piece))
+        return pieces
 
     async def _last(self, client: _Client, turns: list[CompletedTurn], data: bytes, head: _Head) -> None:
         """Send the end. It counts as delivered if the client had not gone before."""

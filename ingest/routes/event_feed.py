@@ -179,10 +179,10 @@ class ArrowFeed:
                 self._cut[reader.lane] = rows.column("seq")[-1].as_py() + 1
                 return _arrow_message(reader, rows)
             self._cut = self._tail.cut()
-            if (found := self._tail.next_batch()) is None:
+            if (batch := self._tail.next_batch()) is None:
                 self._ended = True
                 return END_OF_ARROW_STREAM
-            self._rows = _parts(*found)
+            self._rows = _parts(*batch)
             return b""
 
 

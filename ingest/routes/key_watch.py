@@ -66,11 +66,11 @@ class KeyWatch:
 
     def _look(self, record: Record, texts: list[str]) -> None:
         # Together first, since there is hardly ever one: many small texts take as long as one large one.
-        for found in find_keys("\n".join(texts)):
-            self.seen.labels(found.format).inc()
-            if found.format not in self._warned:
-                self._warned.add(found.format)
-                self._warn(found.format, record)
+        for key in find_keys("\n".join(texts)):
+            self.seen.labels(key.format).inc()
+            if key.format not in self._warned:
+                self._warned.add(key.format)
+                self._warn(key.format, record)
 
     def _warn(self, format_: str, record: Record) -> None:
         logger.warning(
@@ -112,7 +112,7 @@ def _texts(value: Any) -> Iterator[str]:
 async def housekeeping(recorder: Recorder, abandon_s: float, keys: Keys) -> AsyncIterator[None]:
     """End what is abandoned, and read keys again as they change, while the context lasts."""
     beside = (sweep(recorder, abandon_s), keys.follow())
-    tasks = [asyncio.create_task(one) for one in beside]
+    tasks = [asyncio.create_task(coroutine) for coroutine in beside]
     yield
     for task in tasks:
         task.cancel()

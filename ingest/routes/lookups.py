@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollbook.edge.bodies import BodyBudget
-from rollbook.edge.bounds import beside
+from rollbook.edge.bounds import run_by_size
 from rollbook.ingest.endpoints.api import AgentApi, ResponseIds
 from rollbook.ingest.endpoints.registry import APIS
 from rollbook.ingest.fields import SamplingFields, json_object
@@ -41,8 +41,8 @@ class LookupRoutes:
                     count = partial(self.count, api=api)
                     app.add_route(f"{prefix}{path}/count_tokens", count, methods=["POST"])
                 if api.ids is not None:
-                    found = partial(self.response, api=api, ids=api.ids)
-                    app.add_route(f"{prefix}{path}/{{response_id}}", found, methods=["GET"])
+                    response = partial(self.response, api=api, ids=api.ids)
+                    app.add_route(f"{prefix}{path}/{{response_id}}", response, methods=["GET"])
             app.add_route(prefix + "/v1/models", self.models, methods=["GET"])
             app.add_route(prefix + "/v1/models/{model:path}", self.models, methods=["GET"])
 
@@ -50,7 +50,7 @@ class LookupRoutes:
         """How many tokens a message's prompt would hold."""
         self.resolver.address(request)
         async with self.room.plain(request) as raw:
-            return JSONResponse({"input_tokens": await beside(len(raw), self._prompt_length, api, raw)})
+            return JSONResponse({"input_tokens": await run_by_size(len(raw), self._prompt_length, api, raw)})
 
     def _prompt_length(self, api: AgentApi, raw: bytes) -> int:
         assert api.count is not None

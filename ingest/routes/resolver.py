@@ -1,4 +1,4 @@
-"""What happens to every request that the guard let in: its caller and its trajectory are found."""
+"""Finds the caller and the trajectory of every request that the guard let in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from rollbook.edge.bounds import aside, beside
+from rollbook.edge.bounds import run_by_size, run_in_thread
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Caller
 from rollbook.ingest.admission.gate import Gate
@@ -58,8 +58,8 @@ class RequestResolver:
         """
         check_said_once(request.headers.raw, self.settings.naming)
         raw = request.scope.get("raw_path") or request.url.path.encode()
-        said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
-        return Address(said, endpoint, caller_of(request))
+        named, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
+        return Address(named, endpoint, caller_of(request))
 
     def identity(self, address: Address, request: Request, body: Json) -> Identity:
         """Which trajectory a request names. A hint's name has no secrets: a session's id may be anything.
@@ -102,9 +102,9 @@ class RequestResolver:
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""
         if size <= OUTSIDE_BYTES:
-            return await beside(size, self.recorder.redactor.body, body)
-        await aside(check_outside, body)
-        return await aside(self.recorder.redactor.body, body)
+            return await run_by_size(size, self.recorder.redactor.body, body)
+        await run_in_thread(check_outside, body)
+        return await run_in_thread(self.recorder.redactor.body, body)
 
     async def admit(
         self, name: str, wanted: OpenTrajectory, request: Request, reservation: contextlib.ExitStack
@@ -146,7 +146,7 @@ class RequestResolver:
         if identity.name is not None:
             await self.recorder.recall(identity.name)
             return self._named(identity, identity.name, by)
-        hashes = await beside(size, chain_all, messages)
+        hashes = await run_by_size(size, chain_all, messages)
         while True:
             live = self.recorder.unnamed(hashes, by)
             if not self.recorder.is_open(live):

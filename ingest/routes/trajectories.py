@@ -2,11 +2,11 @@
 
 A trajectory is opened, ended, rewarded, labelled, preferred to another.
 
-Who starts agents says that one was started for a trajectory, how it ended, what it left behind; that those
-which were to be evaluated have been; and asks how far they all are.
+A launcher reports that an agent was started for a trajectory, how it ended, what it left behind,
+and that agents which were to be evaluated have been; and it asks how far all of them are.
 
-These routes work before and after the trajectory's finish. The trajectory's own key does not open them: what
-it is given to cannot speak for who started it.
+These routes work before and after the trajectory's finish. The trajectory's own key does not open
+them: whoever holds it cannot speak for the launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cachetools import TTLCache
 from fastapi import FastAPI, Request, Response
 
 from rollbook.edge.bodies import BodyBudget
-from rollbook.edge.bounds import beside
+from rollbook.edge.bounds import run_by_size
 from rollbook.edge.guard import Guard, caller_of
 from rollbook.ingest.access import check_source, check_trajectory, check_unfinished
 from rollbook.ingest.fields import (
@@ -71,9 +71,9 @@ OPENING = "opening"
 
 
 def _add_course(app: FastAPI, context: TrajectoryRouteContext, book: Book) -> None:
-    """A trajectory's beginning and end."""
+    """Routes that open a trajectory and finish it."""
 
-    def said(live: LiveTrajectory) -> Json:
+    def described(live: LiveTrajectory) -> Json:
         name = live.opened.name
         return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": context.guard.key_of(name)}
 
@@ -83,19 +83,19 @@ def _add_course(app: FastAPI, context: TrajectoryRouteContext, book: Book) -> No
         check_trajectory(caller, body.id)
         if (known := await _opened_so(context, body)) is not None:
             response.status_code = 200
-            return said(known)
+            return described(known)
         # Refuses a name that is taken before there is anything to wait for.
         live = context.recorder.draft(body, caller.name)
         with contextlib.ExitStack() as places:
             await context.resolver.admit(live.opened.name, body, request, places)
             if (known := await _opened_so(context, body)) is not None:
                 response.status_code = 200
-                return said(known)
+                return described(known)
             context.recorder.draft(body)  # refuses a name that was taken meanwhile
             opening = context.recorder.record_opening(live)
             book.opened(live.opened.trajectory_id)
         await all_durable([opening])
-        return said(live)
+        return described(live)
 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
@@ -108,9 +108,10 @@ def _add_course(app: FastAPI, context: TrajectoryRouteContext, book: Book) -> No
 
 
 async def _opened_so(context: TrajectoryRouteContext, body: OpenTrajectory) -> LiveTrajectory | None:
-    """The trajectory that this very request opened before: its client did not hear of it, and asks again.
+    """The trajectory that this same request opened before: its client did not get the reply, and repeats
+    it.
 
-    Only a client that said by which word it asks can be told apart from another of the same name.
+    Only a client that gave its request a label can be told apart from another of the same name.
     """
     live = None if body.id is None else await context.recorder.look_up(body.id)
     word = body.labels.get(OPENING)
@@ -122,17 +123,17 @@ async def _opened_so(context: TrajectoryRouteContext, body: OpenTrajectory) -> L
 
 
 def _add_reading(app: FastAPI, context: TrajectoryRouteContext) -> None:
-    """What the log has of one trajectory, for who judges it."""
+    """The route that gives what the log has of one trajectory, for its judges."""
 
     @app.get("/v1/trajectories/{name:path}")
     async def read(name: str) -> Response:
         trajectory = await context.recorded(name)
-        said = await asyncio.to_thread(lambda: orjson.dumps(description(trajectory)))
-        return Response(said, media_type="application/json")
+        body = await asyncio.to_thread(lambda: orjson.dumps(description(trajectory)))
+        return Response(body, media_type="application/json")
 
 
 def _add_remarks(app: FastAPI, context: TrajectoryRouteContext) -> None:
-    """What anybody says of a trajectory, at any time; but its agent until its end, and as itself.
+    """Routes for rewards and labels, at any time from anybody; from its agent until its end, as itself.
 
     A reward that is sent again is one reward: 201 for what is new, 200 for a repetition.
     """
@@ -171,7 +172,7 @@ def _add_remarks(app: FastAPI, context: TrajectoryRouteContext) -> None:
 
 
 def _add_preferences(app: FastAPI, context: TrajectoryRouteContext) -> None:
-    """What judges say of two trajectories, at any time."""
+    """The route by which judges prefer one trajectory to another, at any time."""
 
     @app.post("/v1/preferences", status_code=201)
     async def prefer(request: Request) -> Json:
@@ -214,18 +215,18 @@ class TrajectoryRouteContext:
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as the model, without secrets; an id is never taken for one."""
         async with self.room.plain(request, REMARK_BYTES) as raw:
-            body = await beside(len(raw), json_object, raw)
+            body = await run_by_size(len(raw), json_object, raw)
             check_recordable(body)
             names = {k: v for k, v in body.items() if k in _IDS}
-            fields = await beside(len(raw), self.resolver.recorder.redactor.fields, body)
-            found = validated(model, fields | names)
+            fields = await run_by_size(len(raw), self.resolver.recorder.redactor.fields, body)
+            parsed = validated(model, fields | names)
             if (
                 self.resolver.others is not None
-                and isinstance(found, OpenTrajectory)
-                and found.id is not None
+                and isinstance(parsed, OpenTrajectory)
+                and parsed.id is not None
             ):
-                self.resolver.others.check_name(request, found.id, raw)
-            return found
+                self.resolver.others.check_name(request, parsed.id, raw)
+            return parsed
 
     async def recorded(self, name: str) -> Trajectory:
         """The trajectory as the log has it, whichever proxy wrote it.
@@ -269,11 +270,11 @@ REMEMBERED, REMEMBERED_S = 4096, 600.0
 
 
 class Book:
-    """Writes what is said of launches, each thing once.
+    """Writes reports of launches, each of them once.
 
-    What is said of one trajectory at a time is said one after the other: in between the log is read, unless
-    it was opened here, so that all that the log can have of its launches was said here. (A launcher speaks to
-    one proxy; of two ends told to two proxies at the same time the view takes the first.)
+    Reports of one trajectory are handled one after another. In between the log is read, unless the
+    trajectory was opened here: then every report of its launches that the log can have came here. (A
+    launcher speaks to one proxy; of two ends told to two proxies at once the view takes the first.)
     """
 
     def __init__(self, context: TrajectoryRouteContext) -> None:
@@ -283,30 +284,30 @@ class Book:
         """Trajectory -> what was said of its launches since its opening."""
 
     def opened(self, trajectory_id: str) -> None:
-        """A trajectory was opened here: nothing is said of it yet."""
+        """A trajectory was opened here: nothing is reported of it yet."""
         self._said[trajectory_id] = ()
 
     async def say(
-        self, name: str, launch_id: str, response: Response, made: Callable[[Launch], Record | str]
+        self, name: str, launch_id: str, response: Response, make: Callable[[Launch], Record | str]
     ) -> Json:
-        """Write the record that `made` makes of the launch, unless it finds that an event says so already."""
+        """Write the record that `make` makes of the launch, unless it finds that an event already says so."""
         turn = self._turns.setdefault(name, asyncio.Lock())
         async with turn:
             trajectory_id, events = await self._known(name)
-            said = made(Launch.among(events, name, trajectory_id, launch_id))
-            if isinstance(said, str):
-                event_id, response.status_code = said, 200
+            record = make(Launch.among(events, name, trajectory_id, launch_id))
+            if isinstance(record, str):
+                event_id, response.status_code = record, 200
             else:
-                event_id = await self._write(trajectory_id, said)
+                event_id = await self._write(trajectory_id, record)
         return {"id": name, "trajectory_id": trajectory_id, "launch_id": launch_id, "event_id": event_id}
 
     async def _known(self, name: str) -> tuple[str, Sequence[Event]]:
-        """The trajectory's id, and what was said of its launches."""
+        """The trajectory's id, and the events that may tell of its launches."""
         live = await self._desk.recorder.look_up(name)
         if live is not None and live.opening is None:  # or it may still turn out not to be there
             trajectory_id = live.opened.trajectory_id
-            if (said := self._said.get(trajectory_id)) is not None:
-                return trajectory_id, said
+            if (events := self._said.get(trajectory_id)) is not None:
+                return trajectory_id, events
         return await self._desk.events(name)
 
     async def _write(self, trajectory_id: str, record: Record) -> str:
@@ -324,24 +325,26 @@ def add_launch_routes(app: FastAPI, context: TrajectoryRouteContext, book: Book)
     @app.post("/v1/trajectories/{name:path}/launches", status_code=201)
     async def start(name: str, request: Request, response: Response) -> Json:
         body, by = await context.read(request, StartLaunch), caller_of(request).name
-        return await book.say(name, body.launch_id or new_id(), response, lambda one: one.started(body, by))
+        return await book.say(
+            name, body.launch_id or new_id(), response, lambda launch: launch.started(body, by)
+        )
 
     @app.post("/v1/trajectories/{name:path}/launches/{launch_id}/end", status_code=201)
     async def end(name: str, launch_id: str, request: Request, response: Response) -> Json:
         body, by = await context.read(request, EndLaunch), caller_of(request).name
-        return await book.say(name, launch_id, response, lambda one: one.ended(body, by))
+        return await book.say(name, launch_id, response, lambda launch: launch.ended(body, by))
 
     @app.post("/v1/trajectories/{name:path}/launches/{launch_id}/leaks", status_code=201)
     async def leaks(name: str, launch_id: str, request: Request, response: Response) -> Json:
         body, by = await context.read(request, TellLeaks), caller_of(request).name
-        return await book.say(name, launch_id, response, lambda one: one.leaked(body, by))
+        return await book.say(name, launch_id, response, lambda launch: launch.leaked(body, by))
 
     @app.get("/v1/rollouts/{name}")
     async def course(name: str) -> Response:
         recorder = context.recorder
         await recorder.settle()
-        said = await asyncio.to_thread(rollout_course, recorder.store, recorder.run, name)
-        return Response(orjson.dumps(said), media_type="application/json")
+        progress = await asyncio.to_thread(rollout_course, recorder.store, recorder.run, name)
+        return Response(orjson.dumps(progress), media_type="application/json")
 
     @app.post("/v1/evaluations", status_code=201)
     async def evaluated(request: Request) -> Json:

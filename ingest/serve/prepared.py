@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 
 from rollbook.engines.engine import Engine
-from rollbook.engines.hub import model_said, name_at_hub
+from rollbook.engines.hub import hub_reference, name_at_hub
 from rollbook.engines.startup_check import check_engines
 from rollbook.engines.weights.identify import Identity
 from rollbook.ingest.cluster.setup import Cluster
@@ -136,7 +136,9 @@ class ForTokens:
         engine, identity = self._engine(recorder)
         notes = check_engines(engine, identity, self.model)
         config = recorded_settings(self.settings, self.secrets)
-        config |= {"reply_format": self.family.name, "refused": self.bridges.refused} | model_said(self.model)
+        config |= {"reply_format": self.family.name, "refused": self.bridges.refused} | hub_reference(
+            self.model
+        )
         digests = (self.bridges.tokenizer.tokenizer_digest, self.bridges.tokenizer.template_digest)
         recorder.append(RunOpened("serve", config, str(self.model), *digests)).result()
         return {"reply_format": self.family.name, "refused": self.bridges.refused, "notes": notes}

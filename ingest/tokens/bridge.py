@@ -130,11 +130,11 @@ class Bridges:
         if not self.by_excerpt:
             return self._derive(messages, reply, new, tools, kwargs, last)
         short = excerpt(messages, new)
-        found = self._derive(short, reply, new, tools, kwargs, last)
+        short_bridge = self._derive(short, reply, new, tools, kwargs, last)
         if len(short) == count or not _is_due(count):
-            return found
+            return short_bridge
         whole = self._derive(messages, reply, new, tools, kwargs, last)
-        self.by_excerpt = _same(found, whole)
+        self.by_excerpt = _same(short_bridge, whole)
         return whole
 
     def _derive(
@@ -162,10 +162,10 @@ def _is_due(count: int) -> bool:
     return count > 16 and (count & (count - 1) == 0 or (count - 1) & (count - 2) == 0)
 
 
-def _same(one: Appended | NoBridge, other: Appended | NoBridge) -> bool:
-    if isinstance(one, NoBridge) or isinstance(other, NoBridge):
-        return isinstance(one, NoBridge) and isinstance(other, NoBridge) and one == other
-    return np.array_equal(one.ids, other.ids)
+def _same(left: Appended | NoBridge, right: Appended | NoBridge) -> bool:
+    if isinstance(left, NoBridge) or isinstance(right, NoBridge):
+        return isinstance(left, NoBridge) and isinstance(right, NoBridge) and left == right
+    return np.array_equal(left.ids, right.ids)
 
 
 def bridge(
@@ -186,9 +186,9 @@ def bridge(
         new_messages: what the client added behind it.
         last_id: last id of the parent's completion.
     """
-    asked = (tokenizer, parent_messages, reply, new_messages, tools, last_id, template_kwargs or {})
-    found = appended(*asked, policy or TreePolicy())
-    return found if isinstance(found, NoBridge) else found.ids
+    args = (tokenizer, parent_messages, reply, new_messages, tools, last_id, template_kwargs or {})
+    result = appended(*args, policy or TreePolicy())
+    return result if isinstance(result, NoBridge) else result.ids
 
 
 def appended(
@@ -216,8 +216,8 @@ def appended(
             return NoBridge("sentinel_not_rendered_once")
         if faithful and not _kept(alone, full, thought=THOUGHT in str(stand_in)):
             # The lone turn may be what reads otherwise: Qwen3 shows an empty thought in the last turn only.
-            asked = tokenizer.render(parent_messages, tools, generate=True, **kwargs)
-            if not _goes_on(asked, full, thought=THOUGHT in str(stand_in)):
+            prompt = tokenizer.render(parent_messages, tools, generate=True, **kwargs)
+            if not _goes_on(prompt, full, thought=THOUGHT in str(stand_in)):
                 return NoBridge("template_rewrites_history")
     except RequestError:
         return NoBridge("template_refuses")
@@ -255,11 +255,11 @@ def _kept(alone: str, full: str, *, thought: bool) -> bool:
     return alone.split(SENTINEL)[0] == head and (not thought or THOUGHT in head)
 
 
-def _goes_on(asked: str, full: str, *, thought: bool) -> bool:
+def _goes_on(prompt: str, full: str, *, thought: bool) -> bool:
     """Whether in front of a reply's content there is the prompt as it was sent, and then its reasoning."""
     head = full.split(SENTINEL)[0]
-    between = head[len(asked) :]
-    return head.startswith(asked) and (THOUGHT in between if thought else not between)
+    between = head[len(prompt) :]
+    return head.startswith(prompt) and (THOUGHT in between if thought else not between)
 
 
 def _after_turn(alone: str, full: str, end: str) -> str | NoBridge:
@@ -298,21 +298,21 @@ def self_test(tokenizer: ChatTokenizer) -> str | None:
 
 def _bridge_is_rendering(
     tokenizer: ChatTokenizer,
-    asked: Sequence[Json],
+    messages: Sequence[Json],
     reply: Json,
     new: Sequence[Json],
     tools: Sequence[Json] | None,
     last_id: int,
 ) -> bool:
-    """Whether rendering everything ends with the last id and the bridge; where there is none, it is right."""
-    found = bridge(tokenizer, asked, reply, new, tools, last_id)
-    if isinstance(found, NoBridge):
+    """Whether rendering everything ends with the last id and the bridge; true where there is no bridge."""
+    bridge_ids = bridge(tokenizer, messages, reply, new, tools, last_id)
+    if isinstance(bridge_ids, NoBridge):
         return True  # such turns become roots one by one, each with its reason
     try:
-        rendered = tokenizer.render([*asked, reply, *new], tools, generate=True)
+        rendered = tokenizer.render([*messages, reply, *new], tools, generate=True)
     except RequestError:
         return True
-    end = np.asarray([last_id, *found], np.int32)
+    end = np.asarray([last_id, *bridge_ids], np.int32)
     return np.array_equal(tokenizer.encode(rendered)[-len(end) :], end)
 
 
@@ -329,18 +329,18 @@ def excerpt(messages: Sequence[Json], new: Sequence[Json]) -> list[Json]:
     lead = 0
     while lead < len(messages) and messages[lead].get("role") in ("system", "developer"):
         lead += 1
-    said = [i for i in range(lead, len(messages)) if messages[i].get("role") == "user"]
-    if not said:
+    spoken = [i for i in range(lead, len(messages)) if messages[i].get("role") == "user"]
+    if not spoken:
         return list(messages)
     # Two things the user said: what templates do with the turns before the last one shows.
-    first = said[-2] if len(said) > 1 else said[-1]
+    first = spoken[-2] if len(spoken) > 1 else spoken[-1]
     speaks = any(m.get("role") not in ("tool", "function") for m in new)
     cut = 0 if speaks else len(messages) - TAIL
-    while cut > said[-1] and messages[cut].get("role") != "assistant":
+    while cut > spoken[-1] and messages[cut].get("role") != "assistant":
         cut -= 1
-    if cut <= said[-1] + 1:
+    if cut <= spoken[-1] + 1:
         return [*messages[:lead], *messages[first:]]
-    return [*messages[:lead], *messages[first : said[-1] + 1], *messages[cut:]]
+    return [*messages[:lead], *messages[first : spoken[-1] + 1], *messages[cut:]]
 
 
 Trial = tuple[list[Json], Json, list[Json], list[Json] | None]
@@ -365,13 +365,16 @@ def _call(number: int) -> Json:
 
 
 def _used_tool(number: int, calls: int = 1) -> list[Json]:
-    made = [_call(number * 10 + i) for i in range(calls)]
+    tool_calls = [_call(number * 10 + i) for i in range(calls)]
     thought = {"reasoning_content": f"thought {number}"} if number % 4 == 1 else {}
-    asked = {"role": "assistant", "content": f"Looking {number}.", "tool_calls": made} | thought
-    return [asked, *({"role": "tool", "tool_call_id": c["id"], "content": f"found {c['id']}"} for c in made)]
+    message = {"role": "assistant", "content": f"Looking {number}.", "tool_calls": tool_calls} | thought
+    return [
+        message,
+        *({"role": "tool", "tool_call_id": c["id"], "content": f"found {c['id']}"} for c in tool_calls),
+    ]
 
 
-def _said(number: int) -> list[Json]:
+def _exchange(number: int) -> list[Json]:
     thought = {"reasoning_content": f"thought {number}"} if number % 2 else {}
     return [
         {"role": "user", "content": f"question {number}"},
@@ -387,18 +390,22 @@ def trial_conversations() -> Iterator[Trial]:
     answer: Json = {"role": "assistant", "content": "done"}
     for lead in ([], [system]):
         yield [*lead, user], answer, [more], None
-        chat = [message for n in range(8) for message in _said(n)]
+        chat = [message for n in range(8) for message in _exchange(n)]
         yield [*lead, *chat, user], answer, [more], None
         # Tools were used, but only for what was asked long ago.
-        used = [m for n in range(4) for m in [*_said(n)[:1], *_used_tool(50 + n, 1 + n % 2), *_said(n)[1:]]]
+        used = [
+            m
+            for n in range(4)
+            for m in [*_exchange(n)[:1], *_used_tool(50 + n, 1 + n % 2), *_exchange(n)[1:]]
+        ]
         chat = [*used, *chat[8:]]
         for steps in (0, 9):
             used = [message for n in range(steps) for message in _used_tool(n, 1 + n % 2)]
-            asked, *found = _used_tool(90, 2)
-            yield [*lead, user, *used], asked, found, _TOOLS
+            call, *results = _used_tool(90, 2)
+            yield [*lead, user, *used], call, results, _TOOLS
             yield [*lead, user, *used], answer, [more], _TOOLS
-            yield [*lead, *chat, user, *used], asked, found, _TOOLS
-            yield [*lead, *chat, user, *used], asked, [*found, more], _TOOLS
+            yield [*lead, *chat, user, *used], call, results, _TOOLS
+            yield [*lead, *chat, user, *used], call, [*results, more], _TOOLS
 
 
 def remembering(tokenizer: ChatTokenizer) -> ChatTokenizer:

@@ -322,17 +322,17 @@ def _template_source(model: Path, settings: Json) -> str:
 def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) -> tuple[int, ...]:
     """Ids that end a turn: generation_config's, then the tokenizer's end token, then the config's."""
     generation = read_json(model, "generation_config.json")
-    found = generation.get("eos_token_id")
-    if found is None and "eos_token" in special:
-        found = tokenizer.token_to_id(special["eos_token"])
-    if found is None:
-        found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
-    if found is None or not ids:
+    eos = generation.get("eos_token_id")
+    if eos is None and "eos_token" in special:
+        eos = tokenizer.token_to_id(special["eos_token"])
+    if eos is None:
+        eos = config.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    if eos is None or not ids:
         raise ModelError(f"{model}: names no end-of-turn token: set eos_token_id in generation_config.json")
-    for one in ids:
-        if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 1 << 31:
-            raise ModelError(f"{model}: eos_token_id is {one!r}: it must be the id of a token")
+    for stop_id in ids:
+        if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < 1 << 31:
+            raise ModelError(f"{model}: eos_token_id is {stop_id!r}: it must be the id of a token")
     return tuple(ids)
 
 

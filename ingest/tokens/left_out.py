@@ -55,19 +55,19 @@ def left_out(
         messages: as sent.
     """
     search = _Search(rendered)
-    found: set[str] = set()
+    names: set[str] = set()
     for tool in tools or ():
         if not search.has(str(tool["function"]["name"])):
-            found.add("tools")
+            names.add("tools")
     for message in messages:
         form = in_form(message)
         role = str(form.get("role"))
-        found |= {f"messages.{role}.{name}" for name in _unread(message, form, traits)}
+        names |= {f"messages.{role}.{name}" for name in _unread(message, form, traits)}
         for name, text in _texts(form):
             field = f"messages.{role}.{name}"
-            if field not in found and not search.has(text):
-                found.add(field)
-    return tuple(sorted(found | {_kwarg(k) for k in template_kwargs or () if k not in traits.variables}))
+            if field not in names and not search.has(text):
+                names.add(field)
+    return tuple(sorted(names | {_kwarg(k) for k in template_kwargs or () if k not in traits.variables}))
 
 
 def _kwarg(name: str) -> str:
@@ -80,22 +80,22 @@ class _Search:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._left = text, 0, _PASSES * (len(text) + 1)
 
-    def has(self, said: str) -> bool:
-        said = said.strip()
-        if not said:
+    def has(self, text: str) -> bool:
+        text = text.strip()
+        if not text:
             return True
         # Some templates write a text as JSON: a tool's result, or the value of an argument.
-        escaped = json.dumps(said, ensure_ascii=False)[1:-1]
-        return any(self._find(form) for form in dict.fromkeys((said, escaped)))
+        escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+        return any(self._find(form) for form in dict.fromkeys((text, escaped)))
 
-    def _find(self, said: str) -> bool:
-        for start, end in ((self._at, len(self._text)), (0, self._at + len(said))):
+    def _find(self, text: str) -> bool:
+        for start, end in ((self._at, len(self._text)), (0, self._at + len(text))):
             if self._left < 0:
                 return False
-            at = self._text.find(said, start, end)
+            at = self._text.find(text, start, end)
             self._left -= (end if at < 0 else at) - start
             if at >= 0:
-                self._at = at + len(said)
+                self._at = at + len(text)
                 return True
         return False
 
@@ -129,18 +129,18 @@ def _arguments(arguments: str) -> list[str]:
 
 def _leaves(value: Any) -> list[str]:
     """Texts within a JSON value, the first of them."""
-    waiting, found = [value], list[str]()
-    while waiting and len(found) < _ARGUMENTS:
+    waiting, texts = [value], list[str]()
+    while waiting and len(texts) < _ARGUMENTS:
         value = waiting.pop()
         if isinstance(value, str):
-            found.append(value)
+            texts.append(value)
         elif isinstance(value, dict | list):
             waiting += reversed(list(value.values() if isinstance(value, dict) else value))
-    return found
+    return texts
 
 
 def _unread(message: Json, form: Json, traits: TemplateTraits) -> set[str]:
     """Fields that say something, and that the template does not read."""
     place = place_of(str(form.get("role")))
-    said = {k for k, v in form.items() if k not in SILENT and v not in EMPTY}
-    return {k for k in said if not traits.reads(place, k)} | unread_in_parts(message.get("content"))
+    fields = {k for k, v in form.items() if k not in SILENT and v not in EMPTY}
+    return {k for k in fields if not traits.reads(place, k)} | unread_in_parts(message.get("content"))

@@ -133,18 +133,18 @@ def unread(thing: Json, read: Collection[str]) -> set[str]:
 
 
 def unread_in_parts(content: Any) -> set[str]:
-    """The same of the parts of a content, under `content`; an image's detail is in none of its forms."""
-    found: set[str] = set()
+    """As `unread`, for the parts of a content, under `content`; no form has room for an image's detail."""
+    names: set[str] = set()
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict):
             continue
         kind = part.get("type", "text")
-        found |= unread(part, ("image_url", "detail") if kind in _IMAGES else (TEXTS.get(str(kind), "text"),))
+        names |= unread(part, ("image_url", "detail") if kind in _IMAGES else (TEXTS.get(str(kind), "text"),))
         image = part.get("image_url")
         detail = image.get("detail") if isinstance(image, dict) else part.get("detail")
         if detail not in (None, "auto"):
-            found.add("image_url.detail")
-    return {f"content.{name}" for name in found}
+            names.add("image_url.detail")
+    return {f"content.{name}" for name in names}
 
 
 def _with_text(content: str | list[Json], text: str) -> str | list[Json]:
@@ -153,14 +153,14 @@ def _with_text(content: str | list[Json], text: str) -> str | list[Json]:
 
 def _thought(where: str, message: Json) -> str:
     """What the model thought, under whichever name the client sends it."""
-    given = {name: message[name] for name in REASONING if message.get(name)}
-    for name, thought in given.items():
+    thoughts = {name: message[name] for name in REASONING if message.get(name)}
+    for name, thought in thoughts.items():
         if not isinstance(thought, str):
             raise refused(f"{where}.{name}", thought, "send a text")
-    if len({thought.strip() for thought in given.values()}) > 1:
-        text = f"{where}: {' and '.join(given)} say two different things: send one of them"
+    if len({thought.strip() for thought in thoughts.values()}) > 1:
+        text = f"{where}: {' and '.join(thoughts)} say two different things: send one of them"
         raise RequestError(400, "bad_request", text)
-    return next(iter(given.values()), "")
+    return next(iter(thoughts.values()), "")
 
 
 def _calls(where: str, message: Json) -> list[Json]:
@@ -260,15 +260,15 @@ def _content(content: str | list[Json]) -> Any:
 
 def reasoning_of(message: Json) -> str:
     """The reasoning a message shows, under any name that clients use; empty where it shows none."""
-    said = next((message[name] for name in REASONING if message.get(name)), None)
-    return said.strip() if isinstance(said, str) else ""
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    return reasoning.strip() if isinstance(reasoning, str) else ""
 
 
 def reasoning_fits(known: Sequence[Json], shown: Sequence[Json]) -> bool:
     """Whether messages shown again have the reasoning they are known by, each unchanged or left out."""
-    for one, other in zip(known, shown, strict=False):
-        said = reasoning_of(other)
-        if said and said != reasoning_of(one):
+    for message, other in zip(known, shown, strict=False):
+        reasoning = reasoning_of(other)
+        if reasoning and reasoning != reasoning_of(message):
             return False
     return True
 
@@ -276,7 +276,9 @@ def reasoning_fits(known: Sequence[Json], shown: Sequence[Json]) -> bool:
 def reasoning_removed(known: Sequence[Json], shown: Sequence[Json]) -> bool:
     """Whether a message shown again lacks the reasoning it is known by."""
     pairs = zip(known, shown, strict=False)
-    return any(one is not other and reasoning_of(one) and not reasoning_of(other) for one, other in pairs)
+    return any(
+        message is not other and reasoning_of(message) and not reasoning_of(other) for message, other in pairs
+    )
 
 
 def canonical_arguments(arguments: Any) -> str:

@@ -145,13 +145,13 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         del self.globals["lipsum"]
         every = {**self.filters, **filters}
-        self.filters = {name: _bounded(name, made) for name, made in every.items()}
+        self.filters = {name: _bounded(name, function) for name, function in every.items()}
         self.filters |= {_COUNTED: _counted, _JOINED: _joined}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         parsed = super()._parse(source, name, filename)
-        found: jinja2.nodes.Template = _Instrument().visit(parsed)
-        return found
+        tree: jinja2.nodes.Template = _Instrument().visit(parsed)
+        return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The value of an operator, unless it is too large.
@@ -170,22 +170,24 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             Unbounded, SecurityError: it would make something too large, or may not be called.
         """
         _spend()
-        of = getattr(getattr(called, "__wrapped__", called), "__self__", None)  # format is wrapped by Jinja
-        if isinstance(of, str):
-            _check_arguments(called.__name__, of, (*args, *kwargs.values()))
+        receiver = getattr(
+            getattr(called, "__wrapped__", called), "__self__", None
+        )  # format is wrapped by Jinja
+        if isinstance(receiver, str):
+            _check_arguments(called.__name__, receiver, (*args, *kwargs.values()))
         return super().call(context, called, *args, **kwargs)
 
 
-def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is not asked for too much. What Jinja marks it with goes along."""
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that refuses to be asked for too much. What Jinja marks it with is kept."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _spend()
-        given = [arg for arg in args if not isinstance(arg, _MACHINERY)]
-        _check_arguments(name, given[0] if given else None, (*given[1:], *kwargs.values()))
-        return made(*args, **kwargs)
+        values = [arg for arg in args if not isinstance(arg, _MACHINERY)]
+        _check_arguments(name, values[0] if values else None, (*values[1:], *kwargs.values()))
+        return function(*args, **kwargs)
 
-    return functools.update_wrapper(bounded, made)
+    return functools.update_wrapper(bounded, function)
 
 
 _MACHINERY = (jinja2.Environment, jinja2.nodes.EvalContext, jinja2.runtime.Context)
@@ -219,24 +221,24 @@ def _check_format(text: str) -> None:
         raise Unbounded("it formats to a width of thousands of characters")
 
 
-def _check_join(*given: Any) -> None:
+def _check_join(*values: Any) -> None:
     """What joins and what is joined, whichever comes first: a method's or a filter's."""
-    separator = max((len(one) for one in given if isinstance(one, str)), default=0)
-    for parts in given:
+    separator = max((len(value) for value in values if isinstance(value, str)), default=0)
+    for parts in values:
         if isinstance(parts, list | tuple):
             _check_size(sum(map(_size, parts)) + separator * len(parts))
 
 
-def _check_arguments(name: str, of: Any, given: Sequence[Any]) -> None:
+def _check_arguments(name: str, receiver: Any, values: Sequence[Any]) -> None:
     """Whether a method or filter of a value is asked for something far larger than the value."""
     largest = 0
-    for value in given:
+    for value in values:
         if isinstance(value, int) and value > WIDTH and (name in _PADDING or name in _FORMATS):
             raise Unbounded(f"{name} of {value}: a width or a count is at most {WIDTH}")
         largest = max(largest, _size(value))
     if name == "join":
-        _check_join(of, *given)
-    elif largest > WIDTH and _size(of) > WIDTH:
-        _check_size(_size(of) * largest)
-    if name in _FORMATS and isinstance(of, str):
-        _check_format(of)
+        _check_join(receiver, *values)
+    elif largest > WIDTH and _size(receiver) > WIDTH:
+        _check_size(_size(receiver) * largest)
+    if name in _FORMATS and isinstance(receiver, str):
+        _check_format(receiver)

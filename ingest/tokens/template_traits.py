@@ -79,7 +79,7 @@ class TemplateTraits:
         if not self._same(place_of(role), one, other, _FORMED):
             return False
         calls = zip(one.get("tool_calls") or (), other.get("tool_calls") or (), strict=False)
-        return all(self._same(CALL, call, its, _FORMED_IN_CALLS) for call, its in calls)
+        return all(self._same(CALL, call, other_call, _FORMED_IN_CALLS) for call, other_call in calls)
 
     def _same(self, place: str, one: Json, other: Json, formed: frozenset[str]) -> bool:
         fields = (self.counted or {}).get(place, frozenset())
@@ -120,8 +120,8 @@ def probed(template: jinja2.Template, source: str, special: Json) -> TemplateTra
     null = _wants_null(render, as_objects=as_objects)
 
     def shaped(messages: Sequence[Json], tools: Sequence[Json] | None) -> str | None:
-        made = [_shaped(m, parts=parts, as_objects=as_objects, null=null) for m in messages]
-        return render(made, tools)
+        formed = [_shaped(m, parts=parts, as_objects=as_objects, null=null) for m in messages]
+        return render(formed, tools)
 
     tree = template.environment.parse(source)
     reasoning = _reasoning_field(shaped)
@@ -140,12 +140,13 @@ def probed(template: jinja2.Template, source: str, special: Json) -> TemplateTra
 
 def _knows_developer(render: Rendered) -> bool:
     texts = [
-        render([_said(role, _PROBE), _said("user", "u")], None) or "" for role in ("developer", "system")
+        render([_message(role, _PROBE), _message("user", "u")], None) or ""
+        for role in ("developer", "system")
     ]
     return _PROBE in texts[0] and texts[0] != texts[1]
 
 
-def _said(role: str, content: str, **more: Any) -> Json:
+def _message(role: str, content: str, **more: Any) -> Json:
     return {"role": role, "content": content, **more}
 
 
@@ -186,7 +187,7 @@ def _takes_objects(render: Rendered) -> bool:
     def shown(content: Any, arguments: Any) -> str | None:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         called = {"role": "assistant", "content": content, "tool_calls": [call]}
-        return render([_said("user", "u"), called], None)
+        return render([_message("user", "u"), called], None)
 
     for content in ("", None):
         text = shown(content, {"a": 1})
@@ -201,8 +202,8 @@ def _wants_null(render: Rendered, *, as_objects: bool) -> bool:
     """Whether a call is shown beside null, and not beside the empty text (DeepSeek-R1's distillates)."""
 
     def shows(content: Any) -> bool:
-        called = _shaped(_said("assistant", "", tool_calls=[_call()]), parts=False, as_objects=as_objects)
-        return "look" in (render([_said("user", "u"), called | {"content": content}], None) or "")
+        called = _shaped(_message("assistant", "", tool_calls=[_call()]), parts=False, as_objects=as_objects)
+        return "look" in (render([_message("user", "u"), called | {"content": content}], None) or "")
 
     return shows(None) and not shows("")
 
@@ -242,17 +243,20 @@ def _conversations(role: str, fields: Json, calls: Json) -> Iterator[tuple[list[
     what is around them.
     """
 
-    def said(who: str, content: str, **more: Any) -> Json:
-        return _said(who, content, **more) | (fields if who == role else {})
+    def message(who: str, content: str, **more: Any) -> Json:
+        return _message(who, content, **more) | (fields if who == role else {})
 
-    asked = said("assistant", "look up", tool_calls=[_call() | calls])
-    found = said("tool", "found") | ({} if role == "tool" else {"tool_call_id": _CALL_ID})
-    plain = [said("user", "one"), said("assistant", "answer"), said("user", "two")]
-    system = said("system", "be brief")
-    yield [system, *plain, said("assistant", "done")], None
-    yield [*plain, system, said("assistant", "done")], None
-    yield [*plain, asked, found, asked | {"content": ""}, found], _TOOLS
-    yield [system, said("user", "one"), asked, found, said("assistant", "so"), *plain[:1]], _TOOLS
+    call_message = message("assistant", "look up", tool_calls=[_call() | calls])
+    result = message("tool", "found") | ({} if role == "tool" else {"tool_call_id": _CALL_ID})
+    plain = [message("user", "one"), message("assistant", "answer"), message("user", "two")]
+    system = message("system", "be brief")
+    yield [system, *plain, message("assistant", "done")], None
+    yield [*plain, system, message("assistant", "done")], None
+    yield [*plain, call_message, result, call_message | {"content": ""}, result], _TOOLS
+    yield (
+        [system, message("user", "one"), call_message, result, message("assistant", "so"), *plain[:1]],
+        _TOOLS,
+    )
 
 
 def _outcomes(render: Rendered, role: str, fields: Json, calls: Json) -> list[str | None]:
@@ -272,8 +276,8 @@ def _reasoning_field(render: Rendered) -> str | None:
 
 
 def _beside(render: Rendered, name: str, content: str) -> str | None:
-    called = _said("assistant", content, tool_calls=[_call()], **{name: _PROBE})
-    return render([_said("user", "u"), called], _TOOLS)
+    called = _message("assistant", content, tool_calls=[_call()], **{name: _PROBE})
+    return render([_message("user", "u"), called], _TOOLS)
 
 
 def _thinks_beside_calls(render: Rendered, name: str) -> bool:
@@ -290,12 +294,12 @@ def _names(tree: nodes.Template) -> frozenset[str]:
 
 def _counted(render: Rendered, names: frozenset[str]) -> dict[str, frozenset[str]]:
     """Which of the names change the text, for each role and for calls."""
-    found = {
+    reacting = {
         role: _reacting(partial(_outcomes, render, role, calls={}), names - _FORMED)
         for role in ("system", "user", "assistant", "tool")
     }
-    found[CALL] = _reacting(lambda fields: _outcomes(render, "", {}, fields), names - _FORMED_IN_CALLS)
-    return {place: fields for place, fields in found.items() if fields}
+    reacting[CALL] = _reacting(lambda fields: _outcomes(render, "", {}, fields), names - _FORMED_IN_CALLS)
+    return {place: fields for place, fields in reacting.items() if fields}
 
 
 def _reacting(outcomes: Callable[[Json], list[str | None]], names: frozenset[str]) -> frozenset[str]:

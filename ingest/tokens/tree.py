@@ -159,8 +159,8 @@ class TurnTree:
         if turn.turn_id in self._by_id:
             return tip, False
         self._by_id[turn.turn_id] = turn
-        insort(self.turns, turn, key=_asked)
-        insort(self._by_tip.setdefault(tip, []), turn, key=_asked)
+        insort(self.turns, turn, key=_age_order)
+        insort(self._by_tip.setdefault(tip, []), turn, key=_age_order)
         return tip, True
 
     def tips(self) -> list[bytes]:
@@ -212,28 +212,28 @@ class TurnTree:
         return (base, shared) if shared else (None, 0)
 
 
-def _asked(turn: TreeTurn) -> str:
+def _age_order(turn: TreeTurn) -> str:
     return turn.turn_id  # ids sort by when they were made
 
 
 def _shared(old: Sequence[Json], new: Sequence[Json]) -> int:
     """How many messages two lists begin with alike."""
     shared = 0
-    for one, other in zip(old, new, strict=False):
-        if one is not other and not exactly(one, other):
+    for message, other in zip(old, new, strict=False):
+        if message is not other and not exactly(message, other):
             break
         shared += 1
     return shared
 
 
-def exactly(one: Any, other: Any) -> bool:
+def exactly(message: Any, other: Any) -> bool:
     """Whether two messages are the same JSON. To Python true, 1 and 1.0 are equal, so equality says too much
     of a message that holds more than text."""
-    if one != other:
+    if message != other:
         return False
     if not isinstance(other, dict):
-        return orjson.dumps(one) == orjson.dumps(other)
-    return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(one) == orjson.dumps(
+        return orjson.dumps(message) == orjson.dumps(other)
+    return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(message) == orjson.dumps(
         other
     )
 
@@ -241,8 +241,10 @@ def exactly(one: Any, other: Any) -> bool:
 def _fits(known: Sequence[Json], shown: Sequence[Json], traits: TemplateTraits | None) -> bool:
     """Whether messages of one normal form are the same to the template, and to what the model thought."""
     if traits is not None and (traits.counted or traits.developer):
-        pairs = ((one, other) for one, other in zip(known, shown, strict=True) if one is not other)
-        if not all(traits.same(in_form(one), in_form(other)) for one, other in pairs):
+        pairs = (
+            (message, other) for message, other in zip(known, shown, strict=True) if message is not other
+        )
+        if not all(traits.same(in_form(message), in_form(other)) for message, other in pairs):
             return False
     return reasoning_fits(known, shown)
 
@@ -281,11 +283,11 @@ def plan_turn(
     for candidate in candidates:
         turn, covered = candidate.turn, candidate.covered
         new = messages[covered:]
-        found = bridges.between(turn, messages[:covered], new, tools, kwargs)
-        if isinstance(found, NoBridge):
-            refused = refused or found.reason
+        bridge = bridges.between(turn, messages[:covered], new, tools, kwargs)
+        if isinstance(bridge, NoBridge):
+            refused = refused or bridge.reason
             continue
-        ids, missing = found.ids, left_out(found.text, new, traits, None, kwargs)
+        ids, missing = bridge.ids, left_out(bridge.text, new, traits, None, kwargs)
         hasher = turn.hasher.copy()
         hasher.update(ids_bytes(ids))
         base, shared = tree.base(messages, turn)

@@ -68,29 +68,29 @@ def split_path(path: str) -> tuple[Json, str]:
     """
     if not path.startswith("/t/"):
         return {}, path
-    found = _PATH.fullmatch(path)
-    if found is None:
+    match = _PATH.fullmatch(path)
+    if match is None:
         raise RequestError(404, "not_found", f"{unquote(path)}: write /t/ID/v1/..., with an id")
-    parts = found["said"].split("/")
+    parts = match["said"].split("/")
     if "" in parts:
         text = f"{unquote(path)}: a part of the path is empty; write a slash at an id's end as %2F"
         raise RequestError(400, "bad_path", text)
     at = next((i for i, part in enumerate(parts) if i and part in _WORDS), len(parts))
-    said: Json = {"id": unquote("/".join(parts[:at]))}
+    fields: Json = {"id": unquote("/".join(parts[:at]))}
     while at < len(parts):
         word, size = parts[at], 3 if parts[at] == "label" else 2
         values = [unquote(part) for part in parts[at + 1 : at + size]]
         if word not in _WORDS or len(values) < size - 1:
             text = f"{unquote(path)}: behind the id come group/G, task/T, split/S and label/NAME/VALUE"
             raise RequestError(404, "not_found", text)
-        given = said.setdefault("labels", {}) if word == "label" else said
+        target = fields.setdefault("labels", {}) if word == "label" else fields
         name, value = values if word == "label" else (word, values[0])
-        if given.get(name, value) != value:
-            text = f"{unquote(path)}: {name} is {given[name]!r} and {value!r}: send one of them"
+        if target.get(name, value) != value:
+            text = f"{unquote(path)}: {name} is {target[name]!r} and {value!r}: send one of them"
             raise RequestError(400, "trajectory_conflict", text)
-        given[name] = value
+        target[name] = value
         at += size
-    return said, "/" + found["rest"]
+    return fields, "/" + match["rest"]
 
 
 _SAID_ONCE = ("authorization", "x-api-key", *HINT_HEADERS)
@@ -108,14 +108,14 @@ def check_said_once(
     Raises:
         RequestError: 400, naming the header.
     """
-    said: dict[str, bytes] = {}
+    values: dict[str, bytes] = {}
     for raw, value in headers:
         name = raw.decode("latin-1").lower()
         counts = name.startswith("x-rollbook-") or name in _SAID_ONCE or name in naming
-        if counts and said.setdefault(name, value) != value:
+        if counts and values.setdefault(name, value) != value:
             text = f"the header {name} was sent twice, with two values: send it once"
             raise RequestError(400, "trajectory_conflict", text)
-    text_of = {name: value.decode("latin-1") for name, value in said.items()}
+    text_of = {name: value.decode("latin-1") for name, value in values.items()}
     bearer = sent_key({k: v for k, v in text_of.items() if k == "authorization"})
     names = {key_name(bearer), key_name(text_of.get("x-api-key"))} - {None}
     if len(names) > 1:
@@ -156,25 +156,25 @@ def identify(
         if name != named[0][1]:
             text = f"the {named[0][0]} names trajectory {named[0][1]!r}, the {by} {name!r}: send one of them"
             raise RequestError(400, "trajectory_conflict", text)
-    said = {w: header_text(headers.get(f"x-rollbook-{w}")) for w in ("group", "task", "split")}
-    said = {w: value for w, value in said.items() if value is not None}
+    fields = {w: header_text(headers.get(f"x-rollbook-{w}")) for w in ("group", "task", "split")}
+    fields = {w: value for w, value in fields.items() if value is not None}
     for word in ("group", "task", "split"):
         if word in path_said:
-            if said.get(word, path_said[word]) != path_said[word]:
+            if fields.get(word, path_said[word]) != path_said[word]:
                 text = (
-                    f"the path says {word} {path_said[word]!r}, the header {said[word]!r}: send one of them"
+                    f"the path says {word} {path_said[word]!r}, the header {fields[word]!r}: send one of them"
                 )
                 raise RequestError(400, "trajectory_conflict", text)
-            said[word] = path_said[word]
-    if "split" in said:
-        check_split(str(said["split"]))
+            fields[word] = path_said[word]
+    if "split" in fields:
+        check_split(str(fields["split"]))
     labels = _header_labels(headers) | path_said.get("labels", {})
     hint = _hint(headers, body)
     if named:
         if hint is not None and hint != named[0][1]:
             labels = {"session_id": hint} | labels
-        return Identity(named[0][1], said, labels, named[0][0])
-    return Identity(hint, said, labels, "nothing" if hint is None else "hint")
+        return Identity(named[0][1], fields, labels, named[0][0])
+    return Identity(hint, fields, labels, "nothing" if hint is None else "hint")
 
 
 def _header_labels(headers: Mapping[str, str]) -> Json:

@@ -1,9 +1,9 @@
-"""Launches of a trajectory's agent: what a launcher says of one, held against what the log has of it.
+"""Launches of a trajectory's agent: what a launcher reports, compared with what the log has.
 
-A launcher may repeat what it is not sure of: what the log says already is not said again.
+A launcher may repeat a report when in doubt: what the log already says is not written again.
 
-How far rollouts of one name are is asked of the log by SQL, since a launcher that begins again is to wait
-seconds for it, however many launches there were.
+The progress of the rollouts of one name is queried by SQL, since a launcher that begins again is to
+wait seconds for it, however many launches there were.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Launch:
     @classmethod
     def among(cls, events: Iterable[Event], trajectory: str, trajectory_id: str, launch_id: str) -> Launch:
         """The launch of that id among the events of its trajectory."""
-        found = [e for e in events if getattr(e.record, "launch_id", None) == launch_id]
-        return cls(trajectory, trajectory_id, launch_id, tuple(found))
+        mine = [e for e in events if getattr(e.record, "launch_id", None) == launch_id]
+        return cls(trajectory, trajectory_id, launch_id, tuple(mine))
 
     def started(self, body: StartLaunch, by: str | None) -> LaunchStarted | str:
         """The record of its start; the id of the event that says so already.
@@ -128,12 +128,12 @@ def rollout_course(store: Store, run: str, name: str) -> Json:
     Raises:
         CorruptionError: a file is damaged.
     """
-    cut, given = format_cut(store.head()), {"run": run, "name": name}
+    cut, params = format_cut(store.head()), {"run": run, "name": name}
     with connect_at(store, cut) as connection:
 
         def table(query: str) -> dict[str, list[Any]]:
-            found = connection.sql(query, params=given).to_arrow_table()
-            return {column: found[column].to_pylist() for column in found.column_names}
+            result = connection.sql(query, params=params).to_arrow_table()
+            return {column: result[column].to_pylist() for column in result.column_names}
 
         places = table(_PLACES)
         orphans = table(_ORPHANS)

@@ -175,8 +175,8 @@ class LiveTrajectory:
 def _new(items: Sequence[Any], earlier: Sequence[Any]) -> Sequence[Any]:
     """The items after the common beginning of two lists."""
     shared = 0
-    for one, other in zip(items, earlier, strict=False):
-        if one is not other:
+    for item, other in zip(items, earlier, strict=False):
+        if item is not other:
             break
         shared += 1
     return items[shared:]

@@ -1,4 +1,4 @@
-"""Where a worker of a proxy stands among the others, and whose a trajectory is. Pure."""
+"""The place of a worker or proxy among several, and which of them owns a trajectory. Pure."""
 
 from __future__ import annotations
 

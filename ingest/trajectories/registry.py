@@ -68,7 +68,7 @@ class Trajectories:
         return self._responses.get(response_id)
 
     def of_tip(self, tip: bytes) -> LiveTrajectory | None:
-        """The quarantined one whose conversation ends so."""
+        """The quarantined trajectory whose conversation ends with this hash."""
         return self._tips.get(tip)
 
     # What becomes of them ---------------------------------------------------------------------

@@ -71,10 +71,10 @@ def assigned_reward(trajectory: Trajectory, body: AssignReward, by: str | None =
 
 
 def repeated(trajectory: Trajectory, record: RewardAssigned) -> str | None:
-    """The event that says already what a reward says, as a request does that is sent again; None: it is new.
+    """The event that already holds a reward, where its request is sent again; None: the reward is new.
 
-    Who gives one number after the other may come back to an earlier one: without `supersedes` the last alone
-    is what may be repeated.
+    A source that gives one number after another may return to an earlier one: so without `supersedes`
+    only its last one can be repeated.
     """
     about = [
         (event_id, known)
@@ -94,15 +94,15 @@ def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str |
         )
         raise RequestError(422, "unknown_reward", text)
     if (earlier.turn_id, earlier.source) != (turn_id, body.source):
-        of = "the trajectory" if earlier.turn_id is None else f"turn {earlier.turn_id}"
-        text = f"the reward to supersede is of {of} and from {earlier.source!r}: a new one must be so too"
+        target = "the trajectory" if earlier.turn_id is None else f"turn {earlier.turn_id}"
+        text = f"the reward to supersede is of {target} and from {earlier.source!r}: a new one must be so too"
         raise RequestError(422, "other_reward", text)
 
 
 def turn_rewards(
     known: Contents,
     trajectory_id: str,
-    given: Sequence[float] | Mapping[str, float] | None,
+    rewards: Sequence[float] | Mapping[str, float] | None,
     by: str | None = None,
 ) -> list[RewardAssigned]:
     """The rewards of single turns that a finish gives: in turn order, or by the ids of their replies. Pure.
@@ -110,28 +110,28 @@ def turn_rewards(
     Raises:
         RequestError: 422, they do not fit the trajectory's completed turns.
     """
-    if given is None:
+    if rewards is None:
         return []
     completed = known.completed
-    if isinstance(given, Mapping):
-        pairs = [(known.replies.get(key, _without_prefix(key)), value) for key, value in given.items()]
+    if isinstance(rewards, Mapping):
+        pairs = [(known.replies.get(key, _without_prefix(key)), value) for key, value in rewards.items()]
         unknown = [turn_id for turn_id, _ in pairs if turn_id not in completed]
         if unknown:
             text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
             raise RequestError(422, "wrong_turn_rewards", text)
     else:
-        if len(given) != len(completed):
-            text = f"turn_rewards holds {len(given)} rewards, but {len(completed)} turns completed"
+        if len(rewards) != len(completed):
+            text = f"turn_rewards holds {len(rewards)} rewards, but {len(completed)} turns completed"
             raise RequestError(422, "wrong_turn_rewards", text)
-        pairs = list(zip(completed, given, strict=True))
+        pairs = list(zip(completed, rewards, strict=True))
     return [RewardAssigned(trajectory_id, turn_id, value, by=by) for turn_id, value in pairs]
 
 
 def description(trajectory: Trajectory) -> Json:
-    """What it was, how far it is, what was said, and each reward, the later ones behind the earlier.
+    """A trajectory's opening, state, conversations and rewards, earlier rewards first.
 
-    A conversation is a path of its turns: the messages as last sent, then the last reply. What was erased is
-    left out.
+    A conversation is a path of its turns: the messages as last sent, then the last reply. What was
+    erased is left out.
     """
     replaced = {reward.supersedes for _, reward in trajectory.rewards}
     opened = trajectory.opened

@@ -20,7 +20,7 @@ from rollbook.ingest.fields import SamplingFields
 from rollbook.ingest.tokens.message_form import in_form, refused, shown
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json, TokenIds
-from rollbook.store.redaction.names import outside
+from rollbook.store.redaction.names import replace_outside
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 DEFAULT_MAX_TOKENS = 1024
@@ -101,9 +101,9 @@ _DEFAULTS: Json = {
 
 def unhonoured(call: ModelCall, honoured: frozenset[str]) -> Json:
     """The fields that will not be acted on, each false, as `turn.requested` records them."""
-    asked = {k for k, v in call.rest.items() if v is not None and v not in _DEFAULTS.get(k, ())}
+    requested = {k for k, v in call.rest.items() if v is not None and v not in _DEFAULTS.get(k, ())}
     acted_on = (honoured - call.missing_fields) | call.own_fields
-    left = (asked - PLAIN_FIELDS - acted_on) | set(call.not_honoured)
+    left = (requested - PLAIN_FIELDS - acted_on) | set(call.not_honoured)
     return dict.fromkeys(sorted(left), False)
 
 
@@ -200,8 +200,8 @@ def sampling_of(call: ModelCall, seed: int, prompt_length: int, context_length: 
     Raises:
         RequestError: 400, prompt and reply do not fit into the context.
     """
-    asked = call.fields
-    wanted = asked.max_completion_tokens or asked.max_tokens
+    fields = call.fields
+    wanted = fields.max_completion_tokens or fields.max_tokens
     room = (context_length or 2**31) - prompt_length
     if room < 1 or (wanted or 1) > room:
         text = (
@@ -211,18 +211,18 @@ def sampling_of(call: ModelCall, seed: int, prompt_length: int, context_length: 
         raise RequestError(400, "context_length_exceeded", text)
     return Sampling(
         max_new_tokens=wanted or min(room, DEFAULT_MAX_TOKENS),
-        temperature=1.0 if asked.temperature is None else asked.temperature,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
         seed=seed,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=-1 if asked.top_k is None or asked.top_k < 1 else asked.top_k,
-        min_p=asked.min_p or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        repetition_penalty=asked.repetition_penalty or 1.0,
-        min_new_tokens=asked.min_tokens or 0,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=-1 if fields.top_k is None or fields.top_k < 1 else fields.top_k,
+        min_p=fields.min_p or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        repetition_penalty=fields.repetition_penalty or 1.0,
+        min_new_tokens=fields.min_tokens or 0,
         stop=call.stops,
-        logit_bias=asked.logit_bias or None,
-        constraint=constraint_of(asked.response_format),
+        logit_bias=fields.logit_bias or None,
+        constraint=constraint_of(fields.response_format),
     )
 
 
@@ -259,13 +259,13 @@ def check_images(call: ModelCall, engine: str, *, takes_images: bool) -> None:
 
 def images_of(messages: Sequence[Json]) -> tuple[str, ...]:
     """Addresses (data URLs or links) of the images in messages, in order."""
-    found: list[str] = []
+    urls: list[str] = []
     for message in messages:
         if isinstance(message.get("content"), list):
             content = in_form(message)["content"]
             parts = content if isinstance(content, list) else []
-            found += [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-    return tuple(found)
+            urls += [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    return tuple(urls)
 
 
 MOST_MESSAGES = 10_000
@@ -319,7 +319,7 @@ def check_outside(body: Json) -> None:
         size += len(orjson.dumps(value))
         return value
 
-    outside(body, measured)
+    replace_outside(body, measured)
     if size > OUTSIDE_BYTES:
         text = (
             f"fields beside the conversation (metadata, user, tools' connections ...) hold {size} bytes of "

@@ -111,10 +111,10 @@ class GrowingReply:
         if not added:
             return
         longest = max(map(len, self._reader.stops), default=0)
-        seen = max(len(self._text) - longest, 0)
+        searched = max(len(self._text) - longest, 0)
         self._text += "".join(added)
         if longest and not self.stopped:
-            self.stopped = first_stop(self._text[seen:], self._reader.stops) is not None
+            self.stopped = first_stop(self._text[searched:], self._reader.stops) is not None
 
     def certain(self) -> Parsed:
         """Reasoning and content that the whole reply begins with, whatever tokens follow."""

@@ -82,9 +82,9 @@ class ForwardedCall:
         self.live.sent()
 
 
-def which_prompt(asked: AskedPrompts, prompt: int) -> Json:
+def which_prompt(prompts: AskedPrompts, prompt: int) -> Json:
     """Which of a request's several prompts a turn answers."""
-    return {"prompt": prompt} if len(asked.prompts) > 1 else {}
+    return {"prompt": prompt} if len(prompts.prompts) > 1 else {}
 
 
 def of_choice(forwarded: ForwardedCall, choice: int) -> TurnRequested:
@@ -125,5 +125,5 @@ def grown_turn(forwarded: ForwardedCall, requested: TurnRequested, completed: Tu
     if prompt is None:
         return grown(requested.turn_id, CONTEXT, [], chain_all([]), completed.reply, None, parts)
     placed = forwarded.placed[prompt]
-    asked = (placed.messages, placed.hashes, completed.reply, placed.parent)
-    return grown(requested.turn_id, CONTEXT, *asked, parts)
+    node = (placed.messages, placed.hashes, completed.reply, placed.parent)
+    return grown(requested.turn_id, CONTEXT, *node, parts)

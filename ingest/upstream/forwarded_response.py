@@ -1,9 +1,10 @@
 """The reply of an upstream: passes every byte to the client as it comes, and keeps a copy for the log.
 
-The end of a stream is found without reading events as `edge.server_sent_events` reads them: one of any length
-passes on, and of a long one only whether it is the last is held.
+The end of a stream is found without parsing events as `edge.server_sent_events` does: an event of
+any length passes, and of a long one only whether it is the last is held.
 
-Secrets of the request and the reply are known, so that a recorded error of the upstream holds none of them.
+The secrets of the request and the reply are known, so that a recorded error of the upstream holds
+none of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import aiohttp
 from starlette.responses import Response
 
 from rollbook.edge.bodies import codings, decoded
-from rollbook.edge.bounds import LARGE_BYTES, aside, check_weight
+from rollbook.edge.bounds import LARGE_BYTES, check_weight, run_in_thread
 from rollbook.edge.forwarding import end_to_end
 from rollbook.edge.requests import ClientGone, ClientWatch
 from rollbook.edge.server_sent_events import events_of, json_of
@@ -31,7 +32,7 @@ from rollbook.ingest.upstream.recorder import ReplyCopy, UpstreamRecorder
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 from rollbook.store.redaction import credentials, is_secret_name
-from rollbook.store.redaction.text import opens
+from rollbook.store.redaction.text import grants_access
 
 ERROR_LENGTH = 2000
 """Characters of an upstream's error that are recorded."""
@@ -127,11 +128,11 @@ class ForwardedResponse(Response):
             if self._copy.given_up:
                 text = f"a reply of more than {self._recording.room.each} bytes, or the largest of too many"
                 raise LimitError(413, "reply_too_large", f"{text}: it passed on, see --max-reply-mb")
-            found = await self._understood(forwarded)
-            if isinstance(found, str):
-                self._recording.failed(forwarded, found)
+            reply = await self._understood(forwarded)
+            if isinstance(reply, str):
+                self._recording.failed(forwarded, reply)
             else:
-                self._recording.settle(forwarded, found, ended=ended)
+                self._recording.settle(forwarded, reply, ended=ended)
         except Exception as error:
             self._unreadable(forwarded, error)
         self._copy.close()
@@ -150,7 +151,7 @@ class ForwardedResponse(Response):
         data, encoding = self._copy.whole(), self._reply.headers.get("content-encoding", "")
         # An error is searched for the secrets of its request, which may be large.
         if len(data) > LARGE_BYTES or codings(encoding) or self._reply.status >= 400:
-            return await aside(self._read, forwarded, data, encoding)
+            return await run_in_thread(self._read, forwarded, data, encoding)
         return self._read(forwarded, data, encoding)
 
     def _error(self, data: bytes) -> str:
@@ -250,15 +251,15 @@ def sent_credentials(headers: Headers, query: str, own: Iterable[str]) -> set[st
         query: of its address, behind the question mark.
         own: keys and logins of the proxy's own.
     """
-    found = {part for secret in own for part in credentials(secret)}
+    secrets = {part for secret in own for part in credentials(secret)}
     for name, value in headers:
         text = value.decode("utf-8", "replace")
         if name.lower() == b"cookie":
-            found |= {pair.partition("=")[2].strip() for pair in text.split(";")} | {text}
+            secrets |= {pair.partition("=")[2].strip() for pair in text.split(";")} | {text}
         elif is_secret_name(name.decode("latin-1")):
-            found |= credentials(text)
+            secrets |= credentials(text)
     pairs = parse_qsl(query, errors="replace")
-    return found | {value for name, value in pairs if opens(name)}
+    return secrets | {value for name, value in pairs if grants_access(name)}
 
 
 def given_cookies(headers: Headers) -> set[str]:

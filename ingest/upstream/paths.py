@@ -45,7 +45,7 @@ class Paths:
         Raises:
             RequestError: 404, its spelling may mean several paths; 403, it is not allowed.
         """
-        path = meant(raw)
+        path = canonical_path(raw)
         if unquote(raw) != path or _PLAIN.fullmatch(path) is None:
             text = (
                 f"{raw[:200]}: with --engine-key paths are written plainly, without '..', '//', ';' and such"
@@ -70,8 +70,8 @@ def paths_of(more: Sequence[str] = ()) -> Paths:
         ConfigError: one is not.
     """
     for rule in more:
-        found = _RULE.fullmatch(rule)
-        if found is None or meant(found[2]) != found[2]:
+        match = _RULE.fullmatch(rule)
+        if match is None or canonical_path(match[2]) != match[2]:
             text = f"--pass-path {rule!r}: write a method and a path below /v1, such as 'POST /v1/rerank'"
             raise ConfigError(f"{text}; * is one part of it, ** one or more")
     return Paths(tuple(_pattern(rule) for rule in (*allowed(), *more)))
@@ -82,10 +82,10 @@ def _pattern(rule: str) -> re.Pattern[str]:
     return re.compile("/".join(parts.get(part, re.escape(part)) for part in rule.split("/")))
 
 
-def meant(raw: str) -> str:
-    """The path that a server may take a raw one for: decoded, with `.`, `..`, `//` and `;...` resolved.
+def canonical_path(raw: str) -> str:
+    """The path that a server may read a raw one as: decoded, with `.`, `..`, `//` and `;...` resolved.
 
-    What is asked is recorded by this: a spelling that only the upstream understands is no way around the log.
+    Requests are recorded by it: a spelling that only the upstream understands does not bypass the log.
     """
     path = raw
     while (decoded := unquote(path)) != path:
@@ -101,9 +101,9 @@ def meant(raw: str) -> str:
 
 
 def response_named(method: str, path: str) -> str | None:
-    """The response that a request is about, by its path, as `meant` gives it."""
+    """The response that a request is about, by its path, as `canonical_path` gives it."""
     named = (api.ids.in_path(method, path) for api in APIS.values() if api.ids is not None)
-    return next((found for found in named if found is not None), None)
+    return next((response_id for response_id in named if response_id is not None), None)
 
 
 _KEYS = ("authorization", "x-api-key")

@@ -62,8 +62,8 @@ def build_upstream_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        kept = housekeeping(recorder, settings.abandon_s, secrets.keys)
-        async with kept, meeting(others), plain_session() as routes.session:
+        upkeep = housekeeping(recorder, settings.abandon_s, secrets.keys)
+        async with upkeep, meeting(others), plain_session() as routes.session:
             yield
         streams.close()
         recorder.close()

@@ -80,7 +80,7 @@ class Owner:
     key: str | None
 
     def lets(self, caller: Caller, named: str | None) -> bool:
-        """Whether a caller may see it, who names a trajectory or None."""
+        """Whether a caller, whose request names this trajectory or None, may see the response."""
         if named == self.trajectory:
             return True
         if (
@@ -186,9 +186,9 @@ class UpstreamRecorder:
         redacted: bool = False,
     ) -> ForwardedCall | None:
         """Record a request, before it is passed on. None: it could not be."""
-        asked = api.upstream.prompts(call)
+        prompts = api.upstream.prompts(call)
         if self.recorder.writer.failure:
-            self.unrecordable(asked.choices)
+            self.unrecordable(prompts.choices)
             return None
         wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
         wire |= {"retry": arrival.retry} if arrival.retry else {}
@@ -196,11 +196,11 @@ class UpstreamRecorder:
         wire |= {"unresolved": list(call.unresolved)} if call.unresolved else {}
         request_id = new_id()
         placed = [
-            self._placed(live, call, messages, request_id, wire | which_prompt(asked, prompt))
-            for prompt, messages in enumerate(asked.prompts)
+            self._placed(live, call, messages, request_id, wire | which_prompt(prompts, prompt))
+            for prompt, messages in enumerate(prompts.prompts)
         ]
-        forwarded = ForwardedCall(api, live, call, asked, placed, [], redacted)
-        forwarded.requested = [of_choice(forwarded, choice) for choice in range(asked.choices)]
+        forwarded = ForwardedCall(api, live, call, prompts, placed, [], redacted)
+        forwarded.requested = [of_choice(forwarded, choice) for choice in range(prompts.choices)]
         first = forwarded.requested[0]
         check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
         siblings = (as_sibling(turn, first) for turn in forwarded.requested[1:])
@@ -290,7 +290,7 @@ class UpstreamRecorder:
         choices = {choice.index: choice for choice in reply.choices}
         prompts = prompt_ids(forwarded.asked, reply)
         records: list[Record] = [as_sibling(turn, forwarded.requested[0]) for turn in siblings]
-        made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
+        completions: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
         for requested in (*forwarded.requested, *siblings):
             choice = choices.get(requested.wire.get("choice", 0))
             if choice is None:
@@ -309,9 +309,9 @@ class UpstreamRecorder:
             )
             check_recordable([completed.reply, completed.upstream])
             records.append(completed)
-            made.append((requested, completed, grown_turn(forwarded, requested, completed)))
+            completions.append((requested, completed, grown_turn(forwarded, requested, completed)))
         forwarded.requested += siblings
-        for requested, completed, turn in made:
+        for requested, completed, turn in completions:
             forwarded.answered.append(CompletedTurn(requested, completed))
             self._take(forwarded, requested, completed, turn)
         return records
@@ -407,8 +407,8 @@ def _upstream_fields(choice: UpstreamChoice, reply: UpstreamReply, *, exact: boo
         fields["error"] = reply.error
     if not exact:
         prompt_ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-        kept = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
-        fields |= {k: v for k, v in kept.items() if v is not None}
+        raw = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
+        fields |= {k: v for k, v in raw.items() if v is not None}
     return fields
 
 
@@ -422,28 +422,28 @@ def _version(rest: Json) -> int | None:
     return version_in(metadata.get("weight_version")) if isinstance(metadata, dict) else None
 
 
-def prompt_ids(asked: AskedPrompts, reply: UpstreamReply) -> dict[int, list[int]]:
+def prompt_ids(prompts: AskedPrompts, reply: UpstreamReply) -> dict[int, list[int]]:
     """Choice -> the ids of its prompt. Choices whose ids are missing or implausible are left out."""
-    several = len(asked.prompts) > 1
-    if not asked.certain or (several and not reply.placed):
+    several = len(prompts.prompts) > 1
+    if not prompts.certain or (several and not reply.placed):
         return {}
-    given: dict[int, list[Any]] = {}
+    reported: dict[int, list[Any]] = {}
     for choice in reply.choices:
-        prompt = asked.of(choice.index)
+        prompt = prompts.of(choice.index)
         if choice.prompt_ids is not None and prompt is not None:
-            given.setdefault(prompt, []).append(choice.prompt_ids)
+            reported.setdefault(prompt, []).append(choice.prompt_ids)
     if reply.prompt_ids is not None and not several:
-        given.setdefault(0, []).append(reply.prompt_ids)
-    agreed = {prompt: ids[0] for prompt, ids in given.items() if _agree(ids)}
-    agreed = {p: ids for p, ids in agreed.items() if _can_be(asked.prompts[p], ids)}
-    agreed = {p: agreed[p] for p in agreed if _alone(p, agreed, given, asked.prompts)}
-    of_choices = [(choice.index, asked.of(choice.index)) for choice in reply.choices]
+        reported.setdefault(0, []).append(reply.prompt_ids)
+    agreed = {prompt: ids[0] for prompt, ids in reported.items() if _agree(ids)}
+    agreed = {p: ids for p, ids in agreed.items() if _can_be(prompts.prompts[p], ids)}
+    agreed = {p: agreed[p] for p in agreed if _alone(p, agreed, reported, prompts.prompts)}
+    of_choices = [(choice.index, prompts.of(choice.index)) for choice in reply.choices]
     return {choice: agreed[prompt] for choice, prompt in of_choices if prompt in agreed}
 
 
-def _agree(given: Sequence[Any]) -> bool:
+def _agree(candidates: Sequence[Any]) -> bool:
     """Whether all ids given for one prompt are equal, and valid."""
-    return bool(given[0]) and are_ids(given[0]) and all(ids == given[0] for ids in given)
+    return bool(candidates[0]) and are_ids(candidates[0]) and all(ids == candidates[0] for ids in candidates)
 
 
 def _can_be(messages: Sequence[Json], ids: list[int]) -> bool:
@@ -459,12 +459,12 @@ def _can_be(messages: Sequence[Json], ids: list[int]) -> bool:
 def _alone(
     prompt: int,
     agreed: Mapping[int, list[int]],
-    given: Mapping[int, list[Any]],
+    reported: Mapping[int, list[Any]],
     prompts: Sequence[list[Json]],
 ) -> bool:
     """Whether no other prompt contradicts its ids: other prompts have other ids, and equal ones the same."""
     content = prompts[prompt][0].get("content") if len(prompts) > 1 else None
-    for other, ids in given.items():
+    for other, ids in reported.items():
         if other != prompt and (prompts[other][0].get("content") == content) != (ids[0] == agreed[prompt]):
             return False
     return True
@@ -488,7 +488,7 @@ class ReplyBudget:
         self._copies.add(copy)
         self._taken += size
         while self._taken > self._most:
-            max(self._copies, key=lambda one: one.size).give_up()
+            max(self._copies, key=lambda item: item.size).give_up()
 
     def leave(self, copy: ReplyCopy) -> None:
         """Release a copy's room."""

@@ -19,7 +19,7 @@ from fastapi import Request, Response
 from yarl import URL
 
 from rollbook.edge.bodies import BodyBudget, decoded
-from rollbook.edge.bounds import beside, check_depth, check_weight
+from rollbook.edge.bounds import check_depth, check_weight, run_by_size
 from rollbook.edge.keys import Caller, Keys
 from rollbook.edge.requests import ClientGone, ClientWatch, RequestSlots
 from rollbook.edge.server_sent_events import json_of
@@ -35,7 +35,7 @@ from rollbook.ingest.turns.model_call import OUTSIDE_BYTES, ModelCall, check_out
 from rollbook.ingest.turns.planning import retry_count
 from rollbook.ingest.upstream.forwarded_call import ForwardedCall
 from rollbook.ingest.upstream.forwarded_response import ForwardedResponse, sent_credentials
-from rollbook.ingest.upstream.paths import Paths, Upstream, meant, response_named
+from rollbook.ingest.upstream.paths import Paths, Upstream, canonical_path, response_named
 from rollbook.ingest.upstream.recorder import UpstreamRecorder
 from rollbook.store.errors import EngineError, LimitError, RequestError, StoreError
 from rollbook.store.events import QUARANTINE, Json
@@ -67,7 +67,7 @@ class UpstreamRoutes:
         address, named = self.resolver.address(request), None
         if self.paths is not None:
             self.paths.check(request.method, address.path)
-            named = response_named(request.method, meant(address.path))
+            named = response_named(request.method, canonical_path(address.path))
             if self.resolver.others is None:
                 self._check_response(address, request, named)
         self.slots.check()
@@ -90,7 +90,7 @@ class UpstreamRoutes:
         self._check_response(address, request, named)
 
     async def _answered(self, request: Request, address: Address, raw: bytes) -> Response:
-        api = APIS.get(meant(address.path)) if request.method == "POST" else None
+        api = APIS.get(canonical_path(address.path)) if request.method == "POST" else None
         forwarded = None
         if api is None:
             self.recording.metrics.passed.labels(request.method).inc()
@@ -140,12 +140,12 @@ class UpstreamRoutes:
     def _secrets(self, request: Request, raw: bytes) -> set[str]:
         """The secrets of the request, for the redaction of a recorded error."""
         query = request.scope.get("query_string", b"").decode("latin-1")
-        found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
+        secrets = sent_credentials(request.headers.raw, query, self.upstream.secrets)
         with contextlib.suppress(RequestError):
             encoding = request.headers.get("content-encoding", "")
             sent = json_of(decoded(raw, encoding, self.resolver.settings.max_body_bytes))
-            found |= secrets_in(sent) if isinstance(sent, dict) else set()
-        return found
+            secrets |= secrets_in(sent) if isinstance(sent, dict) else set()
+        return secrets
 
     async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
         assert self.session is not None
@@ -187,7 +187,7 @@ class UpstreamRoutes:
         """
         try:
             plain = await self.room.decoded(raw, request.headers.get("content-encoding", ""))
-            sent, body = await beside(len(plain), self._read, plain)
+            sent, body = await run_by_size(len(plain), self._read, plain)
         except Exception as error:
             if isinstance(error, LimitError):
                 self.recording.metrics.refused(error.code)
@@ -255,7 +255,7 @@ class UpstreamRoutes:
         """What is asked; None: it cannot be read."""
         contents = None if known is None else known.contents
         try:
-            return await beside(size, api.upstream.read, body, contents)
+            return await run_by_size(size, api.upstream.read, body, contents)
         except Exception as error:
             self.recording.unrecordable(1, f"a request cannot be read: {error!r}")
             return None

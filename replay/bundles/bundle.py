@@ -1,5 +1,5 @@
-"""Exports one step as a bundle, and opens bundles: each opens as a store in which the step is replayed, as
-far as what is in the bundle goes."""
+"""Exports one step as a bundle, and opens bundles. A bundle opens as a store in which the step is
+replayed, as far as the bundle's contents allow."""
 
 from __future__ import annotations
 
@@ -76,21 +76,22 @@ def export_step(
 
     Args:
         redact: leave out text; token ids, logprobs and numbers stay, and the step replays as before.
-        without: leave out the `OPTIMIZER`'s state, which is most of it: what comes before the optimizer's
-            step can be proven; or the `WEIGHTS` too: what the log alone gives can be.
-        trust_parts: import the parts of somebody's own that a manifest names: they say what it needs.
+        without: `OPTIMIZER` leaves out the optimizer's state, which is most of a bundle: the stages
+            before the optimizer's step can still be proven. `WEIGHTS` leaves out the weights too: what
+            the log alone gives can still be proven.
+        trust_parts: import the user's parts that a manifest names: they say what it needs.
 
     Raises:
-        TrainError: one is named, and not trusted, or cannot be loaded.
-        ReplayError: no such step, or it cannot be replayed, or not without that.
+        TrainError: a part is named that is not trusted or cannot be loaded.
+        ReplayError: there is no such step, or it cannot be replayed, or not without what is left out.
         InterchangeError: something is at `out`, or it cannot be written there.
         CorruptionError: the log is damaged.
     """
     contents = contents_of_step(log, step, run, policy, weights=without != WEIGHTS, trust_parts=trust_parts)
     if without == OPTIMIZER:
         _check_alone(log, contents)
-    with tempfile.TemporaryDirectory(prefix="rollbook-bundle-") as made:
-        folder = Path(made) / "store"
+    with tempfile.TemporaryDirectory(prefix="rollbook-bundle-") as temporary:
+        folder = Path(temporary) / "store"
         excerpt = _excerpt(log, contents, folder, redact=redact)
         up_to = _last_stage(open_store(folder), contents) if without == WEIGHTS else None
         files = {str(path.relative_to(folder)): path for path in sorted(folder.glob("sealed/*/*/*"))}
@@ -116,8 +117,8 @@ def opened_bundle(path: Path, extract: Path | None = None) -> Iterator[tuple[Bun
         FormatError: a newer Rollbook made it.
     """
     if extract is None:
-        with tempfile.TemporaryDirectory(prefix="rollbook-bundle-") as made:
-            folder = Path(made) / "store"
+        with tempfile.TemporaryDirectory(prefix="rollbook-bundle-") as temporary:
+            folder = Path(temporary) / "store"
             yield _unpacked(path, folder), open_store(folder)
         return
     with destination(extract, folder=True, option="--extract") as folder:
@@ -156,30 +157,30 @@ def _excerpt(log: Store, contents: StepContents, folder: Path, *, redact: bool) 
     rows = [about, rows_at(log, events, end)]
     head = {lane: count for lane, count in end.items() if lane in contents.lanes(rows)}
     excerpt = write_excerpt(folder, head, rows, redaction=Redaction() if redact else None)
-    made = open_store(folder)
+    store = open_store(folder)
     for step in contents.steps:
         if begins(step.planned):
-            samples_at_cut(made, step.planned, contents.history.run)
+            samples_at_cut(store, step.planned, contents.history.run)
     return excerpt
 
 
-def _last_stage(made: Store, contents: StepContents) -> str:
-    """The last stage that a bundle without weights proves; it is tried, in the excerpt."""
+def _last_stage(store: Store, contents: StepContents) -> str:
+    """The last stage that a bundle without weights proves; tried by a replay of the excerpt."""
     plan, history = contents.step.planned, contents.history
-    values = recorded_vectors(made, history).get((plan.step, plan.attempt), {})
+    values = recorded_vectors(store, history).get((plan.step, plan.attempt), {})
     last = LAST_WITHOUT_WEIGHTS[why_no_losses(plan, values) is None]
     try:
-        replay_step(made, plan.step, history.run, history.policy, part=Part(last=last, model=False))
+        replay_step(store, plan.step, history.run, history.policy, part=Part(last=last, model=False))
     except ReplayError as error:
         raise ReplayError(f"{error}. Leave out --without {WEIGHTS}, or --without {OPTIMIZER}") from error
     return last
 
 
 def _files_of(
-    log: Store, contents: StepContents, checkpoint: CheckpointWritten, made: Path, *, optimizer: bool
+    log: Store, contents: StepContents, checkpoint: CheckpointWritten, target: Path, *, optimizer: bool
 ) -> dict[str, Path]:
-    """The files of a checkpoint that go into the bundle, by name; without the optimizer's state, if it can be
-    done without."""
+    """The files of a checkpoint that go into the bundle, by name; without the optimizer's state where the
+    replay can do without it."""
     folder = place_inside(log.path, checkpoint.path)
     if contents.base is None:
         return {CONFIG: folder / CONFIG}
@@ -187,7 +188,7 @@ def _files_of(
     whole = checkpoint is contents.base and contents.goes_on and optimizer
     if whole or is_sharded(folder):
         return held
-    return without_optimizer(folder, held, made / checkpoint.path)
+    return without_optimizer(folder, held, target / checkpoint.path)
 
 
 def _described(
@@ -220,7 +221,7 @@ def _described(
 
 
 def _unpacked(path: Path, folder: Path) -> Bundle:
-    """Unpack a bundle into a folder, and see that it is a store that holds what the manifest tells."""
+    """Unpack a bundle into a folder, and check that it is a store with what the manifest says."""
     create_marker(folder)
     bundle = unpack_bundle(path, folder)
     sealed = [member.name for member in bundle.members if member.name.startswith("sealed/")]
@@ -240,10 +241,10 @@ def _unpacked(path: Path, folder: Path) -> Bundle:
 
 
 def _check_pages(file: Path, name: str) -> None:
-    """See that a sealed file of a stranger takes no more memory than one of ours may, before it is decoded.
+    """Check, before it is decoded, that a foreign sealed file takes no more memory than one of ours may.
 
     Raises:
-        CorruptionError: it would.
+        CorruptionError: it would take more, or cannot be read.
     """
     try:
         refuse_large_pages(file, PAGE_BYTES, GROUP_BYTES)
@@ -268,16 +269,16 @@ def _wrong(bundle: Bundle, log: Store) -> str | None:
         return f"the checkpoint of version {bundle.from_version} is not in it"
     steps = (*(history.between(base, bundle.step) if base is not None else ()), target)
     planned = target.planned
-    found = (
+    actual = (
         *(format_cut(log.head()), sum(lane.events for lane in lanes)),
         *(planned.attempt, planned.cut, planned.policy_version),
         tuple(step.planned.step for step in steps),
     )
-    told = (
+    declared = (
         *(bundle.head, bundle.events),
         *(bundle.attempt, bundle.cut, bundle.policy_version, bundle.steps),
     )
-    return None if found == told else f"its manifest tells of {told}, and its log of {found}"
+    return None if actual == declared else f"its manifest tells of {declared}, and its log of {actual}"
 
 
 def replay_bundle(bundle: Bundle, log: Store, *, trust_parts: bool = False) -> StepReplay:

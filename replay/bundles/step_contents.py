@@ -49,11 +49,11 @@ class StepContents:
     """What a step's replay needs.
 
     Attributes:
-        steps: those that are run again, in order; the step itself is the last one.
-        base: the checkpoint that they start from; None: no model is asked.
-        checkpoints: `base`, and those of versions that the steps name; or where no model is asked, that whose
-            `CONFIG` tells what a model takes.
-        events: of the training, each with its place: `run.opened`, those of the steps and of the checkpoints,
+        steps: the steps to run again, in order; the step itself is the last one.
+        base: the checkpoint that they start from; None where no model is run.
+        checkpoints: `base`, and those of the versions that the steps name; where no model is run, the
+            one whose `CONFIG` says what a model takes.
+        events: the training's, each with its place: `run.opened`, those of the steps and checkpoints,
             and the earlier steps that are only looked up.
         trajectories: ids of those that the steps trained on, compared with, or dropped.
     """
@@ -76,7 +76,7 @@ class StepContents:
         return self.base is not None and self.base.phase == self.step.planned.phase
 
     def lanes(self, rows: Iterable[Rows]) -> set[str]:
-        """The lanes of which there are rows, or which a cut of a plan or of a drop names."""
+        """The lanes that have rows here, or that the cut of a plan or of a drop names."""
         records = (event.record for event in self.events)
         cuts = {of.cut for of in records if isinstance(of, StepPlanned | SampleDropped) and of.cut}
         return {lane for of in rows for lane in of} | {lane for cut in cuts for lane in parse_cut(cut)}
@@ -88,12 +88,13 @@ def contents_of_step(
     """What the replay of a step needs.
 
     Args:
-        weights: whether it asks a model, or goes as far as the log alone does.
-        trust_parts: import the parts of somebody's own that a manifest names: they say what it needs.
+        weights: whether it runs a model; else it goes as far as the log alone does.
+        trust_parts: import the user's parts that a manifest names: they say what it needs.
 
     Raises:
-        ReplayError: no such step, no start for it, or a checkpoint that its manifest names is not there.
-        TrainError: it names a part of one's own that is not trusted, or cannot be loaded.
+        ReplayError: no such step, no start for it, or a checkpoint that its manifest names is not
+            there.
+        TrainError: it names a user's part that is not trusted, or cannot be loaded.
         CorruptionError: the log is damaged.
     """
     history = history_with(log, step, run, policy)
@@ -103,30 +104,35 @@ def contents_of_step(
         start = find_start(RunLog(log, history), steps[0])
         steps, base = (*start.between, *steps), start.record
     if trust_parts:
-        for name in sorted({name for one in steps for name in named_parts(one.planned.algorithm)}):
+        for name in sorted(
+            {name for committed in steps for name in named_parts(committed.planned.algorithm)}
+        ):
             load_part(name)
     if base is None:
         checkpoints = _with_config(log, history)
     else:
         named = _versions_named(steps) - {base.policy_version}
         checkpoints = [base, *(_checkpoint(log, history, version) for version in sorted(named))]
-    plans = [one.planned for one in steps]
+    plans = [committed.planned for committed in steps]
     refs = (ref for plan in plans for ref in (all_samples(plan) if begins(plan) else plan.samples))
     ids = {ref["trajectory_id"] for ref in refs}
     ids |= {other["trajectory_id"] for plan in plans for other in plan.others or ()}
-    events, dropped = _of_training(log, history, steps, checkpoints)
+    events, dropped = _training_events(log, history, steps, checkpoints)
     ids |= dropped
-    events += _looked_up(log, history, steps, ids)
+    events += _earlier_events(log, history, steps, ids)
     return StepContents(history, steps, base, tuple(checkpoints), tuple(events), frozenset(ids))
 
 
 def events_of_versions(log: Store, contents: StepContents, rows: Rows) -> list[Event]:
-    """How the versions of the steps, and those that sampled these rows, came to engines."""
-    made = {
+    """The publications, syncs and activations of the versions of the steps and checkpoints, and of those
+    that sampled these rows."""
+    step_versions = {
         version for s in contents.steps for version in (s.planned.policy_version, s.committed.policy_version)
     }
     versions = (
-        made | {c.policy_version for c in contents.checkpoints} | _sampled_by(rows, contents.history.policy)
+        step_versions
+        | {c.policy_version for c in contents.checkpoints}
+        | _sampled_by(rows, contents.history.policy)
     )
     which = contents.history.run, contents.history.policy
     return [
@@ -140,30 +146,32 @@ def events_of_versions(log: Store, contents: StepContents, rows: Rows) -> list[E
 
 def _checkpoint(log: Store, history: History, version: int) -> CheckpointWritten:
     """The checkpoint of a version that a step names, which a replay reads."""
-    found = [c for c in history.checkpoints if c.policy_version == version]
-    if not found or not place_inside(log.path, found[-1].path).is_dir():
+    matches = [c for c in history.checkpoints if c.policy_version == version]
+    if not matches or not place_inside(log.path, matches[-1].path).is_dir():
         raise ReplayError(
             f"run {history.run!r} has no checkpoint of version {version} of policy {history.policy!r}, which "
             "the step's manifest names: restore it from a copy"
         )
-    return found[-1]
+    return matches[-1]
 
 
 def _with_config(log: Store, history: History) -> list[CheckpointWritten]:
     """The newest checkpoint that tells the model's architecture, if there is one."""
-    found = (c for c in reversed(history.checkpoints) if (place_inside(log.path, c.path) / CONFIG).is_file())
-    return [c for c in (next(found, None),) if c is not None]
+    candidates = (
+        c for c in reversed(history.checkpoints) if (place_inside(log.path, c.path) / CONFIG).is_file()
+    )
+    return [c for c in (next(candidates, None),) if c is not None]
 
 
 def _versions_named(steps: Iterable[CommittedStep]) -> set[int]:
-    """Versions whose weights steps need besides: of references, and those that factors are beside."""
+    """The other versions whose weights the steps need: of references, and the base of LoRA factors."""
     plans = [step.planned for step in steps]
     named = {recorded_algorithm(plan.algorithm).reference for plan in plans}
     named |= {recorded_lora(plan.lora).base_version for plan in plans if plan.lora is not None}
     return {version for version in named if version is not None}
 
 
-def _of_training(
+def _training_events(
     log: Store, history: History, steps: Sequence[CommittedStep], checkpoints: Collection[CheckpointWritten]
 ) -> tuple[list[Event], set[str]]:
     """The events of these steps and checkpoints, and the trajectories that their plans dropped."""
@@ -188,12 +196,12 @@ def _of_training(
     return kept, dropped
 
 
-def _looked_up(
+def _earlier_events(
     log: Store, history: History, steps: Sequence[CommittedStep], ids: Collection[str]
 ) -> list[Event]:
-    """The plans and results of earlier steps that the replay looks up: the one that made what the first step
-    starts from, and those that used samples of these trajectories, which are not used again; and the attempts
-    at the step that came before, whose samples it may have dropped."""
+    """The plans and results of earlier steps that the replay looks up: the step that made the version that
+    the first one starts from; steps that used samples of these trajectories, which are not used again;
+    and earlier attempts at the step itself, whose samples it may have dropped."""
     first, last = steps[0].planned, steps[-1].planned
     attempts: dict[int, int] = {}
     for number, step in history.steps.items():
@@ -201,12 +209,12 @@ def _looked_up(
         used = {ref["trajectory_id"] for ref in plan.samples} if _is_once(last) else set[str]()
         if number < first.step and ((before and plan.phase == first.phase) or not used.isdisjoint(ids)):
             attempts[number] = plan.attempt
-    found = log.events_of([StepPlanned.KIND, StepCommitted.KIND, StepFailed.KIND])
-    return [e for e in found if _is_of(e, history, attempts) or _is_attempt_before(e, history, last)]
+    events = log.events_of([StepPlanned.KIND, StepCommitted.KIND, StepFailed.KIND])
+    return [e for e in events if _is_of(e, history, attempts) or _is_attempt_before(e, history, last)]
 
 
 def _is_attempt_before(event: Event, history: History, plan: StepPlanned) -> bool:
-    """Whether an event is of an attempt at a step before that of this plan."""
+    """Whether an event belongs to an earlier attempt at this plan's step."""
     record = event.record
     return (
         isinstance(record, StepPlanned | StepFailed)
@@ -221,7 +229,7 @@ def _is_once(plan: StepPlanned) -> bool:
 
 
 def _is_of(event: Event, history: History, attempts: Mapping[int, int]) -> bool:
-    """Whether an event is of one of these attempts at steps: step -> attempt."""
+    """Whether an event belongs to one of these attempts at steps: step -> attempt."""
     record = event.record
     if not isinstance(record, _OfStep) or (event.run, record.policy) != (history.run, history.policy):
         return False
@@ -232,11 +240,11 @@ def _is_of(event: Event, history: History, attempts: Mapping[int, int]) -> bool:
 
 def _sampled_by(rows: Rows, policy: str) -> set[int]:
     """The versions of the policy that sampled tokens in these rows."""
-    found: set[int] = set()
+    versions: set[int] = set()
     for table in rows.values():
         spans = pc.list_flatten(table["version_spans"])
         if isinstance(spans, pa.ChunkedArray):
             spans = spans.combine_chunks()
         mine = spans.filter(pc.equal(pc.struct_field(spans, "policy"), policy))
-        found.update(pc.struct_field(mine, "version").unique().to_pylist())
-    return found
+        versions.update(pc.struct_field(mine, "version").unique().to_pylist())
+    return versions

@@ -1,8 +1,8 @@
-"""What backs the weights that were published and served by the log: a checkpoint, or the step that made them.
+"""Whether the log backs published and served weights: by a checkpoint, or by the step that made them.
 
-The digest of a version that was published, or that an engine serves, must be that of a checkpoint of it or of
-the committed step that made it. Else one that is forged or mistaken would stand in the log unnoticed, as long
-as no step is replayed that leads to its version.
+The digest of a version that was published, or that an engine serves, must be that of one of its
+checkpoints or of the committed step that made it. Otherwise a forged or mistaken digest would go
+unnoticed until a step that leads to its version is replayed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BACKING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Unbacked:
-    """An event that says of a version's weights what nothing else in the log does.
+    """An event with a digest of a version's weights that nothing else in the log has.
 
     Attributes:
         where: the path or the engine that it names.
-        digest: that it says; known: those that the log has of the version otherwise.
+        digest: the event's; known: those that the rest of the log has of the version.
     """
 
     event_id: str
@@ -81,57 +81,56 @@ _Version = tuple[str, str, int]
 
 
 def unbacked(events: Iterable[Event], *, whole: bool = True) -> list[Unbacked]:
-    """The events of `policy.published` and `policy.activated` that nothing backs, in the order of their ids.
+    """The events of `policy.published` and `policy.activated` that nothing backs, ordered by id.
 
-    Of a policy that was never trained here nothing can be said: who served it has nothing to compare with.
-    Pure.
+    Policies that were never trained here are passed over: there is nothing to compare them with. Pure.
 
     Args:
         whole: the log has all of its events; else a version of which nothing is left is passed over.
     """
     ordered = sorted(events, key=lambda event: event.event_id)
-    made = _made(ordered)
+    digests = _known_digests(ordered)
     claims = [
         (event, event.record)
         for event in ordered
         if isinstance(event.record, PolicyPublished | PolicyActivated)
     ]
-    trained = {version[:2] for version in made}
-    found = []
+    trained = {version[:2] for version in digests}
+    result = []
     for event, record in claims:
         version = (event.run, policy_of(record.policy), record.policy_version)
-        known = made.get(version, set())
+        known = digests.get(version, set())
         if version[:2] in trained and record.weights_digest not in known and (known or whole):
             where = record.path if isinstance(record, PolicyPublished) else record.engine
-            said = (event.event_id, event.kind, event.run, record.policy, record.policy_version, where)
-            found.append(Unbacked(*said, record.weights_digest, tuple(sorted(known))))
-    return found
+            fields = (event.event_id, event.kind, event.run, record.policy, record.policy_version, where)
+            result.append(Unbacked(*fields, record.weights_digest, tuple(sorted(known))))
+    return result
 
 
-def _made(events: Iterable[Event]) -> Mapping[_Version, set[str]]:
-    """The digests that checkpoints and steps say of each version's weights."""
-    made = defaultdict[_Version, set[str]](set)
+def _known_digests(events: Iterable[Event]) -> Mapping[_Version, set[str]]:
+    """The digests of each version's weights, by checkpoints and steps."""
+    digests = defaultdict[_Version, set[str]](set)
     for event in events:
         match event.record:
             case CheckpointWritten() as record:
-                made[event.run, record.policy, record.policy_version].add(record.weights_digest)
+                digests[event.run, record.policy, record.policy_version].add(record.weights_digest)
             case StepCommitted() as record if "weights" in record.digests:
-                made[event.run, record.policy, record.policy_version].add(record.digests["weights"])
-    return made
+                digests[event.run, record.policy, record.policy_version].add(record.digests["weights"])
+    return digests
 
 
-def unbacked_in(log: Store, run: str | None = None) -> list[Unbacked]:
-    """Those of a store, or of one run of it."""
+def find_unbacked(log: Store, run: str | None = None) -> list[Unbacked]:
+    """The unbacked events of a store, or of one run of it."""
     events = (event for event in log.events_of(BACKING) if run in (None, event.run))
     return unbacked(events, whole=_is_whole(log))
 
 
 def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> StageReplay | None:
-    """The stage `backed` of some versions; None where nothing was published or served of them, or the log has
-    nothing any more that could back it."""
+    """The stage `backed` of some versions; None where none of them was published or served, or the log no
+    longer has anything that could back them."""
     events = [event for event in log.events_of(BACKING) if event.run == run]
     whole = _is_whole(log)
-    left = {} if whole else _made(events)
+    left = {} if whole else _known_digests(events)
     claims = {
         event.event_id: record.weights_digest
         for event in events
@@ -142,13 +141,13 @@ def backed(log: Store, run: str, policy: str, versions: Collection[int]) -> Stag
     }
     if not claims:
         return None
-    odd = [one for one in unbacked(events, whole=whole) if one.event_id in claims]
-    due = claims | {one.event_id: ",".join(one.known) for one in odd}
+    odd = [mismatch for mismatch in unbacked(events, whole=whole) if mismatch.event_id in claims]
+    due = claims | {mismatch.event_id: ",".join(mismatch.known) for mismatch in odd}
     digests = digest_json(claims), digest_json(due)
     if not odd:
         return StageReplay(STAGE, Verdict.equal, *digests)
-    said, known = odd[0].digest, ", ".join(odd[0].known) or "nothing"
-    place = Place(key=f"{odd[0].kind} {odd[0].event_id}", recorded=said, replayed=known)
+    recorded, known = odd[0].digest, ", ".join(odd[0].known) or "nothing"
+    place = Place(key=f"{odd[0].kind} {odd[0].event_id}", recorded=recorded, replayed=known)
     return StageReplay(STAGE, Verdict.differs, *digests, why=str(odd[0]), place=place)
 
 
@@ -159,7 +158,7 @@ def _is_whole(log: Store) -> bool:
 
 
 def checkpoints_of(log: Store) -> list[tuple[str, CheckpointWritten]]:
-    """(run, checkpoint) of all that were written and not removed since; of a path the last."""
+    """(run, checkpoint) of all that were written and not removed since; the last of each path."""
     of_runs: dict[str, list[Event]] = {}
     for event in log.events_of({CheckpointWritten.KIND, CheckpointRemoved.KIND}):
         of_runs.setdefault(event.run, []).append(event)
@@ -175,12 +174,12 @@ def checkpoint_faults(
     Args:
         done: called with 1 after each.
     """
-    found = []
+    faults = []
     for run, record in checkpoints:
         if (reason := _fault(log, record)) is not None:
-            found.append(CheckpointFault(run, record.path, reason))
+            faults.append(CheckpointFault(run, record.path, reason))
         done(1)
-    return found
+    return faults
 
 
 def _fault(log: Store, record: CheckpointWritten) -> str | None:

@@ -1,10 +1,11 @@
-"""The choices of a training, made again: what each step had to take of what was there, and to drop of it.
+"""Makes the choices of a training again: which of the samples at hand each step had to take, and which
+to drop.
 
-A training's source of samples is followed from step to step by its own code, over the same log. At a cut all
-is decided by that. On the tail, the training's queue of groups is kept as it stood: the log up to a plan's
-cut says which groups were complete, what the recipe makes of each, and how many a step takes. Which of the
-waiting groups came first may have depended on clocks and on the order in which lanes were read, and is taken
-as recorded.
+A training's source of samples is followed from step to step by its own code, over the same log. At
+a cut this decides everything. On the tail, the training's queue of groups is kept as it stood: the
+log up to a plan's cut says which groups were complete, what the recipe makes of each, and how many
+a step takes. Which of the waiting groups came first may have depended on clocks and on the order in
+which lanes were read; it is taken as recorded.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from rollbook.replay.attempts import (
     KINDS,
     Attempt,
     Dropped,
-    Ruled,
+    DueDrop,
     Training,
-    as_they_came,
+    drops_of_skipped,
     first_of_step,
-    given_up,
+    in_arrival_order,
     retaken,
     trainings,
 )
@@ -74,13 +75,13 @@ class Choice:
     Attributes:
         samples: as its manifest names them, in order.
         drops: each with its rule.
-        others: members of the samples' groups that were dropped, of each what a manifest says.
-        groups: how many it takes of what stands together, and how many it took.
-        open: what of it is as recorded, and not decided anew.
+        others: dropped members of the samples' groups, each as a manifest describes it.
+        groups: how many groups it takes together, and how many it took.
+        open: what of it is taken as recorded, and not decided anew.
     """
 
     samples: list[Candidate]
-    drops: list[Ruled]
+    drops: list[DueDrop]
     others: list[Json]
     groups: tuple[int, int]
     open: str = ""
@@ -88,7 +89,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What of a training's configuration decides which samples its steps take."""
+    """The part of a training's configuration that decides which samples its steps take."""
 
     run: str
     policy: str
@@ -114,40 +115,40 @@ class Choices:
 
     @cached_property
     def _places(self) -> Mapping[tuple[int, int], tuple[Training, int]]:
-        """Step and attempt -> the training it is of, and its place there."""
+        """(step, attempt) -> its training, and its place there."""
         events = self.log.events_of(KINDS)
-        made = trainings(events, self.history.run, self.history.policy)
+        all_trainings = trainings(events, self.history.run, self.history.policy)
         return {
             (attempt.plan.step, attempt.plan.attempt): (training, place)
-            for training in made
+            for training in all_trainings
             for place, attempt in enumerate(training.attempts)
         }
 
     def attempt(self, plan: StepPlanned) -> Attempt | None:
-        """The attempt that a manifest is of; None where nobody recorded what training it is of."""
-        found = self._places.get((plan.step, plan.attempt))
-        return None if found is None else found[0].attempts[found[1]]
+        """The attempt of a manifest; None where nobody recorded its training."""
+        entry = self._places.get((plan.step, plan.attempt))
+        return None if entry is None else entry[0].attempts[entry[1]]
 
     def given(self, plan: StepPlanned) -> list[Dropped]:
-        """What attempts before it in the same training, that were skipped, have it drop."""
+        """What earlier attempts at a step, skipped in the same training, leave it to drop."""
         training, place = self._places[plan.step, plan.attempt]
         due: list[Dropped] = []
         first = first_of_step(training, place)
         for at in range(first, place):
-            due += given_up(training, at)
+            due += drops_of_skipped(training, at)
         return due
 
     def of(self, plan: StepPlanned) -> Choice | None:
-        """The choice of an attempt for which samples were chosen, of samples that are used once; None where
-        nobody recorded what training it is of.
+        """The choice of an attempt that chose its samples, where each is used once; None where nobody
+        recorded its training.
 
         Raises:
             CorruptionError: the log is damaged.
         """
-        found = self._places.get((plan.step, plan.attempt))
-        if found is None or found[0].config.get("source") not in ("cut", "tail"):
+        entry = self._places.get((plan.step, plan.attempt))
+        if entry is None or entry[0].config.get("source") not in ("cut", "tail"):
             return None
-        training, place = found
+        training, place = entry
         at = self._at
         if (
             at is None
@@ -166,10 +167,10 @@ class Choices:
 
     def _before(self, step: int) -> History:
         """What had been trained and dropped before a step."""
-        steps = {number: one for number, one in self.history.steps.items() if number < step}
+        steps = {number: committed for number, committed in self.history.steps.items() if number < step}
         before = History(self.history.run, self.history.policy, steps)
-        for one in steps.values():
-            attempt = self.attempt(one.planned)
+        for committed in steps.values():
+            attempt = self.attempt(committed.planned)
             for drop in () if attempt is None else (*attempt.earlier, *attempt.drops):
                 before.dropped.add(drop.turn_id)
                 before.dropped_of.add(drop.trajectory_id)
@@ -215,7 +216,7 @@ class _Followed:
             live=self._tail,
             limits=limits,
         )
-        self._settled: list[Ruled] = []
+        self._settled: list[DueDrop] = []
         """What was dropped since the last step that was not skipped."""
         self._last: Choice | None = None
 
@@ -230,7 +231,7 @@ class _Followed:
         if attempt.number == 0 and (again is None or last is None):
             choice = self._chosen(attempt)
         elif last is not None:
-            left = [one for one in last.samples if again is None or one.leaf_turn_id in again]
+            left = [sample for sample in last.samples if again is None or sample.leaf_turn_id in again]
             choice = replace(last, samples=left, drops=list(self._settled))
         self._last = choice
         self.lost = choice is None
@@ -238,16 +239,16 @@ class _Followed:
         return choice
 
     def _chosen(self, attempt: Attempt) -> Choice | None:
-        """What an attempt has to take and to drop, and let go of what it took and dropped; None where more
-        ended in several lanes than a group takes, of whom nobody knows who came first."""
+        """Choose what an attempt has to take and to drop, and let go of both; None where several lanes ended
+        more than a group takes, so that nobody knows which came first."""
         plan, due = attempt.plan, list(self._settled)
         settled = {drop.leaf_turn_id for drop in due}
         fresh = {d.turn_id: d for d in attempt.drops if d.rule not in GIVEN and d.turn_id not in settled}
-        order = _as_recorded(plan, fresh.values())
-        for (version, cut), turns in _decided(fresh.values()).items():
+        order = _recorded_order(plan, fresh.values())
+        for (version, cut), turns in _turns_by_decision(fresh.values()).items():
             for group in self._standing(version, parse_cut(cut), order):
                 if group.leaves & turns:
-                    due += _ruled(group, fresh)
+                    due += _due_drops(group, fresh)
                     self._source.let_go([group.name])
         taken: dict[str, int] = {ref["turn_id"]: at for at, ref in enumerate(all_samples(plan))}
         left, unfit = self._fit(plan, order, fresh)
@@ -264,7 +265,7 @@ class _Followed:
         wanted, flat, hung = self._wanted(plan, left, recorded)
         due += flat
         samples = [sample for group in wanted for sample in group.kept]
-        due += [one for group in wanted for one in _ruled(group, fresh)]
+        due += [ruled for group in wanted for ruled in _due_drops(group, fresh)]
         gone = {group.name for group in (*wanted, *recorded)}
         self._source.let_go(group.name for group in left if group.name in gone)
         count = self._settings.algorithm.demand.groups
@@ -273,8 +274,8 @@ class _Followed:
         return Choice(samples, due, others, (count, len(recorded)), hung)
 
     def _standing(self, version: int, cut: Cut, order: Mapping[str, int]) -> list[Standing]:
-        """The complete groups at a cut; where several lanes ended trajectories, the members of each in the
-        order in which they were recorded."""
+        """The complete groups at a cut; where several lanes ended trajectories, each group's members in
+        their recorded order."""
         events: list[Event] = []
         if self._tail and cut != self._cut:
             events = list(self._log.events_of(OF_AGENTS, cut, self._cut))
@@ -282,39 +283,41 @@ class _Followed:
             ends = (e for e in events if e.run == run and isinstance(e.record, TrajectoryFinished))
             self._lanes.update(event.lane for event in ends)
             self._cut = cut
-        found = self._source.standing(events, version)
+        groups = self._source.standing(events, version)
         if not self._tail or len(self._lanes) < 2:
-            return found
-        for group in found:
-            by_record = sorted(group.trajectories, key=lambda one: order.get(one, len(order)))
+            return groups
+        for group in groups:
+            by_record = sorted(
+                group.trajectories, key=lambda trajectory_id: order.get(trajectory_id, len(order))
+            )
             self._source.arrange(group.name, by_record)
         return self._source.standing([], version)
 
     def _fit(
         self, plan: StepPlanned, order: Mapping[str, int], fresh: Mapping[str, SampleDropped]
-    ) -> tuple[list[Standing], list[Ruled]]:
-        """The groups that a step may take, and what is dropped since the recipe keeps nothing of it."""
-        left, due = list[Standing](), list[Ruled]()
+    ) -> tuple[list[Standing], list[DueDrop]]:
+        """The groups that a step may take, and the drops of those of which the recipe keeps nothing."""
+        left, due = list[Standing](), list[DueDrop]()
         for group in self._standing(plan.policy_version, parse_cut(plan.cut), order):
-            told = bool(group.leaves & fresh.keys())
+            recorded = bool(group.leaves & fresh.keys())
             if not group.unfit:
                 left.append(group)
-            elif told or not self._may_wait(group):
-                due += _ruled(group, fresh)
+            elif recorded or not self._may_wait(group):
+                due += _due_drops(group, fresh)
                 self._source.let_go([group.name])
         return left, due
 
     def _may_wait(self, group: Standing) -> bool:
-        """Whether a group of which nothing is kept may be there still: a reward may come, or it was erased
+        """Whether a group of which nothing is kept may still be there: a reward may come, or it was erased
         after the step."""
         return group.lacks_reward or any(drop.sample.erased for drop in group.drops)
 
     def _wanted(
         self, plan: StepPlanned, left: Sequence[Standing], recorded: list[Standing]
-    ) -> tuple[list[Standing], list[Ruled], str]:
-        """The groups that the step takes, in order; what is dropped of groups that were taken before, of
-        which nothing was left; and what of it is as recorded."""
-        named, flat = {group.name: group for group in left}, list[Ruled]()
+    ) -> tuple[list[Standing], list[DueDrop], str]:
+        """The groups that the step takes, in order; the drops of groups taken before them of which nothing
+        was left; and what is taken as recorded."""
+        named, flat = {group.name: group for group in left}, list[DueDrop]()
         hung = self._tail and self._hung(left)
         if hung:
             return recorded, [], ORDER_HUNG
@@ -326,11 +329,11 @@ class _Followed:
             wanted = (same if self._tail and same else whole)[0]
             if not wanted or any(group.kept for group in wanted):
                 return wanted, flat, ""
-            flat += [one for group in wanted for one in _ruled(group)]
+            flat += [ruled for group in wanted for ruled in _due_drops(group)]
             self._source.let_go(group.name for group in wanted)
 
     def _hung(self, left: Sequence[Standing]) -> bool:
-        """Whether the order of groups hung on more than the log says."""
+        """Whether the order of groups depended on more than the log says."""
         ages = self._settings.recipe.max_staleness is not None or self._settings.admission.order != "windowed"
         return (
             len(self._lanes) > 1
@@ -340,40 +343,42 @@ class _Followed:
         )
 
 
-def _as_recorded(plan: StepPlanned, drops: Iterable[SampleDropped]) -> dict[str, int]:
-    """Trajectory -> its place among those recorded: of equal rewards the first counts, so what a rule
-    that compares them dropped came behind what it left."""
+def _recorded_order(plan: StepPlanned, drops: Iterable[SampleDropped]) -> dict[str, int]:
+    """Trajectory -> its place among those recorded. Of equal rewards the first counts, so what a comparing
+    rule dropped came after what it left."""
     named = [ref["trajectory_id"] for ref in all_samples(plan)]
-    named += [drop.trajectory_id for drop in as_they_came(drops)]
-    return {one: place for place, one in enumerate(dict.fromkeys(named))}
+    named += [drop.trajectory_id for drop in in_arrival_order(drops)]
+    return {trajectory_id: place for place, trajectory_id in enumerate(dict.fromkeys(named))}
 
 
-def _decided(drops: Iterable[SampleDropped]) -> dict[tuple[int, str], set[str]]:
-    """The version and the cut by which drops were decided before a plan -> their leaf turns, in order."""
-    found: dict[tuple[int, str], set[str]] = {}
+def _turns_by_decision(drops: Iterable[SampleDropped]) -> dict[tuple[int, str], set[str]]:
+    """(version, cut) by which drops were decided before a plan -> their leaf turns, in order of the cuts."""
+    decisions: dict[tuple[int, str], set[str]] = {}
     for drop in drops:
         if drop.policy_version is not None and drop.cut is not None:
-            found.setdefault((drop.policy_version, drop.cut), set()).add(drop.turn_id)
-    return dict(sorted(found.items(), key=lambda one: sum(parse_cut(one[0][1]).values())))
+            decisions.setdefault((drop.policy_version, drop.cut), set()).add(drop.turn_id)
+    return dict(sorted(decisions.items(), key=lambda item: sum(parse_cut(item[0][1]).values())))
 
 
-def _ruled(group: Standing, recorded: Mapping[str, SampleDropped] = MappingProxyType({})) -> list[Ruled]:
-    """What is dropped of a group, by which rules; by the recorded one where tokens were erased since."""
-    due = [Ruled.of(drop) for drop in group.drops]
+def _due_drops(
+    group: Standing, recorded: Mapping[str, SampleDropped] = MappingProxyType({})
+) -> list[DueDrop]:
+    """The drops of a group with their rules: the recorded rule where tokens were erased since."""
+    due = [DueDrop.of(drop) for drop in group.drops]
     return [
-        replace(one, rule=recorded[one.leaf_turn_id].rule)
-        if one.detail is None and one.leaf_turn_id in recorded
-        else one
-        for one in due
+        replace(ruled, rule=recorded[ruled.leaf_turn_id].rule)
+        if ruled.detail is None and ruled.leaf_turn_id in recorded
+        else ruled
+        for ruled in due
     ]
 
 
 class FollowedQueue(QueueSource):
-    """The queue, to which is told what was recorded: when it chose, and what it then let go of."""
+    """The queue, driven by what was recorded: when it chose, and what it then let go of."""
 
     def standing(self, events: list[Event], version: int) -> list[Standing]:
         """Take in events, and see how the complete groups stand for a step, in the order in which they
-        completed: for who follows a training, and lets go of what it took."""
+        completed. Whoever follows a training then lets go of what it took."""
         if not self._begun:
             self._served = self._served_before = version
             self._take_backlog()
@@ -395,7 +400,7 @@ class FollowedQueue(QueueSource):
         return [group.name for group in first], [group.name for group in second]
 
     def let_go(self, names: Iterable[str]) -> None:
-        """Keep nothing of some groups, of those that are there."""
+        """Forget those of these groups that are still there."""
         for name in names:
             if (group := self._complete_groups.get(name)) is not None:
                 self._remove(group)
@@ -404,11 +409,13 @@ class FollowedQueue(QueueSource):
         """Put a group's trajectories into another order."""
         group = replace(self._complete_groups[name], trajectories=tuple(trajectories))
         for trajectory_id in trajectories:
-            self._of[trajectory_id] = [group if one.name == name else one for one in self._of[trajectory_id]]
+            self._of[trajectory_id] = [
+                group if other.name == name else other for other in self._of[trajectory_id]
+            ]
         self._complete_groups[name] = group
         self._fit.pop(name, None)
 
     @property
     def runs_unsampled(self) -> bool:
-        """Whether a trajectory runs of which nobody knows yet what version samples it."""
+        """Whether a trajectory runs whose sampling version nobody knows yet."""
         return self._running.unsampled

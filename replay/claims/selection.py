@@ -1,9 +1,9 @@
-"""Whether the recipe, applied to the log at a step's cut, keeps and drops what the step's manifest says.
+"""Whether the recipe, applied to the log at a step's cut, keeps and drops what its manifest says.
 
-Of samples that are used once, the choice is made again (`replay.claims.choices`); of algorithms that go
-over their samples in epochs, all samples of the cut are gone over. Where that cannot be, as in an excerpt,
-what is named is decided again: whether it may be trained on, which samples of it the recipe keeps, and which
-rule drops the others.
+Where samples are used once, the choice is made again (`replay.claims.choices`); where an algorithm
+goes over its samples in epochs, all samples of the cut are gone over. Where neither is possible, as
+in an excerpt, what the manifest names is decided again: whether it may be trained on, which samples
+of it the recipe keeps, and which rule drops the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from rollbook.replay.attempts import GIVEN, Ruled, as_they_came, details_of, drops_of
+from rollbook.replay.attempts import GIVEN, DueDrop, details_of, drops_of, in_arrival_order
 from rollbook.replay.claim import Claim
 from rollbook.replay.claims.choices import Choice, Choices
 from rollbook.store import Store, parse_cut
@@ -43,13 +43,13 @@ _OF_ANOTHER_RUN: Json = {"max_staleness": None, "other_policies": None}
 
 @dataclass(eq=False)
 class Selections:
-    """The claims of a run's steps to be what their recipes choose.
+    """Checks that a run's steps took what their recipes choose.
 
     Attributes:
         limits: of the model.
         openings: the configurations that the run's trainings of this policy were opened with.
-        excerpt: whether the log leaves events out, on which a choice may hang.
-        rewarded: what gives a trajectory other rewards than the log has of it.
+        excerpt: whether the log leaves out events on which a choice may depend.
+        rewarded: gives a trajectory other rewards than the log's.
     """
 
     log: Store
@@ -70,7 +70,7 @@ class Selections:
 
     @cached_property
     def _first_used(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Turns and trajectories that the run consumed -> the first step that did."""
+        """Turns and trajectories that the run consumed -> the first step that consumed each."""
         turns: dict[str, int] = {}
         trajectories: dict[str, int] = {}
         for number in sorted(self.history.steps):
@@ -95,44 +95,44 @@ class Selections:
         if self.excerpt and (why := _beyond_excerpts(plan, recipe)) is not None:
             return why
         digest = digest_json(plan.recipe)
-        said: Json = {"recipe_digest": plan.recipe_digest, "recipe": digest}
+        recorded: Json = {"recipe_digest": plan.recipe_digest, "recipe": digest}
         due: Json = {"recipe_digest": digest, "recipe": digest}
         opened = [digest_json(config["recipe"]) for config in self.openings]
         if opened and digest not in opened:
             due["recipe"] = opened[-1]
         drops = self.dropped_with(plan)
-        given = self._given(plan, drops)
-        said |= {
+        inherited = self._given(plan, drops)
+        recorded |= {
             "samples": [_named(ref) for ref in all_samples(plan)],
             "drops": sorted([d.turn_id, d.rule] for d in drops),
             "others": _by_name(plan.others),
         }
         if (choice := self._choice(plan)) is None:
             kept, dropped = self._due(step, recipe, drops)
-            gone = {turn_id for turn_id, _ in given} - {ref["turn_id"] for ref in all_samples(plan)}
+            gone = {turn_id for turn_id, _ in inherited} - {ref["turn_id"] for ref in all_samples(plan)}
             samples = [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone]
-            ruled, others, hung = [Ruled.of(d) for d in dropped], dropped_members(kept, dropped), ""
+            ruled, others, hung = [DueDrop.of(d) for d in dropped], dropped_members(kept, dropped), ""
         else:
             context = self.limits.context if recipe.too_long == "cut" else None
             samples = [_named(_reference(sample, context)) for sample in choice.samples]
             ruled, others, hung = choice.drops, choice.others, choice.open
-            said["groups"], due["groups"] = reversed(choice.groups)
+            recorded["groups"], due["groups"] = reversed(choice.groups)
         due |= {
             "samples": samples,
-            "drops": sorted([*given, *([d.leaf_turn_id, d.rule] for d in ruled)]),
+            "drops": sorted([*inherited, *([d.leaf_turn_id, d.rule] for d in ruled)]),
             "others": _by_name(others if recipe.group_statistics == "all" else plan.others),
         }
         details = details_of(plan, drops, ruled)
-        return Claim(said | {"details": details.said}, due | {"details": details.due}, hung)
+        return Claim(recorded | {"details": details.said}, due | {"details": details.due}, hung)
 
     def _given(self, plan: StepPlanned, drops: Sequence[SampleDropped]) -> list[list[str]]:
         """What the step has to drop because earlier attempts at it were skipped."""
         if self.excerpt or self._choices.attempt(plan) is None:
             return [[d.turn_id, d.rule] for d in drops if d.rule in GIVEN]
-        return [list(one) for one in self._choices.given(plan)]
+        return [list(pair) for pair in self._choices.given(plan)]
 
     def _choice(self, plan: StepPlanned) -> Choice | None:
-        """The step's choice made anew, of samples that are used once; None where that cannot be."""
+        """The step's choice made anew, where samples are used once; None where that cannot be."""
         schedule = plan.schedule
         # Of older steps nobody recorded whether they went over their samples in epochs.
         if self.excerpt or schedule is None or schedule["slice"] is not None:
@@ -158,8 +158,8 @@ class Selections:
     ) -> tuple[list[Sample], list[Drop]]:
         """What another recipe keeps and drops, for an algorithm, of the samples that a step took or let go.
 
-        Of an algorithm that goes over its samples in epochs they are those that the step took, one by one:
-        rules that compare the samples of a group have no say in a slice of them.
+        Where the step's algorithm goes over its samples in epochs, they are those that the step took, one
+        by one: rules that compare the samples of a group do not apply to a slice of them.
 
         Raises:
             CorruptionError: the log is damaged.
@@ -167,16 +167,16 @@ class Selections:
         plan = step.planned
         recorded = recorded_algorithm(plan.algorithm)
         if recorded.cycles:
-            found = self._one_by_one(plan, recipe, algorithm, pairs="pairs" in recorded.needs)
+            selected = self._one_by_one(plan, recipe, algorithm, pairs="pairs" in recorded.needs)
         else:
             drops = self.dropped_with(plan)
-            found = self._chosen(plan, recipe, drops, algorithm)
-        return self._cut(found, recipe)
+            selected = self._chosen(plan, recipe, drops, algorithm)
+        return self._cut(selected, recipe)
 
     def _one_by_one(
         self, plan: StepPlanned, recipe: RecipeConfig, algorithm: Algorithm, *, pairs: bool
     ) -> tuple[list[Sample], list[Drop]]:
-        """Of the samples that a step took, some perhaps twice; a pair goes whole."""
+        """What is kept and dropped of the samples that a step took, some perhaps twice; a pair goes whole."""
         refs = all_samples(plan)
         named = [(ref["trajectory_id"], ref["turn_id"]) for ref in refs]
         each = self._candidates(recipe, plan.cut, list(dict.fromkeys(named)), 0)
@@ -189,11 +189,11 @@ class Selections:
         size = 2 if pairs else 1
         for start in range(0, len(refs), size):
             unit = [ref for ref in refs[start : start + size] if ref["turn_id"] in by_leaf]
-            found = [replace(by_leaf[ref["turn_id"]], margin=ref.get("margin")) for ref in unit]
-            if len(found) == size:
-                kept += found
+            members = [replace(by_leaf[ref["turn_id"]], margin=ref.get("margin")) for ref in unit]
+            if len(members) == size:
+                kept += members
             else:
-                broken |= {sample.leaf_turn_id: sample for sample in found}
+                broken |= {sample.leaf_turn_id: sample for sample in members}
         still = {sample.leaf_turn_id for sample in kept}
         alone = [Drop(sample, "pair_broken", {}) for leaf, sample in broken.items() if leaf not in still]
         return kept, dropped + alone
@@ -205,18 +205,18 @@ class Selections:
         plan = step.planned
         number = None if plan.schedule is None else plan.schedule["slice"]
         if number is None:
-            found = self._chosen(plan, recipe, drops, recorded_algorithm(plan.algorithm))
+            selected = self._chosen(plan, recipe, drops, recorded_algorithm(plan.algorithm))
         else:
-            found = self._of_epochs(plan, recipe, number)
-        return self._cut(found, recipe)
+            selected = self._of_epochs(plan, recipe, number)
+        return self._cut(selected, recipe)
 
     def _cut(
-        self, found: tuple[list[Sample], list[Drop]], recipe: RecipeConfig
+        self, selected: tuple[list[Sample], list[Drop]], recipe: RecipeConfig
     ) -> tuple[list[Sample], list[Drop]]:
-        """The samples as far as the model's context goes, where the recipe says so."""
+        """The samples, cut at the model's context where the recipe says so."""
         if recipe.too_long == "cut":
-            return [sample.within(self.limits.context) for sample in found[0]], found[1]
-        return found
+            return [sample.within(self.limits.context) for sample in selected[0]], selected[1]
+        return selected
 
     def _chosen(
         self,
@@ -225,13 +225,13 @@ class Selections:
         drops: Sequence[SampleDropped],
         algorithm: Algorithm,
     ) -> tuple[list[Sample], list[Drop]]:
-        """Of the groups and samples that the step took, or let go."""
+        """What is kept and dropped of the groups and samples that the step took, or let go."""
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
-        for taken, ref in self._skipped(plan, drops):
+        for skipped, ref in self._skipped(plan, drops):
             if ref not in refs:
-                decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
-        for drop in as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
+                decided.setdefault((skipped.policy_version, skipped.cut), []).append(ref)
+        for drop in in_arrival_order([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
@@ -254,16 +254,16 @@ class Selections:
         self, plan: StepPlanned, drops: Sequence[SampleDropped]
     ) -> Iterator[tuple[StepPlanned, tuple[str, str]]]:
         """Samples that the recipe had kept for an attempt that was skipped, each with that attempt's plan."""
-        given = {drop.turn_id: drop for drop in drops if drop.rule in GIVEN}
-        if not given:
+        by_turn = {drop.turn_id: drop for drop in drops if drop.rule in GIVEN}
+        if not by_turn:
             return
         which = (self.history.run, plan.policy, plan.step)
         for event in self.log.events_of([StepPlanned.KIND]):
-            of = event.record
-            if isinstance(of, StepPlanned) and (event.run, of.policy, of.step) == which:
-                for ref in all_samples(of) if of.attempt < plan.attempt else ():
-                    if ref["turn_id"] in given:
-                        yield of, (ref["trajectory_id"], ref["turn_id"])
+            planned = event.record
+            if isinstance(planned, StepPlanned) and (event.run, planned.policy, planned.step) == which:
+                for ref in all_samples(planned) if planned.attempt < plan.attempt else ():
+                    if ref["turn_id"] in by_turn:
+                        yield planned, (ref["trajectory_id"], ref["turn_id"])
 
     def _candidates(
         self,
@@ -275,7 +275,7 @@ class Selections:
         """The candidates of each trajectory that is finished at a cut, trajectories in the order given.
 
         Args:
-            before: the step before which what was consumed counts.
+            before: what steps before this one consumed counts as consumed; what later ones did does not.
         """
         turns, trajectories = self._first_used
         never = before  # what no step consumed
@@ -284,7 +284,7 @@ class Selections:
         chosen = _chosen_by_sql(self.log, cut, recipe, ids)
         mixture = mixture_in(self.limits)
         check = None if mixture is None else FitCheck(mixture)
-        found: dict[str, list[Sample]] = {}
+        candidates: dict[str, list[Sample]] = {}
         for trajectory in (held[trajectory_id] for trajectory_id in ids if trajectory_id in held):
             if trajectory.finished is None or trajectory.run not in recipe.runs(run):
                 continue
@@ -297,8 +297,8 @@ class Selections:
                 samples = [replace(sample, preferred=False) for sample in samples]
             if chosen is not None:
                 samples = [replace(sample, chosen=trajectory_id in chosen) for sample in samples]
-            found[trajectory_id] = [s for s in samples if turns.get(s.leaf_turn_id, never) >= before]
-        return found
+            candidates[trajectory_id] = [s for s in samples if turns.get(s.leaf_turn_id, never) >= before]
+        return candidates
 
     def _of_epochs(
         self, plan: StepPlanned, recipe: RecipeConfig, number: int
@@ -334,7 +334,7 @@ def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:
 
 
 def _reference(sample: Candidate, context: int | None) -> Json:
-    """How a manifest names a sample, as far as the model's context goes where the recipe cuts it."""
+    """How a manifest names a sample; with the model's context as its length where the recipe cuts it."""
     named: Json = {"trajectory_id": sample.trajectory_id, "turn_id": sample.leaf_turn_id}
     return named if context is None or sample.length <= context else named | {"tokens": context}
 
@@ -344,7 +344,7 @@ def _named(ref: Json) -> list[object]:
 
 
 def _chosen_by_sql(log: Store, cut: str, recipe: RecipeConfig, ids: Sequence[str]) -> set[str] | None:
-    """Of some trajectories those for which a recipe's conditions hold; None where none of them is SQL."""
+    """Those of some trajectories for which a recipe's conditions hold; None where none of these is SQL."""
     conditions = conditions_of(recipe)
     if conditions is None or recipe.where is None:
         return None
@@ -357,7 +357,7 @@ def _chosen_by_sql(log: Store, cut: str, recipe: RecipeConfig, ids: Sequence[str
 def _units(
     each: Mapping[str, list[Sample]], named: Sequence[tuple[str, str]], algorithm: Algorithm
 ) -> Iterable[list[Sample]]:
-    """What is decided on together: the trajectories of a group, or where there are none each sample."""
+    """The samples that are decided on together: those of a group, or each alone where there are no groups."""
     if "groups" not in algorithm.needs:
         by_leaf = {sample.leaf_turn_id: sample for samples in each.values() for sample in samples}
         return [[by_leaf[turn]] for _, turn in named if turn in by_leaf]
@@ -370,4 +370,4 @@ def _units(
 
 def _by_name(others: Sequence[Json] | None) -> list[Json]:
     """Members of groups that a step only compares with, in an order of their own."""
-    return sorted(others or (), key=lambda one: (one["run"], one["trajectory_id"]))
+    return sorted(others or (), key=lambda member: (member["run"], member["trajectory_id"]))

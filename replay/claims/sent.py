@@ -1,8 +1,8 @@
-"""Compares what engines said that they hold of a version with what that version's weights say that they must.
+"""Compares what engines reported that they hold of a version with what that version's weights give.
 
-`policy.activated` has the engine's own checksums, and how it holds tensors. From that and the weights the
-checksums follow (`engines.weights.expected`), so that neither the trainer that sent them nor the
-verification of its sync is believed.
+`policy.activated` has the engine's own checksums, and how it holds tensors. From that and the
+weights the checksums follow (`engines.weights.expected`), so that neither the trainer that sent the
+weights nor the verification of its sync has to be believed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Sent:
     Attributes:
         event_id: of its `policy.activated`.
         recorded_weights, found_weights: the digest of the version's weights, by Hugging Face names.
-        recorded_checksums, found_checksums: `ranks_digest` of what the engine said that it holds, and of what
-            these weights are there. The first is empty for an engine in the process that recorded it, the
-            second None where it cannot be known.
+        recorded_checksums, found_checksums: `ranks_digest` of what the engine reported, and of what
+            these weights give there. The first is empty for an engine in the process that recorded it,
+            the second None where it cannot be known.
     """
 
     engine: str
@@ -63,12 +63,15 @@ def activations(log: Store, run: str, policy: str) -> Mapping[int, Sequence[Acti
     Raises:
         CorruptionError: the log is damaged.
     """
-    found: dict[int, list[Activated]] = {}
+    by_version: dict[int, list[Activated]] = {}
     for event in log.events_of([PolicyActivated.KIND]):
         record = event.record
         if event.run == run and isinstance(record, PolicyActivated) and record.policy == policy:
-            found.setdefault(record.policy_version, []).append((event, record))
-    return {version: sorted(of, key=lambda one: one[0].event_id) for version, of in found.items()}
+            by_version.setdefault(record.policy_version, []).append((event, record))
+    return {
+        version: sorted(activated, key=lambda pair: pair[0].event_id)
+        for version, activated in by_version.items()
+    }
 
 
 def sent_differences(
@@ -81,24 +84,24 @@ def sent_differences(
     Args:
         activated: the version's.
         weights_digest: of these weights, which `digest_stream` gives.
-        stream: gives the weights again by Hugging Face names, one tensor at a time; it is called once for
-            each way in which engines hold them.
+        stream: gives the weights again by Hugging Face names, one tensor at a time; it is called once
+            for each way in which engines hold them.
 
     Raises:
-        FormatError: an event says of its engine what this release does not know; the event is named.
+        FormatError: an event describes its engine in a way this release does not know; it is named.
     """
-    found: dict[bytes, str] = {}
+    digests: dict[bytes, str] = {}
     compared = []
     for event, record in activated:
         checksums = None
         if record.checksums and record.held is not None:
             held = orjson.dumps(record.held, option=orjson.OPT_SORT_KEYS)
-            if held not in found:
+            if held not in digests:
                 try:
-                    found[held] = expected_ranks_digest(stream(), record.held)
+                    digests[held] = expected_ranks_digest(stream(), record.held)
                 except FormatError as error:
                     raise FormatError(f"event {event.event_id}, {event.kind}: {error}") from error
-            checksums = found[held]
+            checksums = digests[held]
         weights = (record.weights_digest, weights_digest)
         compared.append(Sent(record.engine, event.event_id, *weights, record.checksums, checksums))
     return compared
@@ -108,10 +111,13 @@ def sent(compared: Sequence[Sent]) -> StageReplay | None:
     """The stage `sent`; None where no engine was given the version."""
     if not compared:
         return None
-    said = [[one.engine, one.recorded_weights, one.recorded_checksums] for one in compared]
-    due = [[one.engine, one.found_weights, one.found_checksums or one.recorded_checksums] for one in compared]
-    digests = digest_json(said), digest_json(due)
-    odd = next((one for one in compared if one.verdict == "differs"), None)
+    recorded = [[entry.engine, entry.recorded_weights, entry.recorded_checksums] for entry in compared]
+    due = [
+        [entry.engine, entry.found_weights, entry.found_checksums or entry.recorded_checksums]
+        for entry in compared
+    ]
+    digests = digest_json(recorded), digest_json(due)
+    odd = next((entry for entry in compared if entry.verdict == "differs"), None)
     if odd is not None:
         checksums = odd.recorded_weights == odd.found_weights
         both = (
@@ -125,6 +131,6 @@ def sent(compared: Sequence[Sent]) -> StageReplay | None:
         what = "checksums" if checksums else "weights"
         place = Place(key=f"{what} of engine {odd.engine}", recorded=both[0], replayed=both[1])
         return StageReplay("sent", Verdict.differs, *digests, why=place.said(), place=place)
-    unknown = sorted({one.engine for one in compared if one.verdict == "not recorded"})
+    unknown = sorted({entry.engine for entry in compared if entry.verdict == "not recorded"})
     why = f"how {', '.join(unknown)} held them was not recorded" if unknown else ""
     return StageReplay("sent", Verdict.equal, *digests, why=why)

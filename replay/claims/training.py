@@ -1,8 +1,8 @@
-"""Whether a step's records fit the training that took it: what its `run.opened` says, and the records before.
+"""Whether a step's records fit its training: what its `run.opened` says, and the records before.
 
-Settings are compared as they are read today, so that a key which the release of then did not have counts as
-its default. What a training was opened with is proven in turn by the name of its steps' phase, which is a
-digest of all in it that decides what is trained.
+Settings are compared as they are read today, so a key that the release of that time did not have
+counts as its default. What a training was opened with is proven in turn by the name of its steps'
+phase, a digest of all that decides what is trained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 import orjson
 from pydantic import ValidationError
 
-from rollbook.replay.claim import Claim, judged
+from rollbook.replay.claim import Claim, judge_claim
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.config import Table
@@ -22,7 +22,7 @@ from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import Event, Json, RunOpened, SegmentDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, family_of
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.parts import loaded, named_parts
+from rollbook.train.algorithms.parts import loaded_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import CriticConfig, OptimizerConfig, TrainConfig, parse_config
 from rollbook.train.config.lora import LoraConfig, recorded_lora
@@ -43,8 +43,8 @@ class Trainings:
 
     Attributes:
         opened: (step, attempt) -> the `run.opened` that stands before its plan, in the plan's lane.
-        first_numbers: id of that event -> the least `number` in its training of the steps that it planned.
-        complete: whether no event of the log was given up, so that what is not there never was.
+        first_numbers: id of that event -> the lowest `number` of the steps that its training planned.
+        complete: whether no event of the log was given up, so that what is missing never was.
     """
 
     opened: dict[tuple[int, int], Event] = field(default_factory=dict)
@@ -72,83 +72,85 @@ def trainings(log: Store, run: str, policy: str) -> Trainings:
     Raises:
         CorruptionError: the log is damaged.
     """
-    found, opening = Trainings(), dict[str, Event]()
+    result, opening = Trainings(), dict[str, Event]()
     for event in log.events_of([RunOpened.KIND, StepPlanned.KIND, SegmentDropped.KIND]):
         match event.record:
             case SegmentDropped():
-                found.complete = False
+                result.complete = False
             case RunOpened(command="train", config=config) if event.run == run:
                 if config.get("policy") == policy:
                     opening[event.lane] = event
             case StepPlanned() as plan if (event.run, plan.policy) == (run, policy):
-                found.planned(plan, opening.get(event.lane))
+                result.planned(plan, opening.get(event.lane))
             case _:
                 pass
-    return found
+    return result
 
 
-def training(history: History, step: CommittedStep, of: Trainings, *, excerpt: bool) -> StageReplay:
+def training(history: History, step: CommittedStep, starts: Trainings, *, excerpt: bool) -> StageReplay:
     """The stage `training`: whether a step's records are of its training.
 
     Args:
         excerpt: whether the log lacks events of the training.
     """
-    found = judged(STAGE, _claim(history, step, of, excerpt=excerpt))
-    if found.verdict == Verdict.equal and of.opening(step.planned) is None:
+    stage = judge_claim(STAGE, _claim(history, step, starts, excerpt=excerpt))
+    if stage.verdict == Verdict.equal and starts.opening(step.planned) is None:
         return StageReplay(STAGE, Verdict.not_recorded, why="what it was opened with")
-    return found
+    return stage
 
 
-def _claim(history: History, step: CommittedStep, of: Trainings, *, excerpt: bool) -> Claim:
+def _claim(history: History, step: CommittedStep, starts: Trainings, *, excerpt: bool) -> Claim:
     """What a step's records say, and what that must be."""
-    plan, opened = step.planned, of.opening(step.planned)
-    said: Json = {"commit": step.committed.policy_version}
+    plan, opened = step.planned, starts.opening(step.planned)
+    recorded: Json = {"commit": step.committed.policy_version}
     due: Json = {"commit": plan.policy_version + 1}
     if not excerpt:
-        _add(said, due, _of_those_before(history, plan, of))
+        _add(recorded, due, _history_pairs(history, plan, starts))
     if opened is not None:
-        _add(said, due, _of_opening(plan, opened))
+        _add(recorded, due, _opening_pairs(plan, opened))
         if not excerpt and opened.config.get("source") == "cut":
             first = history.of_family(family_of(plan.phase))[0].planned
-            _add(said, due, {"cut": (plan.cut, first.cut)})
+            _add(recorded, due, {"cut": (plan.cut, first.cut)})
         if not excerpt and plan.lora is not None:
             begun = history.of_phase(plan.phase)[0].planned
-            _add(said, due, {"lora.base_version": (plan.lora["base_version"], begun.policy_version)})
-        event = of.opened[plan.step, plan.attempt]
-        done, number = opened.config.get("steps_done"), of.first_numbers.get(event.event_id)
+            _add(recorded, due, {"lora.base_version": (plan.lora["base_version"], begun.policy_version)})
+        event = starts.opened[plan.step, plan.attempt]
+        done, number = opened.config.get("steps_done"), starts.first_numbers.get(event.event_id)
         if not excerpt and done is not None and number is not None:
-            _add(said, due, {"run.opened.steps_done": (done, number)})
-    return Claim(said, due)
+            _add(recorded, due, {"run.opened.steps_done": (done, number)})
+    return Claim(recorded, due)
 
 
 _Pairs = Mapping[str, tuple[object, object]]
 """Key -> what is said under it, and what that must be."""
 
 
-def _add(said: Json, due: Json, pairs: _Pairs) -> None:
-    said |= {key: pair[0] for key, pair in pairs.items()}
+def _add(recorded: Json, due: Json, pairs: _Pairs) -> None:
+    recorded |= {key: pair[0] for key, pair in pairs.items()}
     due |= {key: pair[1] for key, pair in pairs.items()}
 
 
-def _of_those_before(history: History, plan: StepPlanned, of: Trainings) -> _Pairs:
-    """The version that a step starts from, and its attempt, which follow the steps and attempts before."""
-    found: dict[str, tuple[object, object]] = {}
+def _history_pairs(history: History, plan: StepPlanned, starts: Trainings) -> _Pairs:
+    """A step's starting version and attempt, which follow from the steps and attempts before."""
+    pairs: dict[str, tuple[object, object]] = {}
     earlier = [number for number in history.steps if number < plan.step]
     since = range(max(earlier, default=plan.step) + 1, plan.step)
     if earlier and all(number in history.abandoned for number in since):
-        made = [history.steps[since.start - 1].committed.policy_version]
-        made += [history.abandoned[number].goes_on_as for number in since]
-        found["policy_version"] = plan.policy_version, max(made)
-    if of.complete and of.opened:
-        there = [attempt for number, attempt in of.opened if number == plan.step and attempt < plan.attempt]
-        found["attempt"] = plan.attempt, max(there, default=0) + 1
-    return found
+        versions = [history.steps[since.start - 1].committed.policy_version]
+        versions += [history.abandoned[number].goes_on_as for number in since]
+        pairs["policy_version"] = plan.policy_version, max(versions)
+    if starts.complete and starts.opened:
+        there = [
+            attempt for number, attempt in starts.opened if number == plan.step and attempt < plan.attempt
+        ]
+        pairs["attempt"] = plan.attempt, max(there, default=0) + 1
+    return pairs
 
 
-def _of_opening(plan: StepPlanned, opened: RunOpened) -> _Pairs:
-    """What of a manifest its training was opened with."""
+def _opening_pairs(plan: StepPlanned, opened: RunOpened) -> _Pairs:
+    """The parts of a manifest that follow from what its training was opened with."""
     config, algorithm = opened.config, recorded_algorithm(plan.algorithm)
-    found: dict[str, tuple[object, object]] = {
+    pairs: dict[str, tuple[object, object]] = {
         "phase": _phase(plan, config),
         "run.opened.demand": (config.get("demand"), asdict(algorithm.demand)),
         "optimizer": _read(OptimizerConfig, plan.optimizer, config.get("optimizer")),
@@ -159,20 +161,20 @@ def _of_opening(plan: StepPlanned, opened: RunOpened) -> _Pairs:
     }
     if plan.rollout_batch is not None and "samples" not in plan.rollout_batch:
         # Of the step that begins the batch the stage `selection` says it.
-        found["recipe"] = _read(RecipeConfig, plan.recipe, config.get("recipe"))
-        found["recipe_digest"] = plan.recipe_digest, digest_json(plan.recipe)
+        pairs["recipe"] = _read(RecipeConfig, plan.recipe, config.get("recipe"))
+        pairs["recipe_digest"] = plan.recipe_digest, digest_json(plan.recipe)
     if plan.schedule is not None:
-        found |= {f"schedule.{key}": (plan.schedule[key], config.get(key)) for key in _AS_SCHEDULED}
+        pairs |= {f"schedule.{key}": (plan.schedule[key], config.get(key)) for key in _AS_SCHEDULED}
     if "dtype" in config:
-        found["environment.dtype"] = plan.environment["dtype"], config["dtype"]
+        pairs["environment.dtype"] = plan.environment["dtype"], config["dtype"]
     if opened.environment:
         before = {key: value for key, value in opened.environment.items() if key != SOURCES}
-        found["environment"] = plan.environment, before
-    return {key: pair for key, pair in found.items() if not _unsaid(key, config)}
+        pairs["environment"] = plan.environment, before
+    return {key: pair for key, pair in pairs.items() if not _not_in_opening(key, config)}
 
 
-def _unsaid(key: str, config: Json) -> bool:
-    """Whether the release that opened a training said nothing of a key."""
+def _not_in_opening(key: str, config: Json) -> bool:
+    """Whether the release that opened a training did not record a key."""
     wanted = {
         "run.opened.demand": "demand",
         "optimizer": "optimizer",
@@ -192,26 +194,26 @@ def _phase(plan: StepPlanned, config: Json) -> tuple[object, object]:
 
 
 def _names(config: Json) -> list[str] | None:
-    """The names of the training that a configuration describes; None where it cannot be read here: it lacks
-    what a training of today says, or names parts of somebody's own that were not loaded."""
+    """The names of the training that a configuration describes; None where it cannot be read here: it
+    lacks what a training of today says, or names user's parts that were not loaded."""
     values = {key: value for key, value in config.items() if key in TrainConfig.model_fields}
     try:
         for name in named_parts(values.get("algorithm") or {}):
-            loaded(name)
+            loaded_part(name)
         return family_names(parse_config(values, "run.opened"), config["source"])
     except (ConfigError, TrainError, KeyError):
         return None
 
 
-def _read(table: type[Table], said: Json, opened: Json | None) -> tuple[object, object]:
+def _read(table: type[Table], recorded: Json, opened: Json | None) -> tuple[object, object]:
     """Two tables as they are read today; as they were written where one of them cannot be."""
     if opened is None:
-        return said, None
+        return recorded, None
     try:
-        both = (table.model_validate_json(orjson.dumps(values)) for values in (said, opened))
-        before, due = (one.model_dump(mode="json") for one in both)
+        both = (table.model_validate_json(orjson.dumps(values)) for values in (recorded, opened))
+        before, due = (model.model_dump(mode="json") for model in both)
     except ValidationError:
-        return said, opened
+        return recorded, opened
     return before, due
 
 
@@ -223,10 +225,10 @@ def _critic(plan: StepPlanned, config: Json, algorithm: Algorithm) -> tuple[obje
 
 
 def _lora(plan: StepPlanned, config: Json) -> tuple[object, object]:
-    """The low-rank factors that are trained, without the version that they are beside."""
+    """The LoRA settings, without the version of the base weights."""
     opened = config.get("lora")
     if plan.lora is None or opened is None:
         return plan.lora, opened
     held = recorded_lora(plan.lora)
-    said, due = _read(LoraConfig, held.config.model_dump(mode="json"), opened)
-    return {"keys": said, "seed": held.seed}, {"keys": due, "seed": config.get("seed", held.seed)}
+    recorded, due = _read(LoraConfig, held.config.model_dump(mode="json"), opened)
+    return {"keys": recorded, "seed": held.seed}, {"keys": due, "seed": config.get("seed", held.seed)}

@@ -1,4 +1,4 @@
-"""Whether the checkpoint of the version that a step made is what the step made."""
+"""Whether the checkpoint of a step's version holds what the step made."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ STAGES_OF = {
 def written(
     log: Store, records: Sequence[CheckpointWritten], step: Mapping[str, Any]
 ) -> tuple[StageReplay | None, Checkpoint | None]:
-    """The stage `checkpoint`, and the checkpoint that was read; None where none of the version was recorded.
+    """The stage `checkpoint`, and the checkpoint that was read; None where the version has none recorded.
 
-    That the step gives these digests is what its other stages prove.
+    The step's other stages prove that it gives these digests.
 
     Args:
         records: of the version that the step made; the last that is there counts.
         step: stage -> the digest that the step recorded.
     """
-    found: StageReplay | None = None
+    failure: StageReplay | None = None
     for record in reversed(records):
         try:
             held = read_checkpoint(place_inside(log.path, record.path))
         except (ModelError, OutsideError, OSError) as error:
-            found = found or _unreadable(log, record, str(error))
+            failure = failure or _unreadable(log, record, str(error))
             continue
         there = digests_of(held)
         due = {what: step.get(stage) for what, stage in STAGES_OF.items() if what in there}
@@ -50,7 +50,7 @@ def written(
         wrong = [what for what in there if there[what] != due[what]] or ["weights in the log"]
         why = f"{record.path}: {', '.join(wrong)} are not what the step made"
         return StageReplay("checkpoint", Verdict.differs, *digests, why=why), held
-    return found, None
+    return failure, None
 
 
 def digests_of(held: Checkpoint) -> Json:
@@ -65,7 +65,7 @@ def digests_of(held: Checkpoint) -> Json:
 
 
 def _unreadable(log: Store, record: CheckpointWritten, error: str) -> StageReplay:
-    """One that is gone proves nothing; one that is damaged differs."""
+    """The verdict on a checkpoint that cannot be read: not proven if it is gone, differing if damaged."""
     if not (log.path / record.path).exists():
         return StageReplay("checkpoint", Verdict.not_proven, why=f"{record.path} is not there any more")
     return StageReplay("checkpoint", Verdict.differs, why=error)

@@ -1,4 +1,4 @@
-"""A turn that was sampled again beside the recorded one: same tokens, or the first that differs. Pure."""
+"""Compares a turn sampled again with the recorded one: same tokens, or the first that differs. Pure."""
 
 from __future__ import annotations
 
@@ -105,30 +105,33 @@ def compare(
 
 
 def _first_difference(was: TurnCompleted, now: TurnCompleted) -> int | None:
-    """Where two completions part. One that was cut off from outside may be longer than the other."""
-    one, other = was.completion_ids, now.completion_ids
-    length = min(len(one), len(other))
-    apart = np.flatnonzero(one[:length] != other[:length])
+    """Where two completions part; None where they do not. One that was cut off from outside may be the
+    shorter."""
+    recorded_ids, new_ids = was.completion_ids, now.completion_ids
+    length = min(len(recorded_ids), len(new_ids))
+    apart = np.flatnonzero(recorded_ids[:length] != new_ids[:length])
     if len(apart):
         return int(apart[0])
-    shorter = was if len(one) < len(other) else now
+    shorter = was if len(recorded_ids) < len(new_ids) else now
     by_string = STOP_STRING in was.flags and STOP_STRING in now.flags  # an engine may be late to end there
     cut = shorter.finish_reason == "abort" or by_string
-    return None if len(one) == len(other) or cut else length
+    return None if len(recorded_ids) == len(new_ids) or cut else length
 
 
 def _weights(done: TurnCompleted) -> tuple[str, int] | None:
     """The policy and version that sampled all of it; None: none, or several."""
-    found = {(span.policy, span.version) for span in done.version_spans}
-    return found.pop() if len(found) == 1 else None
+    versions = {(span.policy, span.version) for span in done.version_spans}
+    return versions.pop() if len(versions) == 1 else None
 
 
 def _same_draws(was: TurnRequested, now: TurnRequested, *, seeded: bool) -> bool:
-    """Whether both say the same about sampling, and the engine can act on it."""
+    """Whether both ask for the same sampling, and the engine can act on it."""
     greedy = was.sampling.get("temperature") == now.sampling.get("temperature") == 0
     leave_out = {"seed"} if greedy else set()
-    one, other = ({k: v for k, v in asked.sampling.items() if k not in leave_out} for asked in (was, now))
-    return one == other and was.honoured == now.honoured and (greedy or seeded)
+    recorded, replayed = (
+        {k: v for k, v in request.sampling.items() if k not in leave_out} for request in (was, now)
+    )
+    return recorded == replayed and was.honoured == now.honoured and (greedy or seeded)
 
 
 def _gaps(was: TurnCompleted, now: TurnCompleted, common: int) -> npt.NDArray[np.float64] | None:

@@ -1,10 +1,10 @@
-"""Samples a recorded trajectory again with other weights, or with the same, as a new trajectory of split
-`replay`. The source is only read.
+"""Samples a recorded trajectory again with other weights, or with the same, as a new trajectory of
+split `replay`. The source is only read.
 
-Repeated, every recorded request is sent again with exactly its prompt's ids, whatever the replies before it
-are now. Continued, the first request is, and what follows goes on from the new replies: with what the
-recorded agent said, as far as it applies. Requests, replies, tokens and versions are recorded by the parts
-that `rollbook serve` records with.
+`repeated`: every recorded request is sent again with exactly its prompt's ids, whatever the new
+replies before it are. `continued`: only the first request is; what follows goes on from the new
+replies with the recorded agent's messages, as far as they apply. Requests, replies, tokens and
+versions are recorded by the parts that `rollbook serve` records with.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.replay.rollouts.compare import TurnAgain
 from rollbook.replay.rollouts.session import ReplayCourse, Session, check_shaping
-from rollbook.replay.rollouts.source import Draws, conversation_from, recorded, turns_between
+from rollbook.replay.rollouts.source import Draws, conversation_from, read_source, turns_between
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.errors import ConfigError, ReplayError
 from rollbook.store.events import REPLAY, Json, RunOpened, TrajectoryFinished
@@ -56,8 +56,10 @@ class Weights:
     """What samples: the engine, and the weights that it serves.
 
     Attributes:
-        version: of the policy, whose checkpoint is in the store; None: `model`, or what an engine serves.
-        run: that the version is of, and that the replay is recorded in; None: that of the source.
+        version: of the policy, whose checkpoint is in the store; None: `model`, or what an engine
+            serves.
+        run: to which the version belongs, and in which the replay is recorded; None: that of the
+            source.
         model: a model directory, in the place of a version.
         engine, engine_urls, script, device, threads: as settings of a proxy.
     """
@@ -134,7 +136,7 @@ def replay_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str = "
         EngineError: the engine failed; the replay is recorded as failed, as far as it came.
         LaneLockedError: another process writes the lane.
     """
-    source = recorded(log, rollout.trajectory_id)
+    source = read_source(log, rollout.trajectory_id)
     choose = conversation_from if rollout.how == "continued" else turns_between
     turns = choose(source, rollout.first, rollout.last)
     run = weights.run or source.run
@@ -143,11 +145,11 @@ def replay_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str = "
         settings = _settings(log, weights, run, lane, model)
         tokenizer = load_chat_tokenizer(model)
         calls = check_shaping(source, turns, rollout.draws, tokenizer, model)
-        made = make_engine(settings, secrets, tokenizer)
+        factory = make_engine(settings, secrets, tokenizer)
         with contextlib.closing(Recorder(log, lane, run, goes_on=False)) as recorder:
-            _end_what_was_left(recorder)
+            _abort_left_open(recorder)
             identity = identity_of(recorder, weights.policy, model)
-            engine = made(identity)
+            engine = factory(identity)
             check_engines(engine, identity, model)
             family = choose_family("auto", model, tokenizer.template_source)
             runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), family)
@@ -158,7 +160,7 @@ def replay_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str = "
 
 @contextlib.contextmanager
 def _model(log: Store, weights: Weights, run: str) -> Iterator[Path]:
-    """The directory of the weights, which an engine that serves others has the tokenizer of.
+    """The directory of the weights; an engine that serves other weights has its tokenizer from there.
 
     Raises:
         ConfigError: none is named, or two are.
@@ -174,13 +176,13 @@ def _model(log: Store, weights: Weights, run: str) -> Iterator[Path]:
     if not is_sharded(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="rollbook-replay-") as made:
-        export_model(log, Path(made) / "model", weights.version, run, weights.policy)
-        yield Path(made) / "model"
+    with tempfile.TemporaryDirectory(prefix="rollbook-replay-") as temporary:
+        export_model(log, Path(temporary) / "model", weights.version, run, weights.policy)
+        yield Path(temporary) / "model"
 
 
 def _settings(log: Store, weights: Weights, run: str, lane: str, model: Path) -> ServeSettings:
-    """What a proxy of these weights would run with.
+    """The settings of a proxy for these weights.
 
     Raises:
         ModelError: the model's directory is not there.
@@ -209,8 +211,8 @@ def _opened(rollout: Rollout, settings: ServeSettings, tokenizer: ChatTokenizer)
     return RunOpened("replay rollout", shown, str(settings.model), *digests)
 
 
-def _end_what_was_left(recorder: Recorder) -> None:
-    """Finish, as aborted, replays of this lane that a process left open which is gone: the lane is ours."""
+def _abort_left_open(recorder: Recorder) -> None:
+    """Finish as aborted the replays that a process, now gone, left open in this lane: the lane is ours."""
     store = recorder.store
     with connect_at(store, format_cut(store.head())) as connection:
         rows = connection.execute(_LEFT_OPEN, {"split": REPLAY, "lane": recorder.lane}).fetchall()

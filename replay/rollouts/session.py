@@ -1,8 +1,8 @@
-"""The turns of a replay, one after another: each asked, recorded and compared with the recorded one.
+"""The turns of a replay in order: each is requested, recorded and compared with the recorded one.
 
-The agent and its tools are not there, so a new reply is followed by what of the recorded conversation still
-applies. A user's message is said whatever the model replied. A tool's result is the answer to one call: it is
-used for a call of the same name and arguments, and for no other.
+The agent and its tools are not there, so a new reply is followed by what of the recorded
+conversation still applies. A user's message is sent whatever the model replied. A tool's result
+answers one call: it is used for a call of the same name and arguments, and for no other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOPPED = "replay_stopped"
 
 @dataclass(slots=True, eq=False)
 class ReplayCourse:
-    """What became of a replay: its trajectory, its turns so far, and why it stopped early, if it did."""
+    """The course of a replay: its trajectory, its turns so far, and why it stopped early, if it did."""
 
     opened: TrajectoryOpened
     turns: list[TurnAgain] = field(default_factory=list)
@@ -47,7 +47,8 @@ class ReplayCourse:
 def check_shaping(
     source: Trajectory, turns: Sequence[Turn], draws: Draws, tokenizer: ChatTokenizer, model: Path
 ) -> list[ModelCall]:
-    """The calls of the turns, whose ids mean to a model what they meant when they were recorded.
+    """The calls of the turns, once it is checked that their ids mean to a model what they meant when
+    recorded.
 
     Args:
         model: whose tokenizer it is.
@@ -71,8 +72,8 @@ class Session:
     """Samples turns again with a runner whose engine is running.
 
     Attributes:
-        turns, calls: the recorded turns, in order, and what each asked.
-        continues: each goes on from the replies that come now; or else each is sent as it was recorded.
+        turns, calls: the recorded turns, in order, and the request of each.
+        continues: each goes on from the replies that come now; else each is sent as it was recorded.
     """
 
     source: Trajectory
@@ -123,13 +124,13 @@ class Session:
         for turn, then, call in zip(self.turns, self.turns[1:], self.calls[1:], strict=False):
             assert turn.completed is not None
             added = added_messages(self.source, turn, then)
-            found = following(again.reply, turn.completed.reply, added)
-            if isinstance(found, Stopped):
-                course.stopped = f"behind turn {number_of(turn)}: {found.reason}"
+            messages = following(again.reply, turn.completed.reply, added)
+            if isinstance(messages, Stopped):
+                course.stopped = f"behind turn {number_of(turn)}: {messages.reason}"
                 return
-            conversation = [*conversation, again.reply, *found]
+            conversation = [*conversation, again.reply, *messages]
             again = await self._ask(live, course, then, as_chat(call, conversation))
-        if calls := called(again.reply):
+        if calls := call_signatures(again.reply):
             name, arguments = calls[0]
             course.stopped = f"the record ends here, and the last reply calls {name}({arguments[:80]})"
 
@@ -190,49 +191,49 @@ class Stopped:
 
 
 def following(reply: Json, recorded: Json, added: Sequence[Json]) -> list[Json] | Stopped:
-    """The messages that go on behind a new reply, or why none does.
+    """The messages that go on after a new reply, or why none does.
 
     Args:
         reply: the new one, in chat form.
         recorded: the one in its place in the record.
-        added: the messages that the recorded agent sent behind that.
+        added: the messages that the recorded agent sent after that one.
     """
     if any(message.get("role") == "assistant" for message in added):
         return Stopped("the recorded agent went on from a reply of its own making")
     results = [message for message in added if message.get("role") in _RESULTS]
-    calls = called(reply)
+    calls = call_signatures(reply)
     if results and not calls:
         return Stopped(f"the new reply makes no call, where the recorded one made {_shown(recorded)}")
     answers = _answers(recorded, results)
-    made: list[Json] = []
-    for call, said in zip(reply.get("tool_calls") or (), calls, strict=True):
-        place = next((i for i, (of, _) in enumerate(answers) if of == said), None)
+    matched: list[Json] = []
+    for call, wanted in zip(reply.get("tool_calls") or (), calls, strict=True):
+        place = next((i for i, (known, _) in enumerate(answers) if known == wanted), None)
         if place is None:
-            return Stopped(f"the recorded agent never called {_spelled(said)}, so no result of it is known")
-        made.append(answers.pop(place)[1] | {"tool_call_id": call.get("id")})
-    return [*made, *(message for message in added if message.get("role") not in _RESULTS)]
+            return Stopped(f"the recorded agent never called {_spelled(wanted)}, so no result of it is known")
+        matched.append(answers.pop(place)[1] | {"tool_call_id": call.get("id")})
+    return [*matched, *(message for message in added if message.get("role") not in _RESULTS)]
 
 
-def called(reply: Json) -> list[tuple[str, str]]:
+def call_signatures(reply: Json) -> list[tuple[str, str]]:
     """(name, canonical arguments) of each call of a reply."""
     return [(str(name), str(arguments)) for name, arguments in normal(reply)[2] or ()]
 
 
 def _answers(recorded: Json, results: Sequence[Json]) -> list[tuple[tuple[str, str], Json]]:
     """(call, result) of the recorded reply: by the call's id, or by place where a result names none."""
-    calls = called(recorded)
+    calls = call_signatures(recorded)
     ids = [call.get("id") for call in recorded.get("tool_calls") or ()]
-    found = []
+    answers = []
     for place, result in enumerate(results):
         named = result.get("tool_call_id")
         at = ids.index(named) if named is not None and named in ids else place
         if at < len(calls):
-            found.append((calls[at], result))
-    return found
+            answers.append((calls[at], result))
+    return answers
 
 
 def _shown(reply: Json) -> str:
-    return ", ".join(map(_spelled, called(reply))) or "none"
+    return ", ".join(map(_spelled, call_signatures(reply))) or "none"
 
 
 def _spelled(call: tuple[str, str]) -> str:

@@ -1,5 +1,5 @@
-"""A recorded trajectory as the source of a replay: which of its turns are sampled again, in which order, and
-the plan that sends exactly the ids of each recorded prompt. Nothing is written to it."""
+"""A recorded trajectory as the source of a replay: which of its turns are sampled again, in which
+order, and the plan that sends exactly the ids of each recorded prompt. The source is only read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollbook.store.events import Json, TrajectoryErased
 from rollbook.store.fold.trajectory import Trajectory, Turn, fold
 
 
-def recorded(log: Store, trajectory_id: str) -> Trajectory:
+def read_source(log: Store, trajectory_id: str) -> Trajectory:
     """The trajectory as the log has it.
 
     Raises:
@@ -31,17 +31,18 @@ def recorded(log: Store, trajectory_id: str) -> Trajectory:
         CorruptionError: a file that may hold it is damaged.
     """
     events = log.events_about([trajectory_id])
-    found = fold(events).get(trajectory_id)
-    if found is None:
+    trajectory = fold(events).get(trajectory_id)
+    if trajectory is None:
         raise ReplayError(f"trajectory {trajectory_id}: the log has it no more, retention dropped it")
     erasures = [event.record for event in events if isinstance(event.record, TrajectoryErased)]
-    if erasures or any(turn.tokens_erased for turn in found.turns.values()):
+    if erasures or any(turn.tokens_erased for turn in trajectory.turns.values()):
         why = erasures[-1].reason if erasures else "not recorded yet: the erasure was cut short, run it again"
         raise ReplayError(
-            f"trajectory {found.opened.name!r} was erased ({why}): its requests are gone, and nothing is "
+            f"trajectory {trajectory.opened.name!r} was erased ({why}): its requests are gone, and "
+            "nothing is "
             "left to sample again"
         )
-    return found
+    return trajectory
 
 
 def endpoint_of(turn: Turn) -> str:
@@ -55,7 +56,7 @@ def number_of(turn: Turn) -> int:
 
 
 def turns_between(source: Trajectory, first: int | None, last: int | None) -> list[Turn]:
-    """The turns with these numbers and between them that were answered, in the order they were asked.
+    """The answered turns from one number to another, in the order in which they were requested.
 
     Args:
         first, last: None: those of the first and the last turn that was answered.
@@ -108,11 +109,11 @@ def conversation_from(source: Trajectory, first: int | None, last: int | None) -
     before = _earlier_turns(source, turns)
     path = [fork]
     for leaf in reversed(turns):
-        found = [leaf]
-        while found[-1] is not fork and (earlier := before[found[-1].turn_id]) is not None:
-            found.append(earlier)
-        if found[-1] is fork:
-            path = found[::-1]
+        branch = [leaf]
+        while branch[-1] is not fork and (earlier := before[branch[-1].turn_id]) is not None:
+            branch.append(earlier)
+        if branch[-1] is fork:
+            path = branch[::-1]
             break
     return path
 
@@ -123,18 +124,18 @@ def added_messages(source: Trajectory, turn: Turn, then: Turn) -> list[dict[str,
 
 
 def _earlier_turns(source: Trajectory, turns: list[Turn]) -> dict[str, Turn | None]:
-    """Turn -> the turn among these whose messages and reply its request repeats first: the latest, and the
-    one that knows most."""
-    found: dict[str, Turn | None] = {}
+    """Turn id -> its parent, if that is one of these; else the turn whose messages and reply its request
+    begins with: the longest such, and of those the latest."""
+    earlier: dict[str, Turn | None] = {}
     tips: dict[bytes, Turn] = {}
     for turn in turns:
         hashes = chain_all(source.messages(turn))
         parent = source.parent(turn)
         echoed = next((tips[tip] for tip in reversed(hashes) if tip in tips), None)
-        found[turn.turn_id] = parent if parent in turns else echoed
+        earlier[turn.turn_id] = parent if parent in turns else echoed
         assert turn.completed is not None
         tips[chain(hashes[-1], turn.completed.reply)] = turn
-    return found
+    return earlier
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -155,7 +156,7 @@ class Draws:
 
 
 def call_again(source: Trajectory, turn: Turn, draws: Draws) -> ModelCall:
-    """The call that a turn was recorded for, asking for one completion, sampled as it was.
+    """The call that a turn was recorded for, for one completion, sampled as it was.
 
     Raises:
         ReplayError: its endpoint is none that this release serves.
@@ -165,14 +166,14 @@ def call_again(source: Trajectory, turn: Turn, draws: Draws) -> ModelCall:
     if api is None:
         text = f"turn {number_of(turn)} was asked at {endpoint_of(turn)}, which is not served here"
         raise ReplayError(text)
-    asked = turn.requested
+    requested = turn.requested
     raw = api.conversation == "prompt"
     messages = source.messages(turn)
-    said: Any = source.prompt_ids(turn).tolist() if raw else source.items(turn)
-    body = {api.conversation: messages if said is None else said} | asked.request
+    conversation: Any = source.prompt_ids(turn).tolist() if raw else source.items(turn)
+    body = {api.conversation: messages if conversation is None else conversation} | requested.request
     call = api.read(body, _history(source))
     fields = call.fields.model_copy(update=_sampling(turn, draws))
-    return replace(call, messages=[] if raw else messages, rest=asked.request, fields=fields)
+    return replace(call, messages=[] if raw else messages, rest=requested.request, fields=fields)
 
 
 def as_chat(call: ModelCall, messages: list[Json]) -> ModelCall:
@@ -230,13 +231,13 @@ def _history(source: Trajectory) -> History:
 
 
 def _sampling(turn: Turn, draws: Draws) -> Json:
-    """What is sampled by, in the place of what the request left open when it was recorded."""
-    recorded = turn.requested.sampling
-    own = recorded.get("seed", number_of(turn))
+    """The sampling fields to send, in place of what the request left open when it was recorded."""
+    read_source = turn.requested.sampling
+    own = read_source.get("seed", number_of(turn))
     update: Json = {
         "n": 1,
         "seed": own if draws.seed is None else draws.seed + number_of(turn),
-        "max_tokens": recorded.get("max_new_tokens"),
+        "max_tokens": read_source.get("max_new_tokens"),
         "max_completion_tokens": None,
     }
     return update | ({"temperature": 0.0} if draws.greedy else {})

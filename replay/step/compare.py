@@ -1,4 +1,4 @@
-"""Compares a step that was run again with what was recorded of it, stage by stage, down to the place."""
+"""Compares a step that was run again with its record: stage by stage, down to the place that differs."""
 
 from __future__ import annotations
 
@@ -37,37 +37,39 @@ TensorsOf = Callable[[str, str], torch.Tensor | None]
 """(stage, name) -> a tensor of the stage; None where it is not there."""
 
 
-def nowhere(stage: str, name: str) -> None:
+def no_tensor(stage: str, name: str) -> None:
     """No tensor is there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffContext:
-    """What there is to find a place by, where a stage differs.
+    """The data to find the place of a difference in a stage.
 
     Attributes:
         batch: the step's.
-        hashes: as recorded; of the inputs those that the step before recorded of its results.
+        hashes: as recorded; of the inputs, those that the step before recorded of its results.
         values: stage -> what was recorded of each trained token, float32 [P].
         evidence: of the step as it was run now.
-        recorded_tensors, tensors: of a stage, as far as a checkpoint has them, and of the policy now.
+        recorded_tensors, tensors: of a stage: a checkpoint's, as far as it has them, and the policy's
+            now.
     """
 
     batch: Batch
     hashes: RecordedHashes
     evidence: Evidence
     values: Mapping[str, Singles] = field(default_factory=dict)
-    recorded_tensors: TensorsOf = nowhere
-    tensors: TensorsOf = nowhere
+    recorded_tensors: TensorsOf = no_tensor
+    tensors: TensorsOf = no_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Lenient:
-    """What tolerances hang on, where bits are not promised.
+    """What tolerances depend on, where bits are not promised.
 
     Attributes:
         stages: of the step; dtype: of its weights and activations.
-        at_checkpoint: whether the step starts right at a checkpoint; else what it starts with is off already.
+        at_checkpoint: whether the step starts right at a checkpoint; else what it starts with is off
+            already.
         elsewhere: whether this is another kind of device, which has other generators of random numbers.
     """
 
@@ -83,7 +85,7 @@ class Lenient:
 
 
 def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHashes:
-    """The hashes that a step recorded, and of what it starts from those of the step before.
+    """The hashes that a step recorded, and for its inputs those of the step before.
 
     Raises:
         ReplayError: they cannot be read.
@@ -103,8 +105,8 @@ def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHash
     )
 
 
-def compared(
-    stage: str, recorded: str | None, found: str | None, sides: DiffContext, lenient: Lenient | None = None
+def compare_digests(
+    stage: str, recorded: str | None, replayed: str | None, sides: DiffContext, lenient: Lenient | None = None
 ) -> StageReplay:
     """The verdict on a stage by its digests; where they differ, with the place.
 
@@ -112,32 +114,32 @@ def compared(
         lenient: bits are not promised here, so numbers are compared within tolerances, where there are any.
     """
     if recorded is None:
-        return StageReplay(stage, Verdict.not_recorded, None, found)
-    if recorded == found:
-        return StageReplay(stage, Verdict.equal, recorded, found)
-    if lenient is not None and (near := _nearly(stage, recorded, found, sides, lenient)) is not None:
+        return StageReplay(stage, Verdict.not_recorded, None, replayed)
+    if recorded == replayed:
+        return StageReplay(stage, Verdict.equal, recorded, replayed)
+    if lenient is not None and (near := _nearly(stage, recorded, replayed, sides, lenient)) is not None:
         return near
     place = place_in(stage, sides)
     why = "" if place is None else place.said()
-    return StageReplay(stage, Verdict.differs, recorded, found, why, place)
+    return StageReplay(stage, Verdict.differs, recorded, replayed, why, place)
 
 
 def _nearly(
-    stage: str, recorded: str, found: str | None, sides: DiffContext, lenient: Lenient
+    stage: str, recorded: str, replayed: str | None, sides: DiffContext, lenient: Lenient
 ) -> StageReplay | None:
-    """The verdict on a stage whose bits are not promised and are others; None where they have to be the same,
+    """The verdict on a stage whose bits are not promised and differ; None where they have to be the same,
     or its numbers are too far off."""
     if stage.removeprefix("critic_").startswith("input_") and not lenient.at_checkpoint:
         why = "bits are not promised, and steps were run again before"
-        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+        return StageReplay(stage, Verdict.not_proven, recorded, replayed, why)
     if stage == "rng" and lenient.elsewhere:
         why = "another kind of device draws from other generators"
-        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+        return StageReplay(stage, Verdict.not_proven, recorded, replayed, why)
     if lenient.tolerance(stage).exact:
         return None
     numbers = _numbers(stage, sides)
     if numbers is None:
-        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
+        return StageReplay(stage, Verdict.not_proven, recorded, replayed, ONLY_DIGESTS)
     near = compare_stage(
         stage, *numbers, stages=lenient.stages, dtype=lenient.dtype, rate=lenient.learning_rate
     )
@@ -145,7 +147,7 @@ def _nearly(
         return None
     why = "" if near.worst is None else f"at most {near.worst.share:.0%} of what it may be off"
     tolerance = str(lenient.tolerance(stage))
-    return StageReplay(stage, Verdict.within, recorded, found, why, tolerance=tolerance)
+    return StageReplay(stage, Verdict.within, recorded, replayed, why, tolerance=tolerance)
 
 
 def _numbers(stage: str, sides: DiffContext) -> tuple[Arrays, Arrays] | None:
@@ -154,10 +156,10 @@ def _numbers(stage: str, sides: DiffContext) -> tuple[Arrays, Arrays] | None:
         return {stage: sides.values[stage]}, {stage: sides.evidence.values[stage]}
     names = [name_in(line) for line in sides.evidence.tensors.get(stage, ())]
     recorded = {name: sides.recorded_tensors(stage, name) for name in names}
-    found = {name: sides.tensors(stage, name) for name in names}
-    if not names or any(t is None for t in (*recorded.values(), *found.values())):
+    replayed = {name: sides.tensors(stage, name) for name in names}
+    if not names or any(t is None for t in (*recorded.values(), *replayed.values())):
         return None
-    both = ({n: _wide(t) for n, t in of.items() if t is not None} for of in (recorded, found))
+    both = ({n: _wide(t) for n, t in tensors.items() if t is not None} for tensors in (recorded, replayed))
     before, now = both
     return before, now
 
@@ -178,56 +180,57 @@ def place_in(stage: str, sides: DiffContext, sample: int | None = None) -> Place
         return _sample_place(sides.batch, sample)
     if stage not in sides.evidence.samples or stage not in sides.hashes.samples:
         return None
-    recorded, found = sides.hashes.samples[stage], sides.evidence.samples[stage]
-    if recorded.shape != found.shape:
-        return Place(key="samples", recorded=str(len(recorded)), replayed=str(len(found)))
-    odd = np.flatnonzero((recorded != found).any(-1))
+    recorded, replayed = sides.hashes.samples[stage], sides.evidence.samples[stage]
+    if recorded.shape != replayed.shape:
+        return Place(key="samples", recorded=str(len(recorded)), replayed=str(len(replayed)))
+    odd = np.flatnonzero((recorded != replayed).any(-1))
     return _sample_place(sides.batch, int(odd[0])) if len(odd) else None
 
 
 def _as_stored(value: Any) -> Any:
-    """A metric as the log has it: of one that is no finite number nothing."""
+    """A metric as the log has it: None for one that is no finite number."""
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def metrics(
     step: CommittedStep,
-    found: Json,
+    computed: Json,
     lenient: Lenient | None = None,
     owed: Callable[[str], bool] = lambda name: False,
 ) -> StageReplay:
-    """The stage `metrics`: all that were recorded, but for what the step took of time and memory.
+    """The stage `metrics`: all that were recorded, except the time and memory that the step took.
 
     Args:
-        owed: whether the step must have recorded one that is computed now; else it came with a later release.
+        owed: whether the step must have recorded a metric that is computed now; else a later release
+            added it.
     """
-    said = {name: value for name, value in step.committed.metrics.items() if not is_spent(name)}
-    if missing := sorted(name for name in found if name not in step.committed.metrics and owed(name)):
-        place = Place(key=missing[0], recorded="none", replayed=_as_stored(found[missing[0]]))
+    recorded = {name: value for name, value in step.committed.metrics.items() if not is_spent(name)}
+    if missing := sorted(name for name in computed if name not in step.committed.metrics and owed(name)):
+        place = Place(key=missing[0], recorded="none", replayed=_as_stored(computed[missing[0]]))
         return StageReplay("metrics", Verdict.differs, why=place.said(), place=place)
-    due = {name: _as_stored(found.get(name)) for name in said}
-    digests = digest_json(said), digest_json(due)
-    odd = [name for name in said if said[name] != due[name]]
+    due = {name: _as_stored(computed.get(name)) for name in recorded}
+    digests = digest_json(recorded), digest_json(due)
+    odd = [name for name in recorded if recorded[name] != due[name]]
     if not odd:
         return StageReplay("metrics", Verdict.equal, *digests)
     if lenient is not None:
-        far = [name for name in odd if not _metric_near(said[name], due[name], lenient)]
+        far = [name for name in odd if not _metric_near(recorded[name], due[name], lenient)]
         if not far:
             return StageReplay(
                 "metrics", Verdict.within, *digests, tolerance=str(lenient.tolerance("metrics"))
             )
         odd = far
     first = odd[0]
-    both = said[first], due[first]
+    both = recorded[first], due[first]
     apart = _apart(*map(np.float64, both)) if all(isinstance(v, float) for v in both) else None
     place = Place(key=first, recorded=both[0], replayed=both[1], ulps=apart)
     return StageReplay("metrics", Verdict.differs, *digests, why=place.said(), place=place)
 
 
-def _metric_near(said: object, due: object, lenient: Lenient) -> bool:
-    if not isinstance(said, float) or not isinstance(due, float):
+def _metric_near(recorded: object, due: object, lenient: Lenient) -> bool:
+    if not isinstance(recorded, float) or not isinstance(due, float):
         return False
-    both = ({"": np.asarray([value])} for value in (said, due))
+    both = ({"": np.asarray([value])} for value in (recorded, due))
     return compare_stage("metrics", *both, dtype=lenient.dtype).verdict != "differs"
 
 
@@ -242,13 +245,13 @@ def _sample_place(batch: Batch, at: int, **more: object) -> Place:
 
 
 def place_of_token(
-    batch: Batch, recorded: Singles, found: Singles, sample: int | None = None
+    batch: Batch, recorded: Singles, replayed: Singles, sample: int | None = None
 ) -> Place | None:
     """The first trained token, of a sample if one is named, whose value differs, bit by bit."""
-    if recorded.shape != found.shape:
-        return Place(key="trained tokens", recorded=str(len(recorded)), replayed=str(len(found)))
+    if recorded.shape != replayed.shape:
+        return Place(key="trained tokens", recorded=str(len(recorded)), replayed=str(len(replayed)))
     ends = batch.experience.ends
-    odd = np.flatnonzero(recorded.view(np.int32) != found.view(np.int32))
+    odd = np.flatnonzero(recorded.view(np.int32) != replayed.view(np.int32))
     if sample is not None:
         odd = odd[(odd >= ends[sample]) & (odd < ends[sample + 1])]
     if not len(odd):
@@ -256,7 +259,7 @@ def place_of_token(
     first = int(odd[0])
     at = int(np.searchsorted(ends, first, side="right")) - 1
     token = int(np.flatnonzero(batch.experience.masks[at])[first - int(ends[at])])
-    both = recorded[first], found[first]
+    both = recorded[first], replayed[first]
     return _sample_place(
         batch,
         at,
@@ -269,7 +272,7 @@ def place_of_token(
 
 
 def turn_of(sample: Sample, token: int) -> str:
-    """The turn on a sample's path that a token is of."""
+    """The turn of a sample's path to which a token belongs."""
     return sample.turn_ids[int(np.searchsorted(sample.turn_ends, token, side="right"))]
 
 
@@ -280,22 +283,23 @@ def _tensor_place(stage: str, sides: DiffContext) -> Place | None:
     recorded = sides.hashes.tensors.get(stage)
     if recorded is None:
         return _element_place(stage, names, sides)
-    found = tensor_hashes(lines)
-    if recorded.shape != found.shape:
-        return Place(key="tensors", recorded=str(len(recorded)), replayed=str(len(found)))
-    odd = np.flatnonzero((recorded != found).any(-1))
+    replayed = tensor_hashes(lines)
+    if recorded.shape != replayed.shape:
+        return Place(key="tensors", recorded=str(len(recorded)), replayed=str(len(replayed)))
+    odd = np.flatnonzero((recorded != replayed).any(-1))
     if not len(odd):
         return None
     return _element_place(stage, [names[odd[0]]], sides) or Place(tensor=names[odd[0]])
 
 
 def _element_place(stage: str, names: Sequence[str], sides: DiffContext) -> Place | None:
-    """The first element that differs of the first of these tensors that does, as far as both are there."""
+    """The first element that differs in the first of these tensors that does, as far as both sides have
+    them."""
     for name in names:
-        recorded, found = sides.recorded_tensors(stage, name), sides.tensors(stage, name)
-        if recorded is None or found is None:
+        recorded, replayed = sides.recorded_tensors(stage, name), sides.tensors(stage, name)
+        if recorded is None or replayed is None:
             continue
-        before, now = _wide(recorded), _wide(found)
+        before, now = _wide(recorded), _wide(replayed)
         if before.shape != now.shape:
             return Place(tensor=name, recorded=str(before.shape), replayed=str(now.shape))
         odd = np.flatnonzero(_bits(before) != _bits(now))
@@ -320,5 +324,5 @@ def _bits(array: npt.NDArray[np.floating]) -> npt.NDArray[np.integer]:
 
 
 def _apart(first: np.floating, second: np.floating) -> int:
-    """Numbers of their type from one to the other."""
+    """The number of values of their type from one to the other."""
     return int(ulps(np.asarray([first]), np.asarray([second]))[0])

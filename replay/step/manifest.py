@@ -1,6 +1,5 @@
-"""Whether a step's manifest has what its replay reads, of the types that it has there: the one place that
-looks, as the step's event is read.
-"""
+"""Checks that a step's manifest has what its replay reads, with the right types: the only place that
+checks, as the step's event is read."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Partition = list[list[list[int]]]
 
 
 class _Keys(BaseModel):
-    """Keys that there are at least."""
+    """Keys that must be there; there may be more."""
 
     model_config = ConfigDict(strict=True, frozen=True, from_attributes=True)
 
@@ -112,10 +111,11 @@ class _Manifest(_Keys):
 
 
 def checked(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, each `step.planned` among them looked at.
+    """The events, with each `step.planned` among them checked.
 
     Raises:
-        ReplayError: a manifest lacks what a replay reads, or has it of another type; it names step and key.
+        ReplayError: a manifest lacks what a replay reads, or has it of another type; it names step and
+            key.
     """
     for event in events:
         if isinstance(event.record, StepPlanned):
@@ -144,10 +144,10 @@ def _critic(plan: StepPlanned) -> None:
 
 
 def _parallel(plan: StepPlanned) -> None:
-    said = plan.environment.get("parallel") or {}
-    ParallelConfig.model_validate_json(orjson.dumps({k: v for k, v in said.items() if k != "data"}))
-    if not isinstance(said.get("data", 1), int):
-        raise TypeError(f"data is {said['data']!r}, no number of copies")
+    settings = plan.environment.get("parallel") or {}
+    ParallelConfig.model_validate_json(orjson.dumps({k: v for k, v in settings.items() if k != "data"}))
+    if not isinstance(settings.get("data", 1), int):
+        raise TypeError(f"data is {settings['data']!r}, no number of copies")
 
 
 def _divisions(plan: StepPlanned) -> Iterator[tuple[str, int, Partition]]:

@@ -1,7 +1,8 @@
-"""Replays a part of a step: its stages up to one, of all its samples or of some, with its model or without.
+"""Replays a part of a step: some of its stages, for all its samples or some, with or without its
+model.
 
-Up to the advantages no model is needed where the algorithm asks none; and none up to the losses, where the
-step recorded what it asks of models (`[record] vectors`).
+Without a model: up to the advantages where the algorithm asks none; up to the losses where the step
+recorded what it asks of models (`[record] vectors`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rollbook.replay.step.compare import (
     ORDER,
     DiffContext,
     Lenient,
-    compared,
+    compare_digests,
     hashes_of,
     place_in,
     place_of_token,
@@ -59,7 +60,8 @@ class Part:
     Attributes:
         first, last: stages.
         samples: places in the manifest; None: all.
-        model: whether its weights are there to be asked; if not, what was recorded of them is taken.
+        model: whether its weights are there to be run; if not, what was recorded of their outputs is
+            taken.
     """
 
     first: str = ORDER[0]
@@ -69,7 +71,7 @@ class Part:
 
     @property
     def passes_alone(self) -> bool:
-        """Whether it ends with the forward passes, so that nothing beyond is run."""
+        """Whether it ends with the forward passes, so that nothing after them is run."""
         return ORDER.index(self.last) <= ORDER.index(FORWARD[-1])
 
     @property
@@ -79,7 +81,7 @@ class Part:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What is said of it: these, and of what the step recorded of their parts."""
+        """The stages to report: these, and what the step recorded of their parts."""
         return self.stages if EVIDENCE in self.stages else (*self.stages, EVIDENCE)
 
 
@@ -102,38 +104,39 @@ def chosen(
     """
     if not samples and not groups and not micro_batches:
         return None
-    found: set[int] = set()
-    for asked in samples:
-        at = [i for i, ref in enumerate(plan.samples) if asked == str(i) or _names(ref, asked)]
+    places: set[int] = set()
+    for name in samples:
+        at = [i for i, ref in enumerate(plan.samples) if name == str(i) or _names(ref, name)]
         if not at:
-            raise ReplayError(f"step {plan.step} has no sample {asked!r}: it has {len(plan.samples)}, from 0")
-        found |= set(at)
+            raise ReplayError(f"step {plan.step} has no sample {name!r}: it has {len(plan.samples)}, from 0")
+        places |= set(at)
     for group in groups:
         at = [i for i, ref in enumerate(plan.samples) if named.get(ref["trajectory_id"]) == group]
         if not at:
             there = ", ".join(sorted({str(g) for g in named.values() if g is not None})[:8]) or "none"
             raise ReplayError(f"step {plan.step} has no sample of group {group!r}: its groups are {there}")
-        found |= set(at)
+        places |= set(at)
     parts = micro_batches_of(plan.partition)
     for number in micro_batches:
         if not 0 <= number < len(parts):
             raise ReplayError(f"step {plan.step} has no micro-batch {number}: it has {len(parts)}, from 0")
-        found |= set(parts[number])
-    return frozenset(found)
+        places |= set(parts[number])
+    return frozenset(places)
 
 
-def _names(ref: Json, asked: str) -> bool:
-    return len(asked) > 3 and any(ref[key].endswith(asked) for key in ("turn_id", "trajectory_id"))
+def _names(ref: Json, suffix: str) -> bool:
+    return len(suffix) > 3 and any(ref[key].endswith(suffix) for key in ("turn_id", "trajectory_id"))
 
 
 def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapping[str, Singles]) -> Batch:
-    """The batch of a step by the log alone: what models said of its tokens is as the step recorded it.
+    """The batch of a step by the log alone: models' numbers for its tokens are taken as the step recorded
+    them.
 
     Args:
         values: stage -> what was recorded of each trained token.
 
     Raises:
-        ReplayError: something of that was not recorded; or the log does not hold a sample.
+        ReplayError: some of these were not recorded; or the log does not hold a sample.
     """
     algorithm = recorded_algorithm(plan.algorithm)
     if not begins(plan) or (plan.rollout_batch is not None and plan.rollout_batch["steps"] > 1):
@@ -180,54 +183,58 @@ def why_no_losses(plan: StepPlanned, values: Mapping[str, Singles]) -> str | Non
 
 
 def part_stages(
-    step: CommittedStep, part: Part, asked: Asked, due: Due, lenient: Lenient | None = None
+    step: CommittedStep, part: Part, source: NumbersSource, due: Due, lenient: Lenient | None = None
 ) -> dict[str, StageReplay]:
     """Run a part of a step, and compare its stages as far as they were asked for.
 
-    Of some samples it is the hashes that are compared: the digest of a stage is of all of them.
+    For some samples alone the hashes are compared: a stage's digest is of all samples.
 
     Args:
-        asked: what gives the batch, and what its passes give.
+        source: gives the batch, and the numbers of its passes.
         due: what the step must have recorded.
         lenient: bits are not promised here, so numbers are compared within tolerances.
 
     Raises:
         ReplayError: what it needs was not recorded, or is not in the log.
     """
-    plan, batch = step.planned, asked.batch
+    plan, batch = step.planned, source.batch
     evidence = of_batch(batch)
-    found: Json = dict(batch.digests())
+    replayed: Json = dict(batch.digests())
     if not set(FORWARD).isdisjoint(part.stages):
-        values, losses = asked.passes(batch, part)
+        values, losses = source.passes(batch, part)
         digests = {"logprobs": values, "losses": losses}
         if part.samples is None:
-            found |= {s: digest_tensors({str(i): t for i, t in enumerate(of)}) for s, of in digests.items()}
-        arrays = {s: [t.cpu().numpy() for t in of] for s, of in digests.items()}
-        whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
+            replayed |= {
+                s: digest_tensors({str(i): t for i, t in enumerate(parts)}) for s, parts in digests.items()
+            }
+        arrays = {s: [t.cpu().numpy() for t in parts] for s, parts in digests.items()}
+        whole = {
+            s: in_sample_order(batch.micro_batches, plan.partition, parts) for s, parts in arrays.items()
+        }
         evidence |= of_tokens(batch, **whole)
-    sides = DiffContext(batch, hashes_of(step, None), evidence, asked.values)
-    stages = [stage for stage in part.stages if stage in found or stage in evidence.samples]
+    sides = DiffContext(batch, hashes_of(step, None), evidence, source.values)
+    stages = [stage for stage in part.stages if stage in replayed or stage in evidence.samples]
     if part.samples is None:
-        said = step.committed.digests
-        judged = {s: compared(s, said.get(s), found.get(s), sides, lenient) for s in stages}
+        recorded = step.committed.digests
+        judged = {s: compare_digests(s, recorded.get(s), replayed.get(s), sides, lenient) for s in stages}
         judged = with_missing(judged, due)
         return judged | {EVIDENCE: of_parts(step, sides, judged, due)}
-    return {stage: of_some(stage, sorted(part.samples), sides, lenient) for stage in stages}
+    return {stage: compare_samples(stage, sorted(part.samples), sides, lenient) for stage in stages}
 
 
-def of_some(
+def compare_samples(
     stage: str, samples: Sequence[int], sides: DiffContext, lenient: Lenient | None = None
 ) -> StageReplay:
-    """The verdict on a stage of some samples, by the hashes that the step recorded, and by their numbers as
+    """The verdict on a stage of some samples: by the hashes that the step recorded, and by the numbers, as
     far as it recorded these."""
-    recorded, found = sides.hashes.samples.get(stage), sides.evidence.samples.get(stage)
-    if recorded is None or found is None:
+    recorded, replayed = sides.hashes.samples.get(stage), sides.evidence.samples.get(stage)
+    if recorded is None or replayed is None:
         return StageReplay(stage, Verdict.not_recorded)
-    if recorded.shape != found.shape:
-        place = Place(key="samples", recorded=str(len(recorded)), replayed=str(len(found)))
+    if recorded.shape != replayed.shape:
+        place = Place(key="samples", recorded=str(len(recorded)), replayed=str(len(replayed)))
         return StageReplay(stage, Verdict.differs, why=place.said(), place=place)
-    odd = [at for at in samples if (recorded[at] != found[at]).any()]
-    hashes = [of[list(samples)].tobytes().hex() for of in (recorded, found)]
+    odd = [at for at in samples if (recorded[at] != replayed[at]).any()]
+    hashes = [array[list(samples)].tobytes().hex() for array in (recorded, replayed)]
     if odd and lenient is not None and not lenient.tolerance(stage).exact:
         return _some_nearly(stage, samples, sides, lenient, hashes)
     places = [place_in(stage, sides, at) for at in odd[:1]] or list(_odd_numbers(stage, samples, sides))
@@ -238,7 +245,7 @@ def of_some(
 
 
 def _odd_numbers(stage: str, samples: Sequence[int], sides: DiffContext) -> Iterator[Place]:
-    """Where numbers of samples are others than the step recorded."""
+    """Where the numbers of these samples differ from those that the step recorded."""
     before, now = sides.values.get(stage), sides.evidence.values.get(stage)
     if before is None or now is None:
         return
@@ -250,21 +257,23 @@ def _odd_numbers(stage: str, samples: Sequence[int], sides: DiffContext) -> Iter
 def _some_nearly(
     stage: str, samples: Sequence[int], sides: DiffContext, lenient: Lenient, hashes: Sequence[str]
 ) -> StageReplay:
-    """The verdict on a stage of some samples whose bits are others, and not promised."""
-    recorded, found = hashes
-    said, now = sides.values.get(stage), sides.evidence.values.get(stage)
-    if said is None or now is None or said.shape != now.shape:
-        return StageReplay(stage, Verdict.not_proven, recorded, found, ONLY_DIGESTS)
-    of = sides.batch.experience
-    both = ({stage: np.concatenate([of.of(one, at) for at in samples])} for one in (said, now))
+    """The verdict on a stage of some samples whose bits differ, and are not promised."""
+    recorded, replayed = hashes
+    before, now = sides.values.get(stage), sides.evidence.values.get(stage)
+    if before is None or now is None or before.shape != now.shape:
+        return StageReplay(stage, Verdict.not_proven, recorded, replayed, ONLY_DIGESTS)
+    experience = sides.batch.experience
+    both = (
+        {stage: np.concatenate([experience.of(values, at) for at in samples])} for values in (before, now)
+    )
     near = compare_stage(stage, *both, stages=lenient.stages, dtype=lenient.dtype)
     if near.verdict == "differs":
-        return StageReplay(stage, Verdict.differs, recorded, found, str(near.worst or near.unlike))
+        return StageReplay(stage, Verdict.differs, recorded, replayed, str(near.worst or near.unlike))
     tolerance = str(lenient.tolerance(stage))
-    return StageReplay(stage, Verdict.within, recorded, found, tolerance=tolerance)
+    return StageReplay(stage, Verdict.within, recorded, replayed, tolerance=tolerance)
 
 
-class Asked(Protocol):
+class NumbersSource(Protocol):
     """What gives a step's numbers: its model, or the log.
 
     Attributes:
@@ -279,15 +288,15 @@ class Asked(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class OfLog:
-    """The log alone gives them: what models said of tokens is as the step recorded it."""
+class LogNumbers:
+    """Numbers from the log alone: models' outputs for tokens are as the step recorded them."""
 
     plan: StepPlanned
     batch: Batch
     values: Mapping[str, Singles]
 
     def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As of `Asked`.
+        """As of the protocol above.
 
         Raises:
             ReplayError: the step recorded no logprobs, or its loss also needs what only a model gives.
@@ -298,25 +307,25 @@ class OfLog:
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         values, losses = list[torch.Tensor](), list[torch.Tensor]()
         for micro, places in zip(batch.micro_batches, micro_batches_of(plan.partition), strict=True):
-            given = torch.from_numpy(_placed(micro, places, batch, self.values["logprobs"]))
-            inputs = loss_inputs(given, micro, None, totals)
+            logprobs = torch.from_numpy(_placed(micro, places, batch, self.values["logprobs"]))
+            inputs = loss_inputs(logprobs, micro, None, totals)
             with torch.no_grad():
                 losses.append(torch.where(inputs.mask, algorithm.loss(inputs), 0.0))
-            values.append(given)
+            values.append(logprobs)
         return values, losses
 
 
 def _placed(micro: MicroBatch, places: Sequence[int], batch: Batch, values: Singles) -> Singles:
     """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere, [B, T - 1]."""
-    of, placed = batch.experience, np.zeros(micro.tokens.shape, np.float32)
+    experience, placed = batch.experience, np.zeros(micro.tokens.shape, np.float32)
     for row, i in enumerate(places):
-        placed[row, np.flatnonzero(of.masks[i])] = of.of(values, i)
+        placed[row, np.flatnonzero(experience.masks[i])] = experience.of(values, i)
     return placed[:, 1:]
 
 
 @dataclass(slots=True, eq=False)
-class OfModel:
-    """The policy gives them, in forward passes over the micro-batches that are asked for."""
+class ModelNumbers:
+    """Numbers from the policy, in forward passes over the micro-batches that are asked for."""
 
     plan: StepPlanned
     batch: Batch
@@ -324,26 +333,28 @@ class OfModel:
     policy: Policy
 
     def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As of `Asked`."""
+        """As of the protocol above."""
         plan = self.plan
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         loss_of = PolicyLoss(recorded_algorithm(plan.algorithm), plan.policy_version, totals)
         places = micro_batches_of(plan.partition)
-        asked = [i for i, of in enumerate(places) if part.samples is None or part.samples & set(of)]
+        wanted = [
+            i for i, members in enumerate(places) if part.samples is None or part.samples & set(members)
+        ]
         shares, starts = [], np.cumsum([0, *batch.shares])
         for start, end in pairwise(starts.tolist()):
-            shares.append(sum(start <= i < end for i in asked))
-        told = self.policy.forward([batch.micro_batches[i] for i in asked], Kept(loss_of), shares)
+            shares.append(sum(start <= i < end for i in wanted))
+        outputs = self.policy.forward([batch.micro_batches[i] for i in wanted], TokenLosses(loss_of), shares)
         values = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
         losses = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
-        for i, (value, loss) in zip(asked, told, strict=True):
+        for i, (value, loss) in zip(wanted, outputs, strict=True):
             values[i], losses[i] = value.cpu(), loss.cpu()
         return values, losses
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept of a micro-batch's loss in a forward pass alone. Other ranks are sent it."""
+class TokenLosses:
+    """What a forward pass keeps of a micro-batch's loss. It is sent to other ranks."""
 
     loss_of: PolicyLoss
 

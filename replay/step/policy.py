@@ -31,7 +31,7 @@ class ReplayPolicy:
     """A policy in place, for the steps of one training in one layout.
 
     Attributes:
-        made_for: what of a manifest it is built by.
+        made_for: the parts of a manifest that it is built by.
     """
 
     made_for: Json
@@ -41,7 +41,7 @@ class ReplayPolicy:
     experiences: Experiences
 
     def state(self, plan: StepPlanned) -> Checkpoint:
-        """What a checkpoint of it would hold, which was trained as a manifest says."""
+        """What a checkpoint of it would hold, if trained as this manifest says."""
         policy, critic = self.policy, self.critic
         adapter = None
         if plan.lora is not None and (factors := policy.adapter()):
@@ -69,8 +69,8 @@ class ReplayPolicy:
 
 
 def promised(log: Store, run: str, plan: StepPlanned, *, one_rank: bool) -> Promise:
-    """Whether a step of a run is promised to give the recorded bits in this process, before anything is
-    built; files of sources that differ are named.
+    """Whether a step of a run is promised to give the recorded bits in this process; asked before anything
+    is built. Source files that differ are named.
 
     Args:
         one_rank: one rank in the place of all those of the layout.
@@ -82,12 +82,12 @@ def promised(log: Store, run: str, plan: StepPlanned, *, one_rank: bool) -> Prom
 
 
 def _fingerprint(plan: StepPlanned, layout: Json) -> Json:
-    """That which a step would get here."""
+    """The fingerprint that a step would get here."""
     return fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
 
 
 def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:
-    """What of a manifest a policy is built by.
+    """The parts of a manifest that a policy is built by.
 
     Args:
         one_rank: one rank in the place of all those of the layout.
@@ -122,7 +122,7 @@ def put(
     Raises:
         ModelError: it cannot be built, or is of another architecture.
         RankError: it needs several ranks, and one of them does not come.
-        TrainError: there is no checkpoint of the weights that low-rank factors are beside.
+        TrainError: there is no checkpoint of the base weights of its LoRA factors.
     """
     ranks = Ranks(*recorded_parallel(wanted["parallel"]))
     try:
@@ -146,11 +146,11 @@ def policies(
     *,
     goes_on: bool,
 ) -> tuple[Policy, Experiences]:
-    """The policy of a manifest, and what makes its batches, which has the critic if there is one. Arguments
-    and errors as of `put`.
+    """The policy of a manifest, and what makes its batches, with the critic if there is one. Arguments and
+    errors as of `put`.
 
     Args:
-        names: that the ranks know the two by.
+        names: by which the ranks know the policy and its critic.
     """
     threads = int(plan.environment["threads"])
     how = Build(1, device_like(plan), plan.seed, threads, dtype)

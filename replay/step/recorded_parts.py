@@ -1,6 +1,5 @@
-"""Whether a step recorded all that it should have, and of the parts of its stages what they are: hashes of
-samples and of tensors, and numbers of tokens (`step.vectors`).
-"""
+"""Whether a step recorded all that it should have, and whether the recorded parts of its stages are
+right: hashes of samples and of tensors, and numbers of tokens (`step.vectors`)."""
 
 from __future__ import annotations
 
@@ -25,12 +24,13 @@ _HASHES = "hashes"
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What a step must have recorded, since it is known that its release records such things.
+    """What a step must have recorded, since its release is known to record such things.
 
     Attributes:
-        all: whether the sources that took it are those of this process, which record all that they give.
-        stages, metrics, hashes: names that other steps of its training have, taken in the same environment.
-        vectors: stages whose numbers its training was to record; None: that is not known.
+        all: whether it was taken by the sources of this process, which record all that they compute.
+        stages, metrics, hashes: names that other steps of its training have, taken in the same
+            environment.
+        vectors: stages whose numbers its training was to record; None where that is not known.
     """
 
     all: bool = False
@@ -52,10 +52,10 @@ class Due:
         return self.all or name in self.hashes
 
 
-def due_of(history: History, step: CommittedStep, of: Trainings) -> Due:
+def due_of(history: History, step: CommittedStep, starts: Trainings) -> Due:
     """What a step must have recorded: a release records the same of each step."""
     plan = step.planned
-    opened = of.opening(plan)
+    opened = starts.opening(plan)
     record = None if opened is None else opened.config.get("record")
     vectors = None if record is None else frozenset(record["vectors"])
     if plan.environment.get("sources") == source_digests():
@@ -69,20 +69,20 @@ def due_of(history: History, step: CommittedStep, of: Trainings) -> Due:
     return Due(False, frozenset(stages), frozenset(metrics), frozenset(hashes), vectors)
 
 
-def _named(said: Json | None) -> set[str]:
+def _named(recorded: Json | None) -> set[str]:
     """The stages of which hashes were recorded."""
-    found = recorded_hashes(said)
-    return {*found.samples, *found.tensors}
+    hashes = recorded_hashes(recorded)
+    return {*hashes.samples, *hashes.tensors}
 
 
 def with_missing(stages: Mapping[str, StageReplay], due: Due) -> dict[str, StageReplay]:
-    """The stages, where one that was found and not recorded differs if the step must have recorded it."""
+    """The stages; one that was computed now but not recorded differs, if the step must have recorded it."""
     why = "its digest is missing: the release that took the step records it"
     return {
-        name: replace(one, verdict=Verdict.differs, why=why, place=Place(key=name))
-        if one.verdict == Verdict.not_recorded and one.replayed is not None and due.stage(name)
-        else one
-        for name, one in stages.items()
+        name: replace(stage, verdict=Verdict.differs, why=why, place=Place(key=name))
+        if stage.verdict == Verdict.not_recorded and stage.replayed is not None and due.stage(name)
+        else stage
+        for name, stage in stages.items()
     }
 
 
@@ -94,8 +94,8 @@ def evidence(
 ) -> StageReplay:
     """The stage of a step's recorded parts.
 
-    Parts of a stage that differs are not looked at: it is named already. Of one whose bits are not proven
-    they prove nothing beyond what its numbers do.
+    Parts of a stage that differs are not looked at: it is named already. Where a stage's bits are not
+    proven, its parts prove nothing beyond what its numbers do.
 
     Args:
         stages: as they were compared; parts of others are left out.
@@ -103,7 +103,7 @@ def evidence(
     own = recorded_hashes(step.committed.hashes)
     recorded: dict[str, Hashes] = {**own.samples, **own.tensors}
     there = {**sides.evidence.samples, **{s: tensor_hashes(t) for s, t in sides.evidence.tensors.items()}}
-    judged = {name for name, one in stages.items() if one.verdict != Verdict.differs}
+    judged = {name for name, stage in stages.items() if stage.verdict != Verdict.differs}
     exact = {name for name in judged if stages[name].verdict in (Verdict.equal, Verdict.not_recorded)}
     places = [
         *_odd_hashes({n: recorded.get(n) for n in exact}, {n: there[n] for n in exact & there.keys()}, due),
@@ -118,10 +118,10 @@ def evidence(
 
 
 def _odd_hashes(
-    recorded: Mapping[str, Hashes | None], found: Mapping[str, Hashes], due: Due
+    recorded: Mapping[str, Hashes | None], replayed: Mapping[str, Hashes], due: Due
 ) -> Iterator[Place]:
-    """The first part of each stage whose hash is another than was recorded, or is missing."""
-    for name, now in found.items():
+    """The first part of each stage whose hash differs from the recorded one, or is missing."""
+    for name, now in replayed.items():
         before, key = recorded.get(name), f"{_HASHES} of {name}"
         if before is None:
             if due.hash_of(name) and not name.startswith(("input_", "critic_input_")):
@@ -136,13 +136,13 @@ def _odd_hashes(
 def _odd_vectors(
     sides: DiffContext, judged: Collection[str], exact: Collection[str], vectors: Collection[str] | None
 ) -> Iterator[Place]:
-    """The first number of each stage that is another than was recorded, or that there are none at all."""
+    """The first number of each stage that differs from the recorded one, or that there are none at all."""
     for name in sorted(judged):
         before, now = sides.values.get(name), sides.evidence.values.get(name)
         wanted = vectors is not None and name in vectors and now is not None
         key = f"vectors of {name}"
         if wanted != (before is not None) and vectors is not None:
-            both = [_count(one) for one in (before, now if wanted else None)]
+            both = [_count(values) for values in (before, now if wanted else None)]
             yield Place(key=key, recorded=both[0], replayed=both[1])
         elif before is None or now is None or name not in exact:
             continue

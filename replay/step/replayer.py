@@ -1,4 +1,5 @@
-"""Runs committed steps again, one after the other: whether each of their stages came out as recorded."""
+"""Runs committed steps again, one after another, and checks that each of their stages came out as
+recorded."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rollbook.engines.weights.digests import Look, Tensors
-from rollbook.replay.claim import judged
+from rollbook.replay.claim import judge_claim
 from rollbook.replay.claims.schedule import schedule
 from rollbook.replay.claims.selection import Selections
 from rollbook.replay.claims.sent import sent, sent_differences
 from rollbook.replay.claims.training import STAGE as TRAINING
 from rollbook.replay.claims.training import training
 from rollbook.replay.claims.written import STAGES_OF, written
-from rollbook.replay.step.compare import ORDER, DiffContext, Lenient, TensorsOf, compared, hashes_of, metrics
-from rollbook.replay.step.partial import OfModel, Part, part_stages
+from rollbook.replay.step.compare import (
+    ORDER,
+    DiffContext,
+    Lenient,
+    TensorsOf,
+    compare_digests,
+    hashes_of,
+    metrics,
+)
+from rollbook.replay.step.partial import ModelNumbers, Part, part_stages
 from rollbook.replay.step.policy import ReplayPolicy, made_for, policies, put
 from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
 from rollbook.replay.step.recorded_parts import due_of, evidence, with_missing
@@ -49,9 +58,9 @@ class Replayer:
 
     Attributes:
         of: the run.
-        trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
+        trust_parts: import and run the user's parts that manifests name (`module:name`).
         one_rank: one rank in the place of all those of a layout.
-        look: what is to look at each gradient of the policy, of the steps that are run from now on.
+        look: is given each gradient of the policy, in the steps that are run from now on.
         last: the step that was run last.
     """
 
@@ -86,11 +95,11 @@ class Replayer:
         """Run the next step, and compare all of its stages.
 
         Args:
-            claims: also see whether its manifest follows from the log and from the training's settings, and
-                its checkpoint from the step.
+            claims: also check whether its manifest follows from the log and from the training's settings,
+                and its checkpoint from the step.
 
         Raises:
-            TrainError: it names parts of somebody's own that are not trusted, or cannot be loaded.
+            TrainError: it names user's parts that are not trusted, or cannot be loaded.
             RankError: the step was taken by several ranks, and one of those that are started here ended.
             ReplayError, CorruptionError, ModelError: the log does not hold a sample of it, or is damaged.
         """
@@ -108,17 +117,17 @@ class Replayer:
         step: CommittedStep,
         placed: ReplayPolicy,
         stages: Mapping[str, StageReplay],
-        found: Json,
+        step_metrics: Json,
         wanted: Sequence[str],
     ) -> StepReplay:
-        """What is said of a step.
+        """The replay of a step as a value.
 
         Args:
-            found: its metrics.
+            step_metrics: its metrics.
             wanted: the stages that are asked for.
         """
         plan = step.planned
-        said = placed.promise(plan)
+        promise = placed.promise(plan)
         return StepReplay(
             run=self.history.run,
             step=plan.step,
@@ -129,13 +138,15 @@ class Replayer:
             weights_only=self.start.weights_only,
             reran=[plan.step],
             stages={stage: stages[stage] for stage in wanted if stage in stages},
-            metrics=found,
-            environment=[str(one) for one in (*said.against, *said.beside)] + list(said.unsteady),
-            promised=said.bits,
+            metrics=step_metrics,
+            environment=[str(difference) for difference in (*promise.against, *promise.beside)]
+            + list(promise.unsteady),
+            promised=promise.bits,
         )
 
     def before(self, step: CommittedStep) -> tuple[Policy, Batch]:
-        """The policy in the state before the next step, and the step's batch, for whoever goes on himself.
+        """The policy in the state before the next step, and the step's batch, for callers that run the rest
+        themselves.
 
         Raises:
             TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
@@ -144,34 +155,36 @@ class Replayer:
         return placed.policy, batch
 
     def _begun(self, plan: StepPlanned) -> tuple[ReplayPolicy, Json, Batch]:
-        """What is in place for a step, the digests of what it starts from, and its batch."""
+        """The policy in place for a step, the digests of what it starts from, and its batch."""
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
-        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        digests = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
         samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
-        return placed, found, placed.experiences.batch(plan, samples)
+        return placed, digests, placed.experiences.batch(plan, samples)
 
     def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
-        """Run a part of the next step, of which no later one is to follow.
+        """Run a part of the next step; no later step can follow.
 
         Raises:
             TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
         """
         plan = step.planned
-        placed, found, batch = self._begun(plan)
+        placed, digests, batch = self._begun(plan)
         inputs = input_evidence(placed.policy, placed.critic)
         before = self._before or self._earlier(step)
         sides = DiffContext(batch, hashes_of(step, before), inputs)
-        said = plan.input_digests
-        lenient = self._lenient(step, said | step.committed.digests, placed)
-        stages = {s: compared(s, said.get(s), digest, sides, lenient) for s, digest in found.items()}
+        recorded = plan.input_digests
+        lenient = self._lenient(step, recorded | step.committed.digests, placed)
+        stages = {
+            s: compare_digests(s, recorded.get(s), digest, sides, lenient) for s, digest in digests.items()
+        }
         due = due_of(self.history, step, self.of.trainings)
         stages = with_missing(stages, due)
         if self.start.weights_only:
             stages |= self._without_update(stages)
         stages |= self._claims(step, batch, placed) | {TRAINING: self._training(step)}
-        asked = OfModel(plan, batch, self._values(step), placed.policy)
-        stages |= part_stages(step, part, asked, due, lenient)
+        source = ModelNumbers(plan, batch, self._values(step), placed.policy)
+        stages |= part_stages(step, part, source, due, lenient)
         return self._replay(step, placed, stages, {}, part.shown)
 
     def state(self) -> Checkpoint:
@@ -187,8 +200,8 @@ class Replayer:
         return self._placed.policy
 
     def beside(self, step: CommittedStep, other: StepPlanned) -> tuple[Policy, Experiences]:
-        """A second policy in the state before a step, built for a manifest that differs from the step's; the
-        first one is in place, too.
+        """A second policy in the state before a step, beside the first, built for a manifest that differs
+        from the step's.
 
         Raises:
             TrainError, RankError, ModelError: as `run`.
@@ -224,10 +237,12 @@ class Replayer:
     def _stages(
         self, step: CommittedStep, rerun: RerunStep, placed: ReplayPolicy, *, claims: bool
     ) -> dict[str, StageReplay]:
-        made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
+        checkpoints = [
+            c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version
+        ]
         checkpoint, held = None, None
         if claims:
-            checkpoint, held = written(self.log, made, step.committed.digests)
+            checkpoint, held = written(self.log, checkpoints, step.committed.digests)
         before = self._before or self._earlier(step)
         sides = DiffContext(
             rerun.batch,
@@ -238,32 +253,32 @@ class Replayer:
             placed.tensor,
         )
         lenient = self._lenient(step, rerun.recorded, placed)
-        found = {
-            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
+        stages = {
+            stage: compare_digests(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
             for stage in STAGES
             if stage in rerun.recorded or stage in rerun.found
         }
         due = due_of(self.history, step, self.of.trainings)
-        found = with_missing(found, due)
-        found["metrics"] = metrics(step, rerun.metrics, lenient, due.metric)
+        stages = with_missing(stages, due)
+        stages["metrics"] = metrics(step, rerun.metrics, lenient, due.metric)
         if self.start.weights_only:
-            found |= self._without_update(found)
-        found[TRAINING] = self._training(step)
-        found[EVIDENCE] = evidence(step, sides, found, due)
+            stages |= self._without_update(stages)
+        stages[TRAINING] = self._training(step)
+        stages[EVIDENCE] = evidence(step, sides, stages, due)
         if claims:
-            found |= self._claims(step, rerun.batch, placed)
+            stages |= self._claims(step, rerun.batch, placed)
         if checkpoint is not None:
-            found["checkpoint"] = checkpoint
-        if claims and (given := self._sent(step, found["weights"], placed.policy)) is not None:
-            found["sent"] = given
-        return found
+            stages["checkpoint"] = checkpoint
+        if claims and (sent_stage := self._sent(step, stages["weights"], placed.policy)) is not None:
+            stages["sent"] = sent_stage
+        return stages
 
     def _lenient(self, step: CommittedStep, recorded: Json, placed: ReplayPolicy) -> Lenient | None:
-        """What tolerances hang on, if the machine does not promise bits; code that is another has to give the
-        same ones all the same."""
-        plan, said = step.planned, placed.promise(step.planned)
-        of_machine = [d for d in said.against if d.key.partition(".")[0] not in ("sources", "parts")]
-        if not of_machine and not said.unsteady:
+        """What tolerances depend on, if the machine does not promise bits; None where it does. Other code
+        has to give the same bits all the same."""
+        plan, promise = step.planned, placed.promise(step.planned)
+        of_machine = [d for d in promise.against if d.key.partition(".")[0] not in ("sources", "parts")]
+        if not of_machine and not promise.unsteady:
             return None
         rates = (plan.learning_rate, 0.0 if plan.critic is None else float(plan.critic["learning_rate"]))
         dtype = str(plan.environment["dtype"])
@@ -272,13 +287,13 @@ class Replayer:
             frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None, elsewhere=elsewhere
         )
 
-    def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
+    def _without_update(self, stages: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
         names = ("input_optimizer", "critic_input_optimizer", *UPDATE)
         return {
-            name: replace(found[name], verdict=Verdict.not_proven, replayed=None, why=NO_UPDATE, place=None)
+            name: replace(stages[name], verdict=Verdict.not_proven, replayed=None, why=NO_UPDATE, place=None)
             for name in names
-            if name in found
+            if name in stages
         }
 
     def _claims(self, step: CommittedStep, batch: Batch, placed: ReplayPolicy) -> dict[str, StageReplay]:
@@ -287,7 +302,7 @@ class Replayer:
         selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
         begun = self.history.beginning(step)
         if self._chosen is None or self._chosen[0] != begun.planned.step:
-            self._chosen = begun.planned.step, judged("selection", selections.claim(begun))
+            self._chosen = begun.planned.step, judge_claim("selection", selections.claim(begun))
         return {
             "selection": self._chosen[1],
             "schedule": self._schedule(step, batch, placed, selections),
@@ -300,22 +315,24 @@ class Replayer:
         self, step: CommittedStep, batch: Batch, placed: ReplayPolicy, selections: Selections
     ) -> StageReplay:
         if selections.excerpt and step.planned.schedule is not None:
-            return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
+            return judge_claim(
+                "schedule", "the excerpt lacks earlier steps, after which this one is numbered"
+            )
         whole, policies_of = placed.experiences.samples, (placed.policy, placed.critic)
         due = schedule(self.history, step, selections.openings, batch, whole, *policies_of)
-        return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
+        return StageReplay("schedule", Verdict.not_recorded) if due is None else judge_claim("schedule", due)
 
     def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
-        """What engines were given of the version that a step made; None where none was."""
-        given = self.of.activated.get(step.committed.policy_version, ())
-        if given and weights.verdict != Verdict.equal:
+        """The stage `sent` of the version that a step made; None where no engine was given it."""
+        activated = self.of.activated.get(step.committed.policy_version, ())
+        if activated and weights.verdict != Verdict.equal:
             return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
-        return sent(sent_differences(given, policy.weights_digest().digest, policy.stream_weights))
+        return sent(sent_differences(activated, policy.weights_digest().digest, policy.stream_weights))
 
     def _earlier(self, step: CommittedStep) -> CommittedStep | None:
         """The step that made the version that a step starts from."""
-        made = step.planned.policy_version
-        return next((s for s in self.history.steps.values() if s.committed.policy_version == made), None)
+        version = step.planned.policy_version
+        return next((s for s in self.history.steps.values() if s.committed.policy_version == version), None)
 
     def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
         """What the step recorded of each trained token, by stage."""
@@ -323,10 +340,10 @@ class Replayer:
 
 
 def _tensors_in(held: Checkpoint | None) -> TensorsOf:
-    """The tensors of the checkpoint of the version that a step made."""
+    """The tensors of the checkpoint of the version that a step made, by stage and name."""
 
     def find(stage: str, name: str) -> torch.Tensor | None:
-        what = next((what for what, of in STAGES_OF.items() if of == stage), None)
+        what = next((what for what, stage_name in STAGES_OF.items() if stage_name == stage), None)
         tensors: Tensors | None = None if held is None or what is None else getattr(held, what)
         return None if tensors is None else tensors.get(name)
 

@@ -39,7 +39,7 @@ class RunLog:
 
     @cached_property
     def selections(self) -> Selections:
-        """What its steps' recipes choose; whoever asks sets the model's limits."""
+        """The checks of what its steps' recipes choose; the caller sets the model's limits."""
         opened = openings(self.log, self.history.run, self.history.policy)
         return Selections(self.log, self.history, UNLIMITED, opened)
 
@@ -55,10 +55,11 @@ class RunLog:
 
     @cached_property
     def vectors(self) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
-        """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
+        """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32
+        [P].
 
         Raises:
-            ReplayError: something of it cannot be read.
+            ReplayError: some of it cannot be read.
         """
         return recorded_vectors(self.log, self.history)
 
@@ -69,17 +70,17 @@ def recorded_vectors(
     """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
 
     Args:
-        only: the manifest of the one that is wanted; None: all are.
+        only: the manifest of the only attempt that is wanted; None: all are.
 
     Raises:
-        ReplayError: something of it cannot be read.
+        ReplayError: some of it cannot be read.
     """
-    found: dict[tuple[int, int], dict[str, Singles]] = {}
+    vectors: dict[tuple[int, int], dict[str, Singles]] = {}
     start = None if only is None else parse_cut(only.cut)  # what it recorded came later
     for event in log.events_of([StepVectors.KIND], start=start):
-        of = event.record
-        if not isinstance(of, StepVectors) or (event.run, of.policy) != (history.run, history.policy):
+        record = event.record
+        if not isinstance(record, StepVectors) or (event.run, record.policy) != (history.run, history.policy):
             continue
-        if only is None or (of.step, of.attempt) == (only.step, only.attempt):
-            found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
-    return found
+        if only is None or (record.step, record.attempt) == (only.step, only.attempt):
+            vectors.setdefault((record.step, record.attempt), {})[record.stage] = recorded_values(record)
+    return vectors

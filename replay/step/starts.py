@@ -1,4 +1,4 @@
-"""Where a replay may start: the checkpoints from which the state before a step can be had."""
+"""Where a replay may start: the checkpoints that lead to the state before a step."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Start:
 
 
 def find_start(run: RunLog, step: CommittedStep) -> Start:
-    """The nearest start from which a step can be replayed: with all that the steps on the way need; else at
-    the step itself, with its weights alone.
+    """The nearest start from which a step can be replayed with all that the steps on the way need; else
+    one at the step itself, with its weights alone.
 
     Raises:
         ReplayError: there is none; the message says of each checkpoint why not.
@@ -52,21 +52,22 @@ def find_start(run: RunLog, step: CommittedStep) -> Start:
             f"({erased[gone[0]]}); no step that needs them can be replayed"
         )
     reasons: list[str] = []
-    found = _whole_start(log, history, step, erased, reasons) or _start_of_weights(
+    start = _whole_start(log, history, step, erased, reasons) or _start_of_weights(
         log, history, step, reasons
     )
-    if found is None:
+    if start is None:
         there = "; ".join(reasons) or "the log names none"
         raise ReplayError(
             f"step {plan.step} of run {history.run!r} cannot be replayed from any checkpoint: {there}"
         )
-    return found
+    return start
 
 
 def _whole_start(
     log: Store, history: History, step: CommittedStep, erased: Mapping[str, str], reasons: list[str]
 ) -> Start | None:
-    """The nearest start with all of the state; why nearer ones are none is added to the reasons."""
+    """The nearest start with all of the state; why nearer checkpoints do not serve is added to the
+    reasons."""
     plan = step.planned
     for record in _whole_ones(history, step):
         between, name = history.between(record, plan.step), f"version {record.policy_version}"
@@ -77,31 +78,34 @@ def _whole_start(
         if not begins((*between, step)[0].planned):
             reasons.append(f"{name}: it is in the middle of a rollout batch")
             continue
-        if (found := _read(log, record, reasons)) is None:
+        if (contents := _read(log, record, reasons)) is None:
             continue
         goes_on = record.phase == plan.phase
-        if goes_on and found[2].optimizer is None:
+        if goes_on and contents[2].optimizer is None:
             # Of the step's own version it is a start with weights alone, unless there is an older whole one.
             reasons += [f"{name}: its optimizer's state is not there"] if between else []
             continue
         return Start(
-            record, *found, tuple(between), goes_on=goes_on, weights_only=False, passed_over=tuple(reasons)
+            record, *contents, tuple(between), goes_on=goes_on, weights_only=False, passed_over=tuple(reasons)
         )
     return None
 
 
 def _start_of_weights(log: Store, history: History, step: CommittedStep, reasons: list[str]) -> Start | None:
-    """A start at the step itself that has all but the optimizer's state; why others are none is added."""
+    """A start at the step itself with all but the optimizer's state; why others do not serve is added to
+    the reasons."""
     plan = step.planned
     of_version = [c for c in reversed(history.checkpoints) if c.policy_version == plan.policy_version]
     for record in of_version if begins(plan) else []:
-        if (found := _read(log, record, reasons)) is None:
+        if (contents := _read(log, record, reasons)) is None:
             continue
-        held, goes_on = found[2], record.phase == plan.phase
+        held, goes_on = contents[2], record.phase == plan.phase
         lacks = ["critic"] if plan.critic is not None and held.critic is None else []
         lacks += ["low-rank factors"] if plan.lora is not None and held.adapter is None else []
         if not lacks:
-            return Start(record, *found, (), goes_on=goes_on, weights_only=True, passed_over=tuple(reasons))
+            return Start(
+                record, *contents, (), goes_on=goes_on, weights_only=True, passed_over=tuple(reasons)
+            )
         reasons.append(
             f"version {record.policy_version}: has weights alone, and the step needs the {lacks[0]}"
         )
@@ -109,7 +113,7 @@ def _start_of_weights(log: Store, history: History, step: CommittedStep, reasons
 
 
 def has_state(history: History, step: CommittedStep) -> bool:
-    """Whether a checkpoint has all of the state before a step, by the log."""
+    """Whether, by the log, a checkpoint has all of the state before a step."""
     return any(c.policy_version == step.planned.policy_version for c in history.starts(step.planned.phase))
 
 
@@ -133,5 +137,5 @@ def _read(
 
 
 def _trajectories(history: History, step: CommittedStep) -> set[str]:
-    """Those that a step's rollout batch names."""
+    """The trajectories that a step's rollout batch names."""
     return {ref["trajectory_id"] for ref in history.batch_of(step.planned)}

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from rollbook.replay.claim import judged
+from rollbook.replay.claim import judge_claim
 from rollbook.replay.claims.backed import STAGE as BACKED
 from rollbook.replay.claims.backed import backed
 from rollbook.replay.claims.training import STAGE as TRAINING
 from rollbook.replay.claims.training import training
 from rollbook.replay.step.manifest import checked
-from rollbook.replay.step.partial import OfLog, Part, part_stages, recorded_batch
+from rollbook.replay.step.partial import LogNumbers, Part, part_stages, recorded_batch
 from rollbook.replay.step.policy import promised
 from rollbook.replay.step.recorded_parts import due_of
 from rollbook.replay.step.replayer import Replayer
@@ -49,17 +49,17 @@ def replay_step(
     Starts at the nearest checkpoint before the step; steps in between are run and compared too.
 
     Args:
-        trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
+        trust_parts: import and run the user's parts that the manifest names (`module:name`).
         one_rank: in one process, whatever layout the step was taken in.
         part: only this part of the step.
-        say: told, before anything is run, whether bits are promised here.
-        ran: told how many steps were run again, of how many.
+        say: called, before anything is run, with whether bits are promised here.
+        ran: called with how many steps were run again, of how many.
 
     Raises:
-        TrainError: it names some, and they are not trusted, or cannot be loaded.
+        TrainError: it names parts that are not trusted, or cannot be loaded.
         RankError: the step was taken by several ranks, and one of those that are started here ended.
-        ReplayError: no such committed step, several runs have one, or it cannot be replayed from what is
-            left.
+        ReplayError: no such committed step, several runs have one, or it cannot be replayed from what
+            is left.
         ModelError: the model cannot be built.
         CorruptionError: the log is damaged.
     """
@@ -74,10 +74,10 @@ def replay_step(
     start = find_start(of, target)
     say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
-        found = _run_to(replayer, start, target, part, ran)
-    if found.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
-        found = _with_backing(log, found, target)
-    return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
+        replay = _run_to(replayer, start, target, part, ran)
+    if replay.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
+        replay = _with_backing(log, replay, target)
+    return replace(replay, passed_over=start.passed_over, late=late_rewards(log, history, target))
 
 
 def _run_to(
@@ -90,29 +90,30 @@ def _run_to(
     """Run the steps from a start to the one that is wanted, or to the first that differs."""
     step, reran = target.planned.step, list[int]()
     ran(0, len(start.between) + 1)
-    for one in (*start.between, target):
-        if one is target and part is not None and part.passes_alone:
-            found = replayer.run_part(one, part)
+    for committed in (*start.between, target):
+        if committed is target and part is not None and part.passes_alone:
+            replay = replayer.run_part(committed, part)
         else:
-            found = replayer.run(one, claims=one is target)
-        reran.append(one.planned.step)
+            replay = replayer.run(committed, claims=committed is target)
+        reran.append(committed.planned.step)
         ran(len(reran), len(start.between) + 1)
-        if not found.equal:
+        if not replay.equal:
             break
-    if part is not None and found.step == step:
-        wanted = {stage: found.stages[stage] for stage in part.shown if stage in found.stages}
-        found = replace(found, stages=wanted)
-    differs = None if found.equal else found.step
-    return replace(found, step=step, reran=reran, differs_at_step=differs)
+    if part is not None and replay.step == step:
+        wanted = {stage: replay.stages[stage] for stage in part.shown if stage in replay.stages}
+        replay = replace(replay, stages=wanted)
+    differs = None if replay.equal else replay.step
+    return replace(replay, step=step, reran=reran, differs_at_step=differs)
 
 
-def _with_backing(log: Store, found: StepReplay, step: CommittedStep) -> StepReplay:
-    """A step's replay, and whether what was published and served of its two versions is backed."""
+def _with_backing(log: Store, replay: StepReplay, step: CommittedStep) -> StepReplay:
+    """A step's replay, with the stage that says whether its two versions are backed as published and
+    served."""
     versions = (step.planned.policy_version, step.committed.policy_version)
-    if (stage := backed(log, found.run, found.policy, versions)) is None:
-        return found
-    made = replace(found, stages=found.stages | {BACKED: stage})
-    return made if made.equal else replace(made, differs_at_step=made.step)
+    if (stage := backed(log, replay.run, replay.policy, versions)) is None:
+        return replay
+    result = replace(replay, stages=replay.stages | {BACKED: stage})
+    return result if result.equal else replace(result, differs_at_step=result.step)
 
 
 def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:
@@ -123,16 +124,16 @@ def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)
     limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
-    of = RunLog(log, history)
-    selections = of.selections
+    run_log = RunLog(log, history)
+    selections = run_log.selections
     selections.limits = limits or UNLIMITED
-    due = due_of(history, step, of.trainings)
+    due = due_of(history, step, run_log.trainings)
     stages = {
-        "selection": judged("selection", selections.claim(history.beginning(step))),
-        TRAINING: training(history, step, of.trainings, excerpt=selections.excerpt),
-        **part_stages(step, part, OfLog(plan, batch, values), due),
+        "selection": judge_claim("selection", selections.claim(history.beginning(step))),
+        TRAINING: training(history, step, run_log.trainings, excerpt=selections.excerpt),
+        **part_stages(step, part, LogNumbers(plan, batch, values), due),
     }
-    found = StepReplay(
+    replay = StepReplay(
         run=history.run,
         step=plan.step,
         attempt=plan.attempt,
@@ -145,7 +146,7 @@ def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -
         metrics={},
         late=late_rewards(log, history, step),
     )
-    return found if found.equal else replace(found, differs_at_step=plan.step)
+    return replay if replay.equal else replace(replay, differs_at_step=plan.step)
 
 
 def _shape(log: Store, history: History) -> ModelShape | None:

@@ -1,14 +1,17 @@
-"""How near a stage comes where bits are not promised, and whether two sets of numbers are that near, also
-counted in units in the last place. Pure.
+"""How near a stage comes where bits are not promised, and whether two sets of numbers are that near,
+also counted in units in the last place. Pure.
 
-Stated for a step that begins with the recorded weights and optimizer: where these differ, so may all else.
+Stated for a step that begins with the recorded weights and optimizer: where these differ, so may
+all else.
 
-`rollbook bench bits` measures how far they lie apart with other instructions (`ATEN_CPU_CAPABILITY=default`,
-`MKL_CBWR=COMPATIBLE`, `ONEDNN_MAX_CPU_ISA=SSE41`), two threads, and other micro-batches, of a Qwen3 of 2
-million parameters. The most that it found, in float32 and in bfloat16, of the largest number of each stage:
-logprobs 2e-7 and 5e-4; losses 9.3e-7 and 3.3e-3; gradients 5e-7 and 4.9e-3; moments 5.1e-7 and 5e-3; of the
-metrics' own 5.3e-7 and 5.5e-4; of the learning rate for weights 0.034 and 2.2, as root mean square 5.3e-5 and
-0.067. Tolerances allow some ten times that, since models are larger, and weights what a step of Adam may do.
+`rollbook bench bits` measures how far results lie apart with other instructions
+(`ATEN_CPU_CAPABILITY=default`, `MKL_CBWR=COMPATIBLE`, `ONEDNN_MAX_CPU_ISA=SSE41`), two threads, and
+other micro-batches, for a Qwen3 of 2 million parameters. The largest differences that it found, in
+float32 and in bfloat16, relative to the largest number of each stage: logprobs 2e-7 and 5e-4;
+losses 9.3e-7 and 3.3e-3; gradients 5e-7 and 4.9e-3; moments 5.1e-7 and 5e-3; metrics, relative to
+their own values, 5.3e-7 and 5.5e-4; weights, relative to the learning rate, 0.034 and 2.2, as root
+mean square 5.3e-5 and 0.067. Tolerances allow some ten times that, since models are larger, and for
+weights what a step of Adam may do.
 """
 
 from __future__ import annotations
@@ -28,16 +31,17 @@ Verdict = Literal["equal", "equal within", "differs"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far each number of a stage may be off, and still be called equal within it: these added up.
+    """How far each number of a stage may be off, and still count as equal within it: the sum of these
+    terms.
 
     Attributes:
-        why: what the numbers are made by.
+        why: how the numbers come about.
         rtol: of the recorded number itself.
         atol: for every number.
         of_largest: of the largest recorded number of the set.
         of_rate: of the step's learning rate.
-        typical: how much of what they may be off all numbers may be together, as root mean square; less than
-            1 where few may be far off.
+        typical: the most that all numbers together may use of what they may be off, as root mean
+            square; less than 1 where few may be far off.
     """
 
     why: str
@@ -128,12 +132,12 @@ _ORDER: tuple[Verdict, ...] = ("equal", "equal within", "differs")
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The number that is off most, of what it may be off.
+    """The number that uses most of what it may be off.
 
     Attributes:
         name, index: its array, and where in it.
         recorded, found: both values.
-        ulps: numbers of their type from one to the other; None of whole numbers and truth values.
+        ulps: units in the last place between them; None for integers and booleans.
         share: of what it may be off; infinite where it may not be off at all.
     """
 
@@ -152,7 +156,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two sets of arrays are to each other.
+    """How two sets of arrays compare.
 
     Attributes:
         verdict: `equal` bit for bit, `equal within` a tolerance, or `differs`.
@@ -166,24 +170,24 @@ class Comparison:
 
 
 def tolerance_of(stage: str, stages: Collection[str] = (), dtype: str = "float32") -> Tolerance:
-    """How near a stage comes; one that is not known has to be the same.
+    """The tolerance of a stage; an unknown stage has to be the same.
 
     Args:
         stages: those of its step: advantages are exact unless a model's numbers went into them.
         dtype: of the step's weights and activations.
     """
     table = TOLERANCES if dtype == "float32" else NARROW
-    found = table.get(stage, _KEPT)
+    tolerance = table.get(stage, _KEPT)
     if stage in ("advantages", "returns") and not set(_WHOLE).isdisjoint(stages):
-        largest = max(table[one].of_largest for one in _WHOLE)
+        largest = max(table[name].of_largest for name in _WHOLE)
         return replace(_DERIVED, of_largest=10 * largest)
-    return found
+    return tolerance
 
 
 def compare_stage(
     stage: str,
     recorded: Arrays,
-    found: Arrays,
+    replayed: Arrays,
     *,
     stages: Collection[str] = (),
     dtype: str = "float32",
@@ -192,14 +196,16 @@ def compare_stage(
     """Compare what a stage was with what it is now. Arguments as of `tolerance_of` and `compare`."""
     if stage not in _FIELDS:
         held = dtype if stage in _OF_WEIGHTS else None
-        return compare(recorded, found, tolerance_of(stage, stages, dtype), rate=rate, dtype=held)
+        return compare(recorded, replayed, tolerance_of(stage, stages, dtype), rate=rate, dtype=held)
     results = []
-    for field in sorted({_field(name) for name in (*recorded, *found)}):
-        one, other = ({n: a for n, a in of.items() if _field(n) == field} for of in (recorded, found))
+    for field in sorted({_field(name) for name in (*recorded, *replayed)}):
+        before, now = (
+            {n: a for n, a in arrays.items() if _field(n) == field} for arrays in (recorded, replayed)
+        )
         tolerance = tolerance_of("weights" if field == _WEIGHTS else stage, stages, dtype)
         if field == _WEIGHTS:
             tolerance = replace(tolerance, rtol=TOLERANCES["weights"].rtol)
-        results.append(compare(one, other, tolerance, rate=rate))
+        results.append(compare(before, now, tolerance, rate=rate))
     return max(results, key=_rank, default=Comparison("equal"))
 
 
@@ -207,21 +213,21 @@ def _field(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _rank(one: Comparison) -> tuple[int, float]:
-    return _ORDER.index(one.verdict), one.worst.share if one.worst is not None else 0.0
+def _rank(comparison: Comparison) -> tuple[int, float]:
+    return _ORDER.index(comparison.verdict), comparison.worst.share if comparison.worst is not None else 0.0
 
 
 def compare(
-    recorded: Arrays, found: Arrays, tolerance: Tolerance, *, rate: float = 0.0, dtype: str | None = None
+    recorded: Arrays, replayed: Arrays, tolerance: Tolerance, *, rate: float = 0.0, dtype: str | None = None
 ) -> Comparison:
     """Compare two sets of named arrays.
 
     Args:
         rate: the step's learning rate.
-        dtype: that distances are counted in: `bfloat16` where float32 arrays hold such numbers; None: the
-            arrays' own.
+        dtype: type in which distances are counted: `bfloat16` where float32 arrays hold such numbers;
+            None: the arrays' own.
     """
-    unlike = _unlike(recorded, found)
+    unlike = _unlike(recorded, replayed)
     if unlike:
         return Comparison("differs", unlike=unlike)
     largest = max((_largest(array) for array in recorded.values()), default=0.0)
@@ -229,26 +235,26 @@ def compare(
     squares, count = 0.0, 0
     for name, array in recorded.items():
         count += array.size
-        if np.array_equal(_bytes(array), _bytes(found[name])):
+        if np.array_equal(_bytes(array), _bytes(replayed[name])):
             continue
-        shares = _shares(array, found[name], tolerance, largest, rate)
+        shares = _shares(array, replayed[name], tolerance, largest, rate)
         with np.errstate(over="ignore"):  # it is far off then in any case
             squares += float(np.square(shares).sum())
-        one = _worst_of(name, array, found[name], shares, dtype)
-        if worst is None or one.share > worst.share:
-            worst = one
+        candidate = _worst_of(name, array, replayed[name], shares, dtype)
+        if worst is None or candidate.share > worst.share:
+            worst = candidate
     if worst is None:
         return Comparison("equal")
     within = not tolerance.exact and worst.share <= 1 and squares <= tolerance.typical**2 * count
     return Comparison("equal within" if within else "differs", worst)
 
 
-def _unlike(recorded: Arrays, found: Arrays) -> str:
+def _unlike(recorded: Arrays, replayed: Arrays) -> str:
     """Why two sets cannot be compared number by number; empty if they can."""
-    if recorded.keys() != found.keys():
-        return f"in one of both alone: {', '.join(_few(recorded.keys() ^ found.keys()))}"
+    if recorded.keys() != replayed.keys():
+        return f"in one of both alone: {', '.join(_few(recorded.keys() ^ replayed.keys()))}"
     for name, array in recorded.items():
-        other = found[name]
+        other = replayed[name]
         if (array.dtype, array.shape) != (other.dtype, other.shape):
             return f"{name}: recorded {array.dtype} {array.shape}, found {other.dtype} {other.shape}"
     return ""
@@ -268,9 +274,9 @@ def _largest(array: Array) -> float:
     return float(np.abs(array, where=np.isfinite(array), out=np.zeros(array.shape)).max(initial=0.0))
 
 
-def _shares(recorded: Array, found: Array, tolerance: Tolerance, largest: float, rate: float) -> Array:
-    """Of each number how much of what it may be off it is off; 0 of equal ones, float64."""
-    before, now = recorded.astype(np.float64), found.astype(np.float64)
+def _shares(recorded: Array, replayed: Array, tolerance: Tolerance, largest: float, rate: float) -> Array:
+    """For each number, how much it uses of what it may be off; 0 for equal ones, float64."""
+    before, now = recorded.astype(np.float64), replayed.astype(np.float64)
     may = tolerance.atol + tolerance.of_largest * largest + tolerance.of_rate * rate
     with np.errstate(all="ignore"):
         shares = np.abs(before - now) / (may + tolerance.rtol * np.abs(before))
@@ -278,9 +284,9 @@ def _shares(recorded: Array, found: Array, tolerance: Tolerance, largest: float,
     return np.where(same, 0.0, np.where(np.isfinite(before) & np.isfinite(now), shares, np.inf))
 
 
-def _worst_of(name: str, recorded: Array, found: Array, shares: Array, dtype: str | None) -> Worst:
+def _worst_of(name: str, recorded: Array, replayed: Array, shares: Array, dtype: str | None) -> Worst:
     at = np.unravel_index(int(shares.argmax()), shares.shape)
-    before, now = recorded[at], found[at]
+    before, now = recorded[at], replayed[at]
     apart = None
     if np.issubdtype(recorded.dtype, np.floating):
         apart = int(ulps(np.asarray(before), np.asarray(now), dtype))
@@ -296,36 +302,36 @@ NEVER = 2**64 - 1
 _BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 
 
-def ulps(one: Floats, other: Floats, dtype: str | None = None) -> Ulps:
-    """By how many steps from one number to the next each pair lies apart; uint64, of the arrays' shape.
+def ulps(left: Floats, right: Floats, dtype: str | None = None) -> Ulps:
+    """How many steps from one number to the next each pair lies apart; uint64, in the arrays' shape.
 
     0.0 and -0.0 are one number, and so are all NaN. Infinity is the number after the largest.
 
     Args:
-        one, other: arrays of one shape and type.
-        dtype: float64, float32, float16 or bfloat16; None: that of the arrays. Numbers of bfloat16 come as
+        left, right: arrays of one shape and type.
+        dtype: float64, float32, float16 or bfloat16; None: the arrays' own. Numbers of bfloat16 come as
             float32, which has all of them.
 
     Raises:
         ValueError: the arrays have two types or shapes, or a type that is none of these.
     """
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if left.dtype != right.dtype or left.shape != right.shape:
         raise ValueError(
-            f"{one.dtype} {one.shape} and {other.dtype} {other.shape} are not compared number by number"
+            f"{left.dtype} {left.shape} and {right.dtype} {right.shape} are not compared number by number"
         )
-    name = dtype or str(one.dtype)
-    if name not in _BITS or (name if name != "bfloat16" else "float32") != str(one.dtype):
-        raise ValueError(f"no distance in {name} of arrays of {one.dtype}: choose of {', '.join(_BITS)}")
-    first, second = _places(one, name), _places(other, name)
+    name = dtype or str(left.dtype)
+    if name not in _BITS or (name if name != "bfloat16" else "float32") != str(left.dtype):
+        raise ValueError(f"no distance in {name} of arrays of {left.dtype}: choose of {', '.join(_BITS)}")
+    first, second = _places(left, name), _places(right, name)
     apart = np.where(first > second, first - second, second - first)
-    missing = np.isnan(one), np.isnan(other)
+    missing = np.isnan(left), np.isnan(right)
     apart[missing[0] != missing[1]] = NEVER
     apart[missing[0] & missing[1]] = 0
     return apart
 
 
 def _places(values: Floats, name: str) -> Ulps:
-    """The place of each in the order of all numbers of the type, from the lowest on."""
+    """The place of each value in the order of all numbers of the type, from the lowest on."""
     width = values.dtype.itemsize * 8
     bits = np.ascontiguousarray(values).view(f"u{width // 8}").astype(np.uint64)
     bits >>= np.uint64(width - _BITS[name])

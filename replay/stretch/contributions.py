@@ -1,8 +1,8 @@
 """Which samples of a step contribute most to a metric: what it would be without each of them.
 
-Each sample is passed through the model by itself, its loss normalized as in the whole batch, so gradients and
-losses of samples add up to the step's, but for the order of sums. The norm without a sample follows from
-two passes over all of them: |G - g|^2 = |G|^2 - 2 <G, g> + |g|^2.
+Each sample is passed through the model by itself, its loss normalized as in the whole batch, so
+that the samples' gradients and losses add up to the step's, but for the order of sums. The norm
+without a sample follows from two passes over all of them: |G - g|^2 = |G|^2 - 2 <G, g> + |g|^2.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Contribution:
     Attributes:
         sample: its place in the manifest.
         without: the metric of the step without it; None where there is none then.
-        change: `without` less the metric of the whole step; 0 where one of both is none.
-        tokens: that are trained of it.
+        change: `without` less the metric of the whole step; 0 where either is missing.
+        tokens: how many of it are trained.
     """
 
     sample: int
@@ -55,7 +55,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Of a step: its metric as these passes give it, and the samples, those first that change it most."""
+    """A step's metric as these passes give it, and the samples, those first that change it most."""
 
     step: int
     metric: str
@@ -90,11 +90,11 @@ def contributions(
         policy, batch = replayer.before(target)
         algorithm = recorded_algorithm(target.planned.algorithm)
         totals = Totals(batch.trained_tokens, batch.trained_samples)
-        of = _Samples(policy, batch, PolicyLoss(algorithm, target.planned.policy_version, totals), done)
-        whole, without = of.gradient_norms() if metric == GRADIENT_NORM else of.values(metric)
-    found = [_contribution(batch, at, whole, value) for at, value in enumerate(without)]
-    found.sort(key=lambda one: (-abs(one.change), one.sample))
-    return Contributions(step, metric, whole, found)
+        passes = _Samples(policy, batch, PolicyLoss(algorithm, target.planned.policy_version, totals), done)
+        whole, without = passes.gradient_norms() if metric == GRADIENT_NORM else passes.values(metric)
+    samples = [_contribution(batch, at, whole, value) for at, value in enumerate(without)]
+    samples.sort(key=lambda one: (-abs(one.change), one.sample))
+    return Contributions(step, metric, whole, samples)
 
 
 def _contribution(batch: Batch, at: int, whole: float | None, without: float | None) -> Contribution:
@@ -123,15 +123,15 @@ class _Samples:
     done: Callable[[int], None]
 
     def _each(self) -> Iterator[MicroLoss]:
-        """What is kept of each sample; until the next one the policy has its gradients."""
+        """What is kept of each sample's loss; until the next one, the policy has its gradients."""
         packed = any(micro.lengths is not None for micro in self.batch.micro_batches)
         mixture = self.policy.shape.mixture
         replays = any(micro.experts is not None for micro in self.batch.micro_batches)
         for at in range(len(self.batch.samples)):
             alone = self.batch.experience.part([at])
-            of = build_batch(alone, [[[0]]], packed=packed, mixture=mixture if replays else None)
-            (kept,) = self.policy.forward_backward(of.micro_batches, self.loss_of, of.shares)
-            yield kept
+            single = build_batch(alone, [[[0]]], packed=packed, mixture=mixture if replays else None)
+            (loss,) = self.policy.forward_backward(single.micro_batches, self.loss_of, single.shares)
+            yield loss
             self.done(1)
 
     def gradient_norms(self) -> tuple[float, list[float]]:
@@ -146,14 +146,14 @@ class _Samples:
                 total[name] = total[name] + wide if name in total else wide.clone()
             own.append(square)
         whole = sum(float((g * g).sum()) for g in total.values())
-        found: list[float] = []
+        norms: list[float] = []
         for square, _ in zip(own, self._each(), strict=True):
             shared = sum(
                 float((total[name] * gradient.double()).sum())
                 for name, gradient in self.policy.stream_gradients()
             )
-            found.append(sqrt(max(whole - 2 * shared + square, 0.0)))
-        return sqrt(whole), found
+            norms.append(sqrt(max(whole - 2 * shared + square, 0.0)))
+        return sqrt(whole), norms
 
     def values(self, metric: str) -> tuple[float | None, list[float | None]]:
         """A metric of the step's tokens, or the loss, and what it is without each sample.
@@ -161,17 +161,17 @@ class _Samples:
         Raises:
             ReplayError: it is none of these.
         """
-        kept = list(self._each())
+        losses = list(self._each())
         if metric == LOSS:
-            parts = [float(one.total) / self.loss_of.divisor for one in kept]
+            parts = [float(loss.total) / self.loss_of.divisor for loss in losses]
             return sum(parts), [sum(parts) - part for part in parts]
-        whole = _of_tokens(kept)
+        whole = _of_tokens(losses)
         if metric not in whole:
             there = ", ".join([GRADIENT_NORM, LOSS, *sorted(whole)])
             raise ReplayError(f"metric {metric!r} is not made of single samples' passes: take one of {there}")
-        without = [_of_tokens(kept[:at] + kept[at + 1 :]).get(metric) for at in range(len(kept))]
+        without = [_of_tokens(losses[:at] + losses[at + 1 :]).get(metric) for at in range(len(losses))]
         return whole[metric], without
 
 
-def _of_tokens(kept: Sequence[MicroLoss]) -> dict[str, Any]:
-    return metrics.of_tokens(metrics.all_of([one.seen for one in kept]))
+def _of_tokens(losses: Sequence[MicroLoss]) -> dict[str, Any]:
+    return metrics.of_tokens(metrics.all_of([loss.seen for loss in losses]))

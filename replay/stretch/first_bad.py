@@ -1,9 +1,9 @@
-"""Finds the first step of a training that differs when it is run again, or at which something holds by what
-the log recorded of it.
+"""Finds the first step of a training that differs when it is run again, or at which a condition holds
+by what the log recorded of it.
 
-From a step on at which code, settings or the machine changed, every step differs when it is run by itself. So
-the steps that follow checkpoints are bisected, and then those between two checkpoints run in order: of n
-checkpoints that are m steps apart, at most 1 + log2(n) + m steps are run.
+Once code, settings or the machine changed, every later step differs when it is run by itself. So
+the steps that follow checkpoints are bisected, and then those between two checkpoints run in order:
+with n checkpoints that are m steps apart, at most 1 + log2(n) + m steps are run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_first_bad(
     """Find the first step of a stretch that differs, where all that follow it differ too.
 
     Args:
-        ran: told of each step that is run.
+        ran: called with each step that is run.
 
     Raises:
         ReplayError: the run has no step there, or one that is needed cannot be replayed.
@@ -63,30 +63,30 @@ def find_first_bad(
     if not parts:
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
     broken, order = chain(history, [n for part in parts for n in part]), list[int]()
-    of = RunLog(log, history)
+    run_log = RunLog(log, history)
 
     def replays(steps: Sequence[int]) -> StepReplay | None:
         """The first of these steps that differs."""
-        for one in prove_segment(of, steps, trust_parts=trust_parts):
-            if one.replay is None:
-                raise ReplayError(f"step {one.step} cannot be replayed: {one.why}")
-            order.extend(n for n in one.replay.reran if n not in order)
-            ran(one.step)
-            if not one.replay.equal:
-                return one.replay
+        for verified in prove_segment(run_log, steps, trust_parts=trust_parts):
+            if verified.replay is None:
+                raise ReplayError(f"step {verified.step} cannot be replayed: {verified.why}")
+            order.extend(n for n in verified.replay.reran if n not in order)
+            ran(verified.step)
+            if not verified.replay.equal:
+                return verified.replay
         return None
 
     good, bad = 0, len(parts)  # the first steps of parts before `good` are good, of `bad` and after bad
-    found: StepReplay | None = None
+    first_bad: StepReplay | None = None
     while good < bad:
         middle = (good + bad) // 2
         if (differs := replays(parts[middle][:1])) is None:
             good = middle + 1
         else:
-            found, bad = differs, middle
+            first_bad, bad = differs, middle
     if good > 0 and (within := replays(parts[good - 1])) is not None:
-        found = within
-    return FirstBad(history.run, history.policy, broken, order, found)
+        first_bad = within
+    return FirstBad(history.run, history.policy, broken, order, first_bad)
 
 
 NUMBERS = tuple(column.name for column in METRICS.columns if column.type in ("BIGINT", "DOUBLE"))
@@ -105,14 +105,16 @@ _STEP = """
 class Predicate:
     """A condition on one step, in SQL over the columns of the views `metrics` and `steps`.
 
-    What a step did not record is null there, as is what was no number, and no comparison with null holds.
+    What a step did not record is null there, and so is what was no number; no comparison with null
+    holds.
     """
 
     condition: str
 
 
 def threshold(metric: str, *, above: float | None = None, below: float | None = None) -> Predicate:
-    """That a metric is above a bound, or below one; with both, outside of what lies between them.
+    """The condition that a metric is above a bound, or below one; with both, outside of what lies between
+    them.
 
     Args:
         metric: a numeric column of the view `metrics`.

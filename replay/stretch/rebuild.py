@@ -28,8 +28,8 @@ class Rebuilt:
     """A version that was rebuilt.
 
     Attributes:
-        proof: of the step that made it; of what came before only that it differs, where it does.
-        proven: whether what came out is the version, by every digest that the step recorded of it.
+        proof: of the step that made it; of earlier steps only the one that differs, if any.
+        proven: whether the result is the version, by every digest that the step recorded of it.
         bits: whether all of each step on the way came out bit for bit.
         path: where it was written to; None where it was not.
     """
@@ -53,8 +53,8 @@ def making(history: History, version: int) -> CommittedStep:
     for step in history.steps.values():
         if step.committed.policy_version == version:
             return step
-    made = sorted(step.committed.policy_version for step in history.steps.values())
-    have = f"steps made versions {made[0]} to {made[-1]}" if made else "no step made any"
+    versions = sorted(step.committed.policy_version for step in history.steps.values())
+    have = f"steps made versions {versions[0]} to {versions[-1]}" if versions else "no step made any"
     raise ReplayError(
         f"run {history.run!r} has no step that made version {version} of policy {history.policy!r}: {have}"
     )
@@ -84,61 +84,65 @@ def rebuild(
     Args:
         out: a new folder, to write it to as a checkpoint.
         restore: write it into the store, as a checkpoint that training, exports and replays use.
-        done: told of steps as they are finished.
+        done: called with the number of steps that were finished.
 
     Raises:
         ReplayError: no step made the version, or there is nothing to start from.
         InterchangeError: `out` exists, or cannot be written.
     """
     target = making(history, version)
-    of = RunLog(log, history)
-    start = find_start(of, target)
+    run_log = RunLog(log, history)
+    start = find_start(run_log, target)
     if start.weights_only:
         raise ReplayError(
             f"version {version} cannot be rebuilt: the only checkpoint before it, of version "
             f"{start.record.policy_version}, has no optimizer state; {'; '.join(start.passed_over)}"
         )
-    proof, bits, held = _run_to(of, start, target, done, trust_parts=trust_parts)
+    proof, bits, held = _run_to(run_log, start, target, done, trust_parts=trust_parts)
     digest = target.committed.digests.get("weights", "")
     path = None if held is None else _written(log, history, start, target, held, out, restore=restore)
     return Rebuilt(history.run, history.policy, version, digest, proof, held is not None, bits, path)
 
 
 def _run_to(
-    of: RunLog,
+    run_log: RunLog,
     start: Start,
     target: CommittedStep,
     done: Callable[[int], None],
     *,
     trust_parts: bool,
 ) -> tuple[StepReplay, bool, Checkpoint | None]:
-    """The proof of the step that made a version, whether all steps came out bit for bit, and the version;
-    None where it is not proven to be it."""
-    with Replayer(of, start, trust_parts=trust_parts) as replayer:
+    """The proof of the step that made a version, whether all steps came out bit for bit, and the version
+    itself; None where it is not proven."""
+    with Replayer(run_log, start, trust_parts=trust_parts) as replayer:
         reran, bits = list[int](), True
-        for one in (*start.between, target):
-            found = replayer.run(one, claims=False)
-            reran.append(one.planned.step)
+        for step in (*start.between, target):
+            replay = replayer.run(step, claims=False)
+            reran.append(step.planned.step)
             done(1)
-            bits = bits and found.bit_for_bit
-            if not found.equal:
+            bits = bits and replay.bit_for_bit
+            if not replay.equal:
                 break
-        differs = None if found.equal else found.step
-        proof = replace(found, reran=reran, differs_at_step=differs)
-        made = replayer.state() if _is_proven(proof) else None
-        return proof, bits, made if made is not None and _is_made(made, target) else None
+        differs = None if replay.equal else replay.step
+        proof = replace(replay, reran=reran, differs_at_step=differs)
+        checkpoint = replayer.state() if _is_proven(proof) else None
+        return proof, bits, checkpoint if checkpoint is not None and _is_made(checkpoint, target) else None
 
 
 def _is_proven(proof: StepReplay) -> bool:
     """Whether nothing differs, and each stage that a checkpoint holds came out bit for bit."""
     held = [proof.stages[stage] for stage in STAGES_OF.values() if stage in proof.stages]
-    return proof.equal and "weights" in proof.stages and all(one.verdict == Verdict.equal for one in held)
+    return (
+        proof.equal
+        and "weights" in proof.stages
+        and all(replayed.verdict == Verdict.equal for replayed in held)
+    )
 
 
-def _is_made(made: Checkpoint, target: CommittedStep) -> bool:
+def _is_made(checkpoint: Checkpoint, target: CommittedStep) -> bool:
     """Whether what would be written has the digests that the step recorded."""
-    found, said = digests_of(made), target.committed.digests
-    return all(digest == said.get(STAGES_OF[what]) for what, digest in found.items())
+    digests, recorded = digests_of(checkpoint), target.committed.digests
+    return all(digest == recorded.get(STAGES_OF[what]) for what, digest in digests.items())
 
 
 def _written(
@@ -151,7 +155,7 @@ def _written(
     *,
     restore: bool,
 ) -> str | None:
-    """Write a version where it is wanted; the last of these places."""
+    """Write a version where it is wanted, and return the last of these places."""
     path = None
     if out is not None:
         with destination(out, folder=True) as building:

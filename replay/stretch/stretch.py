@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollbook.replay.claims.backed import Unbacked, unbacked_in
+from rollbook.replay.claims.backed import Unbacked, find_unbacked
 from rollbook.replay.step.manifest import checked
 from rollbook.replay.step.replayer import Replayer
 from rollbook.replay.step.run_log import RunLog
@@ -32,10 +32,10 @@ class VerifiedStep:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A step that does not start with what the step before it ended with, by the log alone.
+    """A step that, by the log alone, does not start with what the step before it ended with.
 
     Attributes:
-        stage: the input that another result was recorded of.
+        stage: the input of which another result was recorded.
     """
 
     step: int
@@ -51,7 +51,7 @@ class StepRange:
     Attributes:
         broken: where the chain of recorded digests does not hold.
         steps: in order.
-        unbacked: what the log says of published and served weights, and nothing else does.
+        unbacked: digests of published and served weights that nothing else in the log backs.
     """
 
     run: str
@@ -63,12 +63,12 @@ class StepRange:
     @property
     def first_difference(self) -> StepReplay | None:
         """The first step that differs."""
-        return next((one.replay for one in self.steps if one.replay and not one.replay.equal), None)
+        return next((step.replay for step in self.steps if step.replay and not step.replay.equal), None)
 
     @property
     def unproven(self) -> list[VerifiedStep]:
         """Steps that could not be replayed."""
-        return [one for one in self.steps if one.replay is None]
+        return [step for step in self.steps if step.replay is None]
 
     @property
     def equal(self) -> bool:
@@ -90,27 +90,27 @@ def history_of(log: Store, run: str | None, policy: str) -> History:
         if not history.steps:
             raise ReplayError(f"run {run!r} has no committed step of policy {policy!r}")
         return history
-    found = {
+    histories = {
         key: h
         for key, h in fold_histories(checked(log.events_of(KINDS))).items()
         if h.steps and key[1] == policy
     }
-    if not found:
+    if not histories:
         raise ReplayError(f"this store has no committed step of policy {policy!r}")
-    if len(found) > 1:
-        runs = ", ".join(sorted(key[0] for key in found))
+    if len(histories) > 1:
+        runs = ", ".join(sorted(key[0] for key in histories))
         raise ReplayError(f"runs {runs} each trained policy {policy!r}: name one with --run")
-    return next(iter(found.values()))
+    return next(iter(histories.values()))
 
 
 def chain(history: History, steps: Sequence[int]) -> list[Break]:
-    """Where a step does not start with the weights, or within a training the optimizer, that the last one
-    ended with, by what they recorded. Pure."""
-    made = {step.committed.policy_version: step for step in history.steps.values()}
-    found: list[Break] = []
+    """Where, by what they recorded, a step does not start with the weights (within a training also the
+    optimizer) that the last one ended with. Pure."""
+    by_version = {step.committed.policy_version: step for step in history.steps.values()}
+    breaks: list[Break] = []
     for number in steps:
         step = history.steps[number]
-        before = made.get(step.planned.policy_version)
+        before = by_version.get(step.planned.policy_version)
         if before is None:
             continue
         pairs = [("input_weights", "weights"), ("critic_input_weights", "critic_weights")]
@@ -121,18 +121,18 @@ def chain(history: History, steps: Sequence[int]) -> list[Break]:
             # A training in another type rounds the weights that it begins with.
             retyped = before.planned.environment.get("dtype") != step.planned.environment.get("dtype")
             if None not in (starts, ended) and starts != ended and not retyped:
-                found.append(Break(number, stage, str(ended), str(starts)))
-    return found
+                breaks.append(Break(number, stage, str(ended), str(starts)))
+    return breaks
 
 
 def segments(history: History, first: int, last: int) -> list[list[int]]:
-    """The steps from `first` to `last`, apart where a checkpoint has the whole state before one. Pure."""
-    found: list[list[int]] = []
+    """The steps from `first` to `last`, divided before each where a checkpoint has the whole state. Pure."""
+    parts: list[list[int]] = []
     for number in (n for n in sorted(history.steps) if first <= n <= last):
-        if not found or has_state(history, history.steps[number]):
-            found.append([])
-        found[-1].append(number)
-    return found
+        if not parts or has_state(history, history.steps[number]):
+            parts.append([])
+        parts[-1].append(number)
+    return parts
 
 
 def prove_stretch(
@@ -152,7 +152,7 @@ def prove_stretch(
 
     Args:
         jobs: processes, each with segments of its own.
-        done: told of steps as they are finished.
+        done: called with the number of steps that were finished.
 
     Raises:
         ReplayError: the run has no step there.
@@ -160,44 +160,46 @@ def prove_stretch(
     parts = segments(history, first, last)
     if not parts:
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
-    broken, of = chain(history, [n for part in parts for n in part]), RunLog(log, history)
+    broken, run_log = chain(history, [n for part in parts for n in part]), RunLog(log, history)
     which = (history.run, history.policy)
-    odd = [one for one in unbacked_in(log, history.run) if policy_of(one.policy) == history.policy]
-    found: list[VerifiedStep] = []
+    odd = [one for one in find_unbacked(log, history.run) if policy_of(one.policy) == history.policy]
+    verified: list[VerifiedStep] = []
     if jobs == 1 or len(parts) == 1:
         for part in parts:
-            for one in prove_segment(of, part, trust_parts=trust_parts):
-                found.append(one)
+            for one in prove_segment(run_log, part, trust_parts=trust_parts):
+                verified.append(one)
                 done(1)
-        return StepRange(*which, broken, found, odd)
+        return StepRange(*which, broken, verified, odd)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn) as pool:
         tasks = [pool.submit(_segment_of, log.path, *which, part, trust_parts) for part in parts]
         for task in as_completed(tasks):
-            found += task.result()
+            verified += task.result()
             done(len(task.result()))
-    return StepRange(*which, broken, sorted(found, key=lambda one: one.step), odd)
+    return StepRange(*which, broken, sorted(verified, key=lambda one: one.step), odd)
 
 
-def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[VerifiedStep]:
-    """Replay steps that follow each other, from the nearest start of the first that has one.
+def prove_segment(
+    run_log: RunLog, steps: Sequence[int], *, trust_parts: bool = False
+) -> Iterator[VerifiedStep]:
+    """Replay consecutive steps, from the nearest start of the first that has one.
 
-    Steps in between that a start needs are run too, but are not part of the result.
+    Steps that must be run between a start and these are run too, but are not part of the result.
     """
-    left, history = list(steps), of.history
+    left, history = list(steps), run_log.history
     while left:
         target = history.steps[left[0]]
         try:
-            start = find_start(of, target)
+            start = find_start(run_log, target)
         except ReplayError as error:
             yield VerifiedStep(left.pop(0), None, str(error))
             continue
-        with Replayer(of, start, trust_parts=trust_parts) as replayer:
+        with Replayer(run_log, start, trust_parts=trust_parts) as replayer:
             reran: list[int] = []
-            for one in (*start.between, *(history.steps[n] for n in left)):
-                number = one.planned.step
+            for step in (*start.between, *(history.steps[n] for n in left)):
+                number = step.planned.step
                 try:
-                    replayed = replayer.run(one, claims=number in left)
+                    replayed = replayer.run(step, claims=number in left)
                 except (ReplayError, TrainError, ModelError) as error:
                     yield VerifiedStep(left.pop(0), None, f"step {number}: {error}")
                     break

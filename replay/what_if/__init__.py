@@ -1,5 +1,5 @@
 """Recorded steps by another rule.
 
-In: steps, and a recipe, algorithm, optimizer or reward function to put in place of theirs. Out: both sides
-beside each other, from the same state.
+In: steps, and a recipe, algorithm, optimizer or reward function to put in place of theirs. Out:
+both sides next to each other, from the same state.
 """

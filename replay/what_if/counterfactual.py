@@ -1,7 +1,8 @@
-"""The other side of a what-if: recorded steps by another recipe, algorithm or optimizer, one after the other,
-on a policy of its own.
+"""The other side of a what-if: recorded steps taken by another recipe, algorithm or optimizer, one
+after another, on a policy of its own.
 
-Nothing of it is recorded. A step of it is the recorded one with a manifest of its own, run by the same code.
+Nothing of it is recorded. Each of its steps is the recorded one with a manifest of its own, run by
+the same code.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from rollbook.store.fold.history import CommittedStep
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm, recorded_algorithm
 from rollbook.train.batches.batch import Batch, Partition, mini_batches
-from rollbook.train.config.config import OptimizerConfig, check_recipe, said_wrong
+from rollbook.train.config.config import OptimizerConfig, check_recipe, describe_errors
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.schedule import divided, settings_of
+from rollbook.train.resume.schedule import divide_samples, settings_of
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop
 from rollbook.train.select.samples import Sample
@@ -55,7 +56,7 @@ class _RolloutBatch:
     """A rollout batch in hand.
 
     Attributes:
-        parts: the positions of each step's samples; steps for which none are left have none.
+        parts: the positions of each step's samples; empty for steps that none are left for.
     """
 
     samples: Sequence[Sample]
@@ -68,7 +69,7 @@ class Counterfactual:
     """Takes the steps of a training by another rule, in order, from the state that it is given.
 
     Attributes:
-        policy: its own; experiences: of it.
+        policy: its own; experiences: that policy's.
     """
 
     changes: Changes
@@ -83,12 +84,12 @@ class Counterfactual:
         """Take the next step.
 
         Args:
-            look: what is to look at each gradient of the policy.
+            look: is given each gradient of the policy.
 
         Raises:
             ConfigError, ReplayError: the changes make no rule for it, or it lacks what they need.
             TrainError: there is no checkpoint of the reference.
-            NotFiniteError, AllRejectedError: so it ends with this rule.
+            NotFiniteError, AllRejectedError: the step ends so by this rule.
         """
         plan, rule = step.planned, self._rule(step.planned)
         if begins(plan) or self._held is None:
@@ -109,7 +110,7 @@ class Counterfactual:
         return OtherStep(chosen, held.dropped, batch, result.metrics)
 
     def _rule(self, plan: StepPlanned) -> Rule:
-        """The rule of the step: of keys that adapt, as its own steps before have left them."""
+        """The rule of the step; keys that adapt are as its own earlier steps have left them."""
         rule = self.changes.rule(plan)
         if self._adapted is None:
             return rule
@@ -132,7 +133,7 @@ class Counterfactual:
         assert held is not None
         samples = [held.samples[i] for i in at]
         compares = rule.recipe.group_statistics == "all"
-        made = replace(
+        manifest = replace(
             changed(plan, rule),
             samples=[sample.reference for sample in samples],
             partition=self._divided(plan, rule, samples),
@@ -140,9 +141,11 @@ class Counterfactual:
             rollout_batch=self._described(plan, rule),
         )
         if not rule.trains_otherwise:
-            return made
+            return manifest
         schedule = _schedule(plan)
-        return replace(made, learning_rate=self.policy.learning_rate(schedule["number"], schedule["steps"]))
+        return replace(
+            manifest, learning_rate=self.policy.learning_rate(schedule["number"], schedule["steps"])
+        )
 
     def _described(self, plan: StepPlanned, rule: Rule) -> Json | None:
         """What the manifest says of the rollout batch."""
@@ -150,17 +153,17 @@ class Counterfactual:
         assert held is not None
         if batch is None or len(held.parts) == 1:
             return None
-        said = {key: batch[key] for key in ("first_step", "number")} | {"steps": len(held.parts)}
+        description = {key: batch[key] for key in ("first_step", "number")} | {"steps": len(held.parts)}
         if not begins(plan):
-            return said
+            return description
         refs = [sample.reference for sample in held.samples]
-        return said | {"samples": refs, "partition": self._divided(plan, rule, held.samples)}
+        return description | {"samples": refs, "partition": self._divided(plan, rule, held.samples)}
 
     def _divided(self, plan: StepPlanned, rule: Rule, samples: Sequence[Sample]) -> Partition:
         """Micro-batches of samples, by rank, as the training divided its own."""
         parallel, ranks = recorded_parallel(plan.environment.get("parallel") or {})
         work = self.policy.shape.work
-        return divided(samples, rule.algorithm, _schedule(plan), parallel.copies(ranks), work)
+        return divide_samples(samples, rule.algorithm, _schedule(plan), parallel.copies(ranks), work)
 
 
 def changed(plan: StepPlanned, rule: Rule) -> StepPlanned:
@@ -177,10 +180,10 @@ def changed(plan: StepPlanned, rule: Rule) -> StepPlanned:
 
 
 def _schedule(plan: StepPlanned) -> Json:
-    """What the step's micro-batches and learning rate follow from.
+    """The settings that the step's micro-batches and learning rate follow from.
 
     Raises:
-        ReplayError: it was not recorded.
+        ReplayError: they were not recorded.
     """
     if plan.schedule is None:
         raise ReplayError(
@@ -209,7 +212,7 @@ class _Tables(Table):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a step is taken by.
+    """The settings that a step is taken by.
 
     Attributes:
         trains_otherwise: whether the optimizer is another than the recorded one.
@@ -226,9 +229,9 @@ class Changes:
     """What differs from what was recorded.
 
     Attributes:
-        recipe: in place of the recorded one; None: that.
+        recipe: in place of the recorded one; None: the recorded one.
         overrides: `table.key=value` each, applied last.
-        source: of rewards, in place of the recipe's; None: that.
+        source: of rewards, in place of the recipe's; None: the recipe's.
     """
 
     recipe: RecipeConfig | None = None
@@ -236,12 +239,13 @@ class Changes:
     source: str | None = None
 
     def rule(self, plan: StepPlanned) -> Rule:
-        """What a recorded step would have been taken by.
+        """The rule by which a recorded step would have been taken with these changes.
 
         Raises:
             ConfigError: a key is unknown or ill-typed, or the keys do not go together; all are named.
-            TrainError: the recorded algorithm is unknown to this release, or has parts that were not loaded.
-            ReplayError: the step says nothing that the algorithm could be run with.
+            TrainError: the recorded algorithm is unknown to this release, or has parts that were not
+                loaded.
+            ReplayError: the step recorded nothing that the algorithm could be run with.
         """
         values: Json = {
             "algorithm": plan.algorithm,
@@ -250,24 +254,26 @@ class Changes:
             else self.recipe.model_dump(mode="json"),
             "optimizer": plan.optimizer,
         }
-        asked: Json = {}
+        overrides: Json = {}
         for text in self.overrides:
             _check_table(text)
-            override(asked, text)
+            override(overrides, text)
         recorded = recorded_algorithm(plan.algorithm)
-        if (name := asked.get("algorithm", {}).get("name", plan.algorithm["name"])) != plan.algorithm["name"]:
+        if (name := overrides.get("algorithm", {}).get("name", plan.algorithm["name"])) != plan.algorithm[
+            "name"
+        ]:
             values["algorithm"] = _carried(recorded, str(name))
-        for table, keys in asked.items():
+        for table, keys in overrides.items():
             values[table] = values[table] | keys
         if self.source is not None:
             values["recipe"] = values["recipe"] | {"reward_source": self.source}
         try:
-            made = _Tables.model_validate_json(json.dumps(values, default=str))
+            merged = _Tables.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
-            raise ConfigError(said_wrong("what is changed", error, values)) from error
-        _check_runnable(plan, recorded, made.algorithm)
+            raise ConfigError(describe_errors("what is changed", error, values)) from error
+        _check_runnable(plan, recorded, merged.algorithm)
         optimizer = OptimizerConfig.model_validate_json(json.dumps(plan.optimizer))
-        return Rule(made.algorithm, made.recipe, made.optimizer, made.optimizer != optimizer)
+        return Rule(merged.algorithm, merged.recipe, merged.optimizer, merged.optimizer != optimizer)
 
 
 def _check_table(text: str) -> None:
@@ -282,8 +288,8 @@ def _check_table(text: str) -> None:
 def _carried(recorded: Algorithm, name: str) -> Json:
     """The keys that another algorithm takes over: those that were set, as far as it has them."""
     fields = ALGORITHMS[name].model_fields if name in ALGORITHMS else {}
-    said = recorded.model_dump(mode="json", exclude_defaults=True)
-    return {key: value for key, value in said.items() if key in fields and key != "name"}
+    values = recorded.model_dump(mode="json", exclude_defaults=True)
+    return {key: value for key, value in values.items() if key in fields and key != "name"}
 
 
 def _check_runnable(plan: StepPlanned, recorded: Algorithm, other: Algorithm) -> None:

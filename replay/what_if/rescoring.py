@@ -1,4 +1,4 @@
-"""Rewards of recorded trajectories by a function of the user's own, and what records them."""
+"""Rewards of recorded trajectories by a function of the user's, and the writing of them to the log."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Rescoring:
         trajectory_id = trajectory.opened.trajectory_id
         if trajectory_id not in self.rewards:
             self.rewards[trajectory_id] = self._reward(trajectory)
-        others = tuple(given for given in trajectory.rewards if given[1].source != self.source)
+        others = tuple(assigned for assigned in trajectory.rewards if assigned[1].source != self.source)
         if (reward := self.rewards[trajectory_id]) is None:
             return replace(trajectory, rewards=others)
-        given = RewardAssigned(trajectory_id, None, reward, self.source)
-        return replace(trajectory, rewards=(*others, ("", given)))
+        assigned = RewardAssigned(trajectory_id, None, reward, self.source)
+        return replace(trajectory, rewards=(*others, ("", assigned)))
 
     def _reward(self, trajectory: Trajectory) -> float | None:
         rows = [as_json(path) for path in paths(trajectory)][-1:]
@@ -97,7 +97,8 @@ class Written:
 
     Attributes:
         source: of the rewards.
-        written: new ones; replaced: of these, those that superseded another; already: that were there.
+        written: new ones; replaced: how many of these superseded another; already: those that were
+            there.
     """
 
     source: str
@@ -106,43 +107,46 @@ class Written:
     already: int
 
 
-def write_rewards(log: Store, run: str, made: Rescoring, reserved: str, *, replaces: bool) -> Written:
+def write_rewards(log: Store, run: str, scorer: Rescoring, reserved: str, *, replaces: bool) -> Written:
     """Append the rewards of a function as events of its source, once: those that are there already stay.
 
     Args:
-        run: that is asked about, in which the source is opened.
+        run: the one that is asked about, in which the source is opened.
         reserved: the source that the run trained on, which a what-if leaves alone.
         replaces: whether a reward of the source with another value is superseded.
 
     Raises:
-        ConfigError: the source is that one, or has rewards with other values that are not to be replaced.
+        ConfigError: the source is the reserved one, or has rewards with other values that are not to be
+            replaced.
         LaneLockedError: another process writes rewards so.
     """
-    if made.source == reserved:
+    if scorer.source == reserved:
         raise ConfigError(
-            f"--source {made.source!r}: the step was trained on rewards of this source: name another, which "
+            f"--source {scorer.source!r}: the step was trained on rewards of this source: name another, "
+            "which "
             "the recipe.reward_source of a training then names"
         )
-    rewards = {key: value for key, value in made.rewards.items() if value is not None}
-    with log.claim(f"rescoring as {made.source!r}", "let it finish, or name another --source"):
+    rewards = {key: value for key, value in scorer.rewards.items() if value is not None}
+    with log.claim(f"rescoring as {scorer.source!r}", "let it finish, or name another --source"):
         held = log.trajectories(None, set(rewards))
-        there = {key: _in_force(trajectory, made.source) for key, trajectory in held.items()}
-        odd = [key for key, found in there.items() if found is not None and found[1] != rewards[key]]
+        there = {key: _in_force(trajectory, scorer.source) for key, trajectory in held.items()}
+        odd = [key for key, current in there.items() if current is not None and current[1] != rewards[key]]
         if odd and not replaces:
             first = held[odd[0]].opened.name
             raise ConfigError(
-                f"--source {made.source!r}: {len(odd)} trajectories have another reward of it, {first} "
-                f"{_said(there[odd[0]])} and now {rewards[odd[0]]:g}: name another --source, or supersede "
+                f"--source {scorer.source!r}: {len(odd)} trajectories have another reward of it, {first} "
+                f"{_value_text(there[odd[0]])} and now {rewards[odd[0]]:g}: name another --source, or "
+                "supersede "
                 "them with --replace"
             )
-        records = _records(held, rewards, there, made.source)
+        records = _records(held, rewards, there, scorer.source)
         if records:
-            opened = RunOpened("what-if", _described(made))
+            opened = RunOpened("what-if", _described(scorer))
             events = [Event(opened, run)]
             events += [Event(record, held[record.trajectory_id].run) for record in records]
             with log.writer(LANE) as writer:
                 writer.append(events).result()
-    return Written(made.source, len(records), len(odd), len(there) - len(records))
+    return Written(scorer.source, len(records), len(odd), len(there) - len(records))
 
 
 def _records(
@@ -152,35 +156,35 @@ def _records(
     source: str,
 ) -> list[RewardAssigned]:
     """The rewards that are not in force yet."""
-    made = []
+    records = []
     for key in held:
-        found = there[key]
-        if found is None or found[1] != rewards[key]:
-            supersedes = None if found is None else found[0]
-            made.append(RewardAssigned(key, None, rewards[key], source, supersedes))
-    return made
+        current = there[key]
+        if current is None or current[1] != rewards[key]:
+            supersedes = None if current is None else current[0]
+            records.append(RewardAssigned(key, None, rewards[key], source, supersedes))
+    return records
 
 
 def _in_force(trajectory: Trajectory, source: str) -> tuple[str, float] | None:
     """The event id and the value of a trajectory's reward of a source."""
     superseded = {reward.supersedes for _, reward in trajectory.rewards if reward.supersedes}
-    found = [
+    matches = [
         (event_id, reward.reward)
         for event_id, reward in trajectory.rewards
         if (reward.source, reward.turn_id) == (source, None) and event_id not in superseded
     ]
-    return found[-1] if found else None
+    return matches[-1] if matches else None
 
 
-def _said(found: tuple[str, float] | None) -> str:
-    return "none" if found is None else f"{found[1]:g}"
+def _value_text(reward: tuple[str, float] | None) -> str:
+    return "none" if reward is None else f"{reward[1]:g}"
 
 
-def _described(made: Rescoring) -> Json:
-    """Whose rewards they are: the function, and the sha256 of the file that it is defined in."""
+def _described(scorer: Rescoring) -> Json:
+    """The origin of the rewards: the function, and the sha256 of the file that it is defined in."""
     try:
-        file = inspect.getsourcefile(inspect.unwrap(made.function))
+        file = inspect.getsourcefile(inspect.unwrap(scorer.function))
     except TypeError:
         file = None
     digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return {"source": made.source, "function": made.name, "source_sha256": digest}
+    return {"source": scorer.source, "function": scorer.name, "source_sha256": digest}

@@ -1,4 +1,4 @@
-"""What was recorded and what another rule makes of it, side by side: values, printed elsewhere.
+"""A recorded step and what another rule makes of it, side by side: values, printed elsewhere.
 
 Gradients are compared tensor by tensor: the first is kept in files, so that neither is in memory.
 """
@@ -29,11 +29,11 @@ NO_CANDIDATE = "no_candidate"
 
 @dataclass(frozen=True, slots=True)
 class SampleValues:
-    """What a side has of a sample.
+    """The values that a side has for a sample.
 
     Attributes:
         advantage: mean over its trained tokens; None where none is trained.
-        tokens: that are trained.
+        tokens: how many are trained.
     """
 
     reward: float | None
@@ -43,12 +43,13 @@ class SampleValues:
 
 @dataclass(frozen=True, slots=True)
 class SampleSides:
-    """A sample of a step, on the side that was recorded and on the other.
+    """A sample of a step, on the recorded side and on the other.
 
     Attributes:
         turn_id: its leaf.
         recorded, other: None where it is not on that side.
-        why: the rule by which that side let it go, `other_part`, or `no_candidate`; empty where both have it.
+        why: the rule by which that side let it go, `other_part`, or `no_candidate`; empty where both
+            have it.
     """
 
     trajectory_id: str
@@ -107,12 +108,12 @@ class StepSides:
     @property
     def came(self) -> list[SampleSides]:
         """Samples of the other side alone."""
-        return [one for one in self.samples if one.recorded is None]
+        return [sample for sample in self.samples if sample.recorded is None]
 
     @property
     def went(self) -> list[SampleSides]:
         """Samples of the recorded side alone."""
-        return [one for one in self.samples if one.other is None]
+        return [sample for sample in self.samples if sample.other is None]
 
     def metric(self, side: str, name: str) -> float | None:
         """A metric of a side, where it has it."""
@@ -121,7 +122,7 @@ class StepSides:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """What there is of a side to compare it by.
+    """What a side has to compare it by.
 
     Attributes:
         batch: of the step; None where it was not taken.
@@ -138,14 +139,14 @@ class Side:
         return dict(Counter(self.dropped.values()).most_common())
 
     def values(self) -> dict[tuple[str, int], tuple[Sample, SampleValues]]:
-        """(Leaf turn, how often it came before) -> its sample, and what there is of it."""
-        found: dict[tuple[str, int], tuple[Sample, SampleValues]] = {}
+        """(leaf turn, how often it came before) -> its sample, and the values for it."""
+        values: dict[tuple[str, int], tuple[Sample, SampleValues]] = {}
         seen: Counter[str] = Counter()
         for at, sample in enumerate(() if self.batch is None else self.batch.samples):
             assert self.batch is not None
-            found[sample.leaf_turn_id, seen[sample.leaf_turn_id]] = sample, _values(self.batch, at)
+            values[sample.leaf_turn_id, seen[sample.leaf_turn_id]] = sample, _values(self.batch, at)
             seen[sample.leaf_turn_id] += 1
-        return found
+        return values
 
     def lacks(self, leaf: str) -> str:
         """Why the step has no sample of this leaf."""
@@ -155,12 +156,12 @@ class Side:
 def sample_sides(recorded: Side, other: Side) -> list[SampleSides]:
     """The samples of both sides, in the order of the recorded one, and then those of the other alone."""
     before, after = recorded.values(), other.values()
-    found = []
+    sides = []
     for key in dict.fromkeys([*before, *after]):
         first, second = before.get(key), after.get(key)
         sample = (first or second or _none())[0]
         lacking = recorded if first is None else other
-        found.append(
+        sides.append(
             SampleSides(
                 sample.trajectory_id,
                 sample.name,
@@ -171,15 +172,15 @@ def sample_sides(recorded: Side, other: Side) -> list[SampleSides]:
                 "" if first is not None and second is not None else lacking.lacks(key[0]),
             )
         )
-    return found
+    return sides
 
 
 def differences(samples: Sequence[SampleSides], what: str) -> Differences:
-    """How `reward` or `advantage` differ of the samples that have one on both sides."""
+    """How `reward` or `advantage` differs, over the samples that have one on both sides."""
     pairs = [
-        (getattr(one.recorded, what), getattr(one.other, what))
-        for one in samples
-        if one.recorded is not None and one.other is not None
+        (getattr(sample.recorded, what), getattr(sample.other, what))
+        for sample in samples
+        if sample.recorded is not None and sample.other is not None
     ]
     numbers = np.array([pair for pair in pairs if None not in pair], np.float64).reshape(-1, 2)
     first, second = numbers[:, 0], numbers[:, 1]
@@ -199,11 +200,15 @@ def _correlation(first: Floats, second: Floats) -> float | None:
 
 
 def _values(batch: Batch, at: int) -> SampleValues:
-    of = batch.experience
-    reward = float(of.rewards[at])
-    tokens = int(of.ends[at + 1] - of.ends[at])
-    given = of.of(of.advantages.values, at) if of.advantages.per_token else of.advantages.values[at : at + 1]
-    advantage = float(given.mean()) if tokens and len(given) else None
+    experience = batch.experience
+    reward = float(experience.rewards[at])
+    tokens = int(experience.ends[at + 1] - experience.ends[at])
+    advantages = (
+        experience.of(experience.advantages.values, at)
+        if experience.advantages.per_token
+        else experience.advantages.values[at : at + 1]
+    )
+    advantage = float(advantages.mean()) if tokens and len(advantages) else None
     return SampleValues(reward if np.isfinite(reward) else None, advantage, tokens)
 
 
@@ -240,7 +245,7 @@ class GradientSides:
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Of pairs of numbers: products, and squares of the first and of the second, summed in float64."""
+    """Sums over pairs of numbers, in float64: of products, and of squares of the first and of the second."""
 
     products: float = 0.0
     firsts: float = 0.0
@@ -259,7 +264,7 @@ class _Sums:
 
 @dataclass(slots=True, eq=False)
 class KeptGradient:
-    """A gradient that is kept to be compared with another one; a context, after which it is gone."""
+    """A gradient that is kept to be compared with another one; a context, at whose end it is deleted."""
 
     _folder: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="rollbook-gradient-")

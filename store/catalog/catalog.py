@@ -1,7 +1,7 @@
-"""The catalog of a store: lanes, units and checkpoints, noted by what writes them, for people and dashboards.
+"""The catalog of a store: its lanes, units and checkpoints, for people and dashboards.
 
-It is derived data: no append waits for it and no answer depends on it. `rollbook store rebuild-catalog`
-rebuilds it from the files alone.
+Whatever writes them also notes them here. It is derived data: no append waits for it and no
+answer depends on it. `rollbook store rebuild-catalog` rebuilds it from the files alone.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Catalog:
     """The catalog of one store, migrated to this release's schema when it is opened.
 
     Args:
-        database: what it is kept in.
-        store_id, format_: of the store that it is the catalog of.
+        database: where it is kept.
+        store_id, format_: of the store.
 
     Raises:
         CatalogError: the database is the catalog of another store.
@@ -156,19 +156,20 @@ def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:
 
 
 def catalog_url(store: Path) -> URL:
-    """Where the catalog of the store in this folder is; a relative SQLite file lies in that folder.
+    """The URL of the catalog of the store in this folder; a relative SQLite file lies in that folder.
 
-    The store's `store.toml` is not trusted: it may name only a file in the store or a server that the
-    operator allows. ROLLBOOK_CATALOG_URL is set by the operator and may name any database.
+    The store's `store.toml` is not trusted: it may name only a file in the store or a server
+    that the operator allows. ROLLBOOK_CATALOG_URL is set by the operator and may name any
+    database.
 
     Raises:
-        ConfigError, CatalogError: the settings cannot be read, or name no URL, or one of neither kind; or
-            the file is a link, a pipe or the like.
+        ConfigError, CatalogError: the settings cannot be read, or name no URL, or one of neither
+            kind; or the file is a link, a pipe or the like.
     """
-    given = os.environ.get(URL_VARIABLE)
-    text = given or read_settings(store).catalog.url
+    override = os.environ.get(URL_VARIABLE)
+    text = override or read_settings(store).catalog.url
     url = URL.create("sqlite", database=DEFAULT) if text is None else parse_url(text)
-    if not given:
+    if not override:
         refuse_outside(url, store)
     if url.get_backend_name() == "sqlite" and url.database:
         url = url.set(database=str(store.absolute() / url.database))
@@ -213,7 +214,7 @@ def _dicts(session: Session, table: type[Base]) -> list[dict[str, Any]]:
 
 
 def find_lane(session: Session, lane: str) -> LaneRow:
-    """The lane's row, made where it is not yet known."""
+    """The lane's row, inserted if it is missing."""
     row = session.get(LaneRow, lane)
     if row is None:
         row = LaneRow(name=lane)
@@ -230,7 +231,7 @@ def write_segment(
     events: int | None = None,
     bytes_: int | None = None,
 ) -> None:
-    """Note a segment that is in no unit: closed, or open where its size is not given."""
+    """Note a segment that is in no unit: closed, or open if its size is not given."""
     row = session.get(SegmentRow, (lane, number))
     if row is not None and row.state in (SEALED, DROPPED):
         return

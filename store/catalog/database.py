@@ -72,7 +72,8 @@ class Database:
     """The database of one catalog, at this release's schema.
 
     Args:
-        remake: do not migrate; drop tables that are not as this release has them, and make them anew.
+        remake: do not migrate; drop tables that differ from this release's, and create them
+            anew.
 
     Raises:
         CatalogError: it cannot be reached, is damaged, or a newer release made it.
@@ -90,7 +91,7 @@ class Database:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Session]:
-        """A transaction that writes; there is one at a time. All of it happens, or nothing."""
+        """A transaction that writes; there is one at a time. It commits as a whole or not at all."""
         with self._explained(), self._begin("write") as connection, Session(connection) as session:
             yield session
             session.flush()
@@ -181,8 +182,8 @@ def _remedy(error: Exception, reason: str) -> str:
 def _revision(connection: Connection) -> str | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
-    found = connection.exec_driver_sql("select version_num from alembic_version").scalar()
-    return None if found is None else str(found)
+    version = connection.exec_driver_sql("select version_num from alembic_version").scalar()
+    return None if version is None else str(version)
 
 
 def _is_empty(connection: Connection) -> bool:
@@ -192,8 +193,8 @@ def _is_empty(connection: Connection) -> bool:
 
 
 def _make(connection: Connection) -> None:
-    """Create all tables of the current schema, of which none is there, directly: in a tenth of the time that
-    all migrations take."""
+    """Create all tables of the current schema directly, where none exists: that takes a tenth of
+    the time of all migrations."""
     Base.metadata.create_all(connection, checkfirst=False)
     _VERSION.create(connection, checkfirst=False)
     connection.execute(_VERSION.insert().values(version_num=SCHEMA_REVISION))
@@ -234,8 +235,8 @@ def refuse_strange(connection: sqlite3.Connection) -> None:
     """
     connection.execute("pragma trusted_schema = off")
     strange = "select name from sqlite_master where type in ('view', 'trigger') or sql like 'create virtual%'"
-    if (found := connection.execute(strange).fetchone()) is not None:
-        raise sqlite3.DatabaseError(f"{found[0]!r} in it is none of its tables")
+    if (row := connection.execute(strange).fetchone()) is not None:
+        raise sqlite3.DatabaseError(f"{row[0]!r} in it is none of its tables")
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
@@ -288,7 +289,7 @@ def parse_url(text: str) -> URL:
 
 
 def refuse_outside(url: URL, store: Path) -> None:
-    """See that a URL of `store.toml` names a SQLite file in the store, or a server that is allowed.
+    """Check that a URL of `store.toml` names a SQLite file in the store, or a server that is allowed.
 
     Raises:
         CatalogError: it does not.

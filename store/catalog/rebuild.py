@@ -120,18 +120,18 @@ def _is_sound(path: Path) -> bool:
 
 
 def _checkpoints(store: Store, end: Cut, start: Cut, progress: Callable[[int], None]) -> list[Event]:
-    """What two cuts say between them of checkpoints that were written and removed."""
-    found: list[Event] = []
+    """The events between two cuts about checkpoints that were written or removed."""
+    events: list[Event] = []
     read = sum(start.values())
     for lane, count in end.items():
-        found += store.events_of({CheckpointWritten.KIND, CheckpointRemoved.KIND}, {lane: count}, start)
+        events += store.events_of({CheckpointWritten.KIND, CheckpointRemoved.KIND}, {lane: count}, start)
         read += count - start.get(lane, 0)
         progress(read)
-    return found
+    return events
 
 
 def _held(events: list[Event]) -> Iterator[tuple[str, CheckpointWritten]]:
-    """The checkpoints that were not removed, and of which run each is."""
+    """The checkpoints that were not removed, and the run of each."""
     runs: dict[str, list[Event]] = {}
     for event in events:
         runs.setdefault(event.run, []).append(event)
@@ -152,7 +152,7 @@ def _write_lane(session: Session, store: Path, lane: str) -> None:
 
 
 def _places(store: Path, lane: str) -> tuple[list[Unit], list[tuple[int, int, int | None, int | None]]]:
-    """The lane's units, and the segments in none: number, first event, events and bytes (None while open)."""
+    """The lane's units, and its other segments: number, first event, events and bytes (None while open)."""
     folder = lane_folder(store, lane)
     units = current_units(store, lane)
     sealed = units[-1].last if units else 0

@@ -1,7 +1,8 @@
-"""What every kind of event is: a record with a name, a version, and properties that code for all kinds needs.
+"""The base of every event kind: a record with a name, a version, and the properties that generic
+code needs.
 
-Erasure, retention, sealing and the index of rare events use only these properties, so a new kind needs no
-change in them.
+Erasure, retention, sealing and the index of rare events use only these properties, so a new kind
+needs no change in them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ class About:
     """The properties of an event kind.
 
     Attributes:
-        of: what the event is part of, which retention keeps or drops as a whole: a trajectory, the training
-            of a policy, or (`run`) the training of every policy of its run. None: retention drops it with its
-            unit.
-        text: field that holds text of a trajectory -> function that gives its value after erasure.
-        counted: the same of names that clients choose and recipes count by: erased with the tokens, and left
-            with them, since training on those goes on.
+        of: what the event is part of, which retention keeps or drops as a whole: a trajectory,
+            the training of a policy, or (`run`) the training of every policy of its run. None:
+            retention drops it with its unit.
+        text: field that holds text of a trajectory -> function that gives its value after
+            erasure.
+        counted: the same for names that clients choose and recipes count by: they are erased
+            with the tokens, and kept if the tokens are, since training on those goes on.
         large: fields whose large parts are stored once, as bodies.
-        fat: whether it is sealed into `turns.parquet`, with tokens and text, instead of `marks.parquet`.
+        fat: whether it is sealed into `turns.parquet`, with tokens and text, instead of
+            `marks.parquet`.
         lasting: whether retention never drops it, because it records a removal.
     """
 
@@ -48,7 +51,8 @@ RECORDS: dict[str, type[Record]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What an event says. A kind is a frozen dataclass of this base: that is all that lists it."""
+    """The payload of an event. Every kind is a frozen dataclass derived from it; subclassing alone
+    registers it."""
 
     KIND: ClassVar[str]
     VERSION: ClassVar[int]
@@ -76,7 +80,7 @@ def each_marked(values: list[Any]) -> list[Mapping[str, Any]]:
     return [MARK] * len(values)
 
 
-def said_gone(_: Any) -> str:
+def erased_text(_: Any) -> str:
     """`erased`."""
     return GONE
 
@@ -107,8 +111,9 @@ def only_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unnamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of an object under their places ("0", "1", ...) in place of their names: of each that is an
-    object its numbers and nulls, numbers and nulls themselves, `{"erased": true}` for any other."""
+    """An object's entries under their places ("0", "1", ...) instead of their names. Of an entry
+    that is an object its numbers and nulls stay; numbers and nulls stay; anything else becomes
+    `{"erased": true}`."""
     return {str(place): _numbers_of(value) for place, value in enumerate(values.values())}
 
 
@@ -119,7 +124,7 @@ def _numbers_of(value: Any) -> Any:
 
 
 def gone_unless(*kept: str) -> Eraser:
-    """`erased` for a text, but one of `kept`, which are words of Rollbook's own."""
+    """`erased` for any text except those in `kept`, which are Rollbook's own words."""
     return lambda text: text if text in kept else GONE
 
 

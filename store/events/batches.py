@@ -1,12 +1,15 @@
-"""Encodes events as an Arrow record batch: one IPC message, into which each array is copied once. Pure.
+"""Encodes events as an Arrow record batch: one IPC message, into which each array is copied once.
+Pure.
 
-`RecordBatch.serialize` gives the same message, but only of a batch: its token ids would be copied into the
-batch's columns first (two to three times, as these grow) and into the message then. Here every array goes
-straight to its place. Of the message's metadata, a flatbuffer, only numbers differ from one batch of a
-schema to another; so that of a batch that pyarrow serialized serves as the pattern for all. By pyarrow an
-append of 40 turns costs a third more of the processor (`rollbook bench append`).
+`RecordBatch.serialize` gives the same message, but needs a batch first: token ids would be
+copied into the batch's columns (two to three times, as these grow) and then into the message.
+Here every array is copied straight to its place. In the message's metadata, a flatbuffer, only
+numbers differ between batches of one schema, so the metadata of a batch that pyarrow serialized
+is the pattern for all. With pyarrow an append of 40 turns takes a third more CPU (`rollbook
+bench append`).
 
-Source: the Arrow columnar format, "Serialization and Interprocess Communication", and Message.fbs.
+Source: the Arrow columnar format, "Serialization and Interprocess Communication", and
+Message.fbs.
 """
 
 from __future__ import annotations

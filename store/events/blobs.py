@@ -21,8 +21,8 @@ KEY = "$body"
 def externalize(value: Any, threshold: int, store: Callable[[str, Any], None]) -> Any:
     """The value with its large parts replaced by references.
 
-    Strings longer than `threshold` characters are replaced wherever they are; of the top-level entries of
-    a dict or list also those whose JSON is then still longer than `threshold` bytes.
+    Strings longer than `threshold` characters are replaced wherever they are; then also
+    top-level entries of a dict or list whose JSON is still longer than `threshold` bytes.
 
     Args:
         store: called with (digest, body) for each reference made; the same body may come again.
@@ -54,7 +54,7 @@ def externalize(value: Any, threshold: int, store: Callable[[str, Any], None]) -
 
 
 def resolve(value: Any, body: Callable[[str], Any]) -> Any:
-    """The value with its references replaced again, by `body(digest)`."""
+    """The value with each reference replaced by its body, `body(digest)`."""
     if isinstance(value, dict):
         if KEY in value:
             return body(value[KEY])

@@ -51,10 +51,10 @@ def conform(batch: pa.RecordBatch) -> pa.RecordBatch:
         )
     arrays = []
     for f in LOG_SCHEMA:
-        found = batch.schema.get_field_index(f.name)
-        if found >= 0 and batch.schema.field(found).type != f.type:
-            raise FormatError(f"column {f.name!r} has type {batch.schema.field(found).type}, not {f.type}")
-        arrays.append(batch.column(found) if found >= 0 else pa.nulls(batch.num_rows, f.type))
+        index = batch.schema.get_field_index(f.name)
+        if index >= 0 and batch.schema.field(index).type != f.type:
+            raise FormatError(f"column {f.name!r} has type {batch.schema.field(index).type}, not {f.type}")
+        arrays.append(batch.column(index) if index >= 0 else pa.nulls(batch.num_rows, f.type))
     return pa.record_batch(arrays, schema=LOG_SCHEMA)
 
 
@@ -68,7 +68,7 @@ def no_body(digest: str) -> Any:
 
 
 def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[Event]:
-    """The batch's events, in order. References to bodies are replaced by what `body` gives.
+    """The batch's events, in order. References to bodies are replaced by the values that `body` returns.
 
     Raises:
         FormatError: a kind or schema version this release does not know.

@@ -27,8 +27,11 @@ CHANGED = ("extra", "prompt_ids", "completion_ids", "logprobs")
 
 
 def text_kinds() -> list[str]:
-    """Kinds of a trajectory's events that hold text of it; `body.stored` does for a request that names it."""
-    return kinds_where(lambda said: said.of == "trajectory" and (said.text or said.counted))
+    """Kinds of a trajectory's events that hold its text; `body.stored` also does, if one of its
+    requests names it."""
+    return kinds_where(
+        lambda properties: properties.of == "trajectory" and (properties.text or properties.counted)
+    )
 
 
 def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[str, Any]:
@@ -40,8 +43,8 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
     """
     extra = orjson.loads(row["extra"])
     erased = {name: row[name] for name in CHANGED}
-    said = about(kind)
-    for name, left in (said.text if keep_tokens else {**said.text, **said.counted}).items():
+    properties = about(kind)
+    for name, left in (properties.text if keep_tokens else {**properties.text, **properties.counted}).items():
         if name in extra:
             extra[name] = left(extra[name])
     if "flags" in extra:
@@ -65,7 +68,9 @@ def named_bodies(extra: str) -> Iterator[str]:
     """Digests of the bodies that a stored request or completion refers to."""
     if f'"{KEY}"' in extra:
         values = orjson.loads(extra)
-        names = {name for kind in kinds_where(lambda said: said.large) for name in about(kind).large}
+        names = {
+            name for kind in kinds_where(lambda properties: properties.large) for name in about(kind).large
+        }
         yield from _references([values[name] for name in names if name in values])
 
 

@@ -32,6 +32,6 @@ def about(kind: str) -> About:
     return About() if record is None else record.ABOUT
 
 
-def kinds_where(said: Callable[[About], object]) -> list[str]:
-    """The kinds of which `said` holds."""
-    return [kind for kind, record in RECORDS.items() if said(record.ABOUT)]
+def kinds_where(predicate: Callable[[About], object]) -> list[str]:
+    """The kinds whose `About` fulfils a predicate."""
+    return [kind for kind, record in RECORDS.items() if predicate(record.ABOUT)]

@@ -24,10 +24,10 @@ _WORDS = {np.inf: "Infinity", -np.inf: "-Infinity"}
 def as_json(event: Event) -> dict[str, Any]:
     """The whole event as plain JSON values, for people, for `--json`, and for the tail over HTTP.
 
-    Finite floats are JSON numbers with as many digits as give the same bits back. JSON has no others, so
-    `reward` and `logprobs` hold the strings `Infinity`, `-Infinity` and `NaN` for them (`NaN:7fc00001`, the
-    bits in hexadecimal, for a NaN that is not the usual one). Every other field came from JSON. A
-    `schema_version` is there when it is not 1.
+    Finite floats are JSON numbers with enough digits to give the same bits back. JSON has no
+    other floats, so `reward` and `logprobs` hold the strings `Infinity`, `-Infinity` and `NaN`
+    for them (`NaN:7fc00001`, the bits in hexadecimal, for an unusual NaN). Every other field
+    came from JSON. A `schema_version` is there when it is not 1.
     """
     return _values(event, _spell_array)
 
@@ -54,7 +54,7 @@ def _values(event: Event, plain: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Event:
-    """The event that `as_json` gave these values for, the same bit for bit.
+    """The event from which `as_json` made these values, the same bit for bit.
 
     Raises:
         FormatError: no event of a kind and version that this release reads.

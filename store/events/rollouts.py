@@ -12,6 +12,7 @@ from rollbook.store.events.about import (
     About,
     Record,
     each_marked,
+    erased_text,
     gone_if_any,
     gone_unless,
     marked,
@@ -21,7 +22,6 @@ from rollbook.store.events.about import (
     nothing,
     only_key,
     only_numbers,
-    said_gone,
     unnamed,
 )
 
@@ -220,7 +220,7 @@ class TurnFailed(Record):
     """
 
     KIND: ClassVar[str] = "turn.failed"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"error": said_gone})
+    ABOUT: ClassVar[About] = About(of="trajectory", text={"error": erased_text})
     trajectory_id: str
     turn_id: str
     error: str
@@ -291,7 +291,7 @@ class LabelAdded(Record):
 
     KIND: ClassVar[str] = "label.added"
     ABOUT: ClassVar[About] = About(
-        of="trajectory", text={"name": said_gone, "value": marked, "source": gone_unless("agent")}
+        of="trajectory", text={"name": erased_text, "value": marked, "source": gone_unless("agent")}
     )
     trajectory_id: str
     turn_id: str | None
@@ -319,9 +319,9 @@ class LaunchStarted(Record):
         of="trajectory",
         text={
             "place": only_numbers,
-            "launcher": said_gone,
+            "launcher": erased_text,
             "isolation": only_numbers,
-            "owner": said_gone,
+            "owner": erased_text,
         },
     )
     trajectory_id: str

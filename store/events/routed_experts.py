@@ -1,10 +1,11 @@
-"""Packs, for the log, the experts to which a mixture-of-experts model routed each token, and unpacks them.
-Pure.
+"""Packs the experts to which a mixture-of-experts model routed each token for the log, and unpacks
+them. Pure.
 
-A token passes `topk` experts in each of `layers`, so an engine's int32 ids are 1,536 bytes a token for 48
-layers of 8 out of 128 experts. Ids of so few experts need 7 bits each: 336 bytes, which no general
-compressor makes of them. They are text in the log, and base64, which is encoded 50 times faster than base85
-and is no larger once it is sealed: zstd takes either back to about the bits that were packed.
+A token passes through `topk` experts in each of `layers`, so an engine's int32 ids take 1,536
+bytes a token for 48 layers with 8 of 128 experts. Ids of so few experts need 7 bits each: 336
+bytes, which no general compressor achieves. In the log they are text, in base64: it is encoded
+50 times faster than base85, and is no larger once sealed, since zstd reduces either to about the
+packed bits.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def row_of(event: Event) -> Row:
 
 
 def whole(value: Any) -> int | None:
-    """The value, which is an integer or None.
+    """The value, which must be an integer or None.
 
     Raises:
         TypeError: it is something else.
@@ -140,7 +140,7 @@ def whole(value: Any) -> int | None:
 
 
 def real(value: Any) -> float | None:
-    """The value as the float64 that is stored of it, or None.
+    """The value as the float64 that is stored for it, or None.
 
     Raises:
         ValueError: it would be another number.
@@ -165,20 +165,20 @@ def utf8(text: bytes) -> bytes:
 
 
 def stored_array(values: Any, dtype: Any) -> Any:
-    """Values as the one-dimensional array that is stored of them; token ids keep their value.
+    """Values as the one-dimensional array that is stored for them; token ids keep their value.
 
     Raises:
         ValueError: they are no list of numbers, or an integer among them does not fit.
     """
-    found = np.asarray(values)
-    if found.ndim != 1:
-        raise ValueError(f"a list of numbers has one dimension, this has {found.ndim}")
-    if found.dtype == dtype:
-        return found
-    if found.size and found.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
-        raise ValueError(f"an array of {found.dtype} cannot be stored as {np.dtype(dtype)}")
-    stored = found.astype(dtype)
-    if stored.dtype.kind == "i" and not np.array_equal(stored, found):
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"a list of numbers has one dimension, this has {array.ndim}")
+    if array.dtype == dtype:
+        return array
+    if array.size and array.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
+        raise ValueError(f"an array of {array.dtype} cannot be stored as {np.dtype(dtype)}")
+    stored = array.astype(dtype)
+    if stored.dtype.kind == "i" and not np.array_equal(stored, array):
         raise ValueError(f"an integer does not fit into {stored.dtype}")
     return stored
 

@@ -283,11 +283,11 @@ class EvalFinished(Record):
 
     @property
     def partial(self) -> str | None:
-        """What is said of an evaluation that is not whole; None of one that is, or that does not say."""
+        """A note on an evaluation that is not whole; None for one that is, or that does not say."""
         if self.whole is not False:
             return None
-        of = "" if self.expected is None else f" of {self.expected}"
-        return f"NOT WHOLE: {self.trajectories}{of} trajectories"
+        expected = "" if self.expected is None else f" of {self.expected}"
+        return f"NOT WHOLE: {self.trajectories}{expected} trajectories"
 
 
 @dataclass(frozen=True, slots=True)

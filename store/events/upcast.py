@@ -1,8 +1,9 @@
 """Upgrades records of older versions, one version at a time. Pure.
 
-A record whose fields change gets a higher version in `VERSIONS` and a function in `UPCASTERS` that turns the
-old fields (typed columns and keys of `extra` together, as plain values) into those of the next version. The
-log is never rewritten: old events stay as they are, and are read through these.
+A record whose fields change gets a higher version in `VERSIONS` and a function here that
+converts the old fields (typed columns and keys of `extra` together, as plain values) into those
+of the next version. The log is never rewritten: old events stay unchanged, and are read through
+these functions.
 """
 
 from __future__ import annotations

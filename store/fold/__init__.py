@@ -1,5 +1,5 @@
-"""Folds of events into state.
+"""Folds of events into state. Pure.
 
-In: events in their order. Out: trajectories, ownership, versions, a training's history, what is too stale:
-values, without I/O. Pure.
+In: events in their order. Out, as values and without I/O: trajectories, ownership, versions, the
+history of a training, and which groups are too stale.
 """

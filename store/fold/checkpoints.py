@@ -1,10 +1,11 @@
-"""Which checkpoints of a run are there, and which weights are in use outside of a training. Pure.
+"""Which checkpoints of a run exist, and which weights are in use outside of a training. Pure.
 
-A checkpoint is there once it was written and as long as it was not removed. In use is what engines hold and
-are being given.
+A checkpoint exists from when it was written until it is removed. Weights are in use if an engine
+holds them or a sync is sending them to one.
 
-Each process of a lane begins with `run.opened`, and what its lane said of engines before counts no more: a
-trainer gives the engines that it knows their weights again, and a proxy looks at its own.
+Each process of a lane begins with `run.opened`, and what earlier processes of its lane recorded
+about engines no longer counts: a trainer syncs the engines it knows again, and a proxy queries
+its own.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _last_removal(here: list[Event]) -> CheckpointRemoved | None:
     return next((e.record for e in reversed(here) if isinstance(e.record, CheckpointRemoved)), None)
 
 
-def removed_said(removed: CheckpointRemoved) -> str:
-    """A sentence that says that a checkpoint was removed, and the remedy."""
+def removal_message(removed: CheckpointRemoved) -> str:
+    """A sentence that says that a checkpoint was removed, with the remedy."""
     version = removed.policy_version
     return (
         f"The checkpoint of version {version} was removed ({removed.reason}): `rollbook replay weights "
@@ -104,11 +105,11 @@ class InService:
                 process.syncs.pop(record.sync_id, None)
 
     def user_of(self, path: str) -> str | None:
-        """Who serves what is in a checkpoint's folder, for a message; None: nobody is known to.
+        """Who serves the weights in a checkpoint's folder, for a message; None: nobody known.
 
         Args:
-            path: of the folder, relative to the store. How a process named it, nobody knows: its last names
-                decide.
+            path: of the folder, relative to the store. Processes may name it by other paths, so
+                only its last parts are compared.
         """
         own = PurePath(path).parts
         for lane, process in sorted(self._lanes.items()):
@@ -120,10 +121,10 @@ class InService:
         return None
 
     def given(self, run: str, policy: str) -> dict[int, str]:
-        """Versions of a policy that are under way to an engine, and which."""
-        begun = [one for process in self._lanes.values() for one in process.syncs.values()]
+        """Versions of a policy that a sync is sending to an engine, and to which."""
+        begun = [entry for process in self._lanes.values() for entry in process.syncs.values()]
         return {
             sync.policy_version: f"engine {sync.engine} is being given it"
-            for of, sync in begun
-            if (of, sync.policy) == (run, policy)
+            for of_run, sync in begun
+            if (of_run, sync.policy) == (run, policy)
         }

@@ -1,10 +1,12 @@
 """What the training of a policy in a run has done so far, folded from its events. Pure.
 
-The trainer, replay, retention and erasure use this history to know what steps consumed. The weights of a
-version are a fold too: a checkpoint and the committed steps after it. Abandoned steps, their versions and the
-checkpoints of those versions are not part of the history, nor are checkpoints that were removed.
+The trainer, replay, retention and erasure use this history to know what steps consumed. The
+weights of a version are a fold too: a checkpoint and the committed steps after it. Abandoned
+steps, their versions and the checkpoints of those versions are not part of the history, nor are
+checkpoints that were removed.
 
-Agents that are evaluated at a version have a fold of their own, of what the log says while they are awaited.
+Agents that are being evaluated at a version have a fold of their own, over the events logged
+while a training waits for them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from rollbook.store.events import (
     StopFired,
     TrajectoryOpened,
 )
-from rollbook.store.fold.checkpoints import held_and_removed, removed_said
+from rollbook.store.fold.checkpoints import held_and_removed, removal_message
 
 KINDS = frozenset(
     record.KIND
@@ -139,8 +141,8 @@ class History:
         return used | {ref["turn_id"] for step in self.in_hand()[:1] for ref in all_samples(step.planned)}
 
     def in_hand(self) -> list[CommittedStep]:
-        """The committed steps of the rollout batch of which more steps are to come; none where there is
-        none."""
+        """The committed steps of a rollout batch on which more steps are to be taken; empty if
+        there is none."""
         if not self.steps:
             return []
         last = self.steps[max(self.steps)].planned.rollout_batch
@@ -187,7 +189,7 @@ class History:
         return self._version_before(self.next_step)
 
     def bases_for(self, step: int, phase: str) -> list[CheckpointWritten]:
-        """The checkpoints from which the state before `step` can be had, the nearest first.
+        """The checkpoints from which the state before `step` can be reached, the nearest first.
 
         Raises:
             TrainError: there is none.
@@ -210,11 +212,11 @@ class History:
         return sorted({c.policy_version for c in self.checkpoints})
 
     def why_gone(self, version: int) -> str:
-        """A sentence for the end of an error about a version whose checkpoint was removed; else nothing."""
+        """A sentence to end an error about a version whose checkpoint was removed; otherwise empty."""
         removed = [r for r in self.removed if r.policy_version == version]
         if not removed or version in gone_versions(self.abandoned.values()):
             return ""
-        return f". {removed_said(removed[-1])}"
+        return f". {removal_message(removed[-1])}"
 
     def between(self, base: CheckpointWritten, step: int) -> list[CommittedStep]:
         """The steps that lead from a checkpoint to the state before `step`, in order."""
@@ -224,13 +226,14 @@ class History:
     def _version_before(self, step: int) -> int:
         if step in self.steps:
             return self.steps[step].planned.policy_version
-        made = [s.committed.policy_version for s in self.steps.values()]
-        return max([*made, *self.held_versions], default=0)
+        versions = [s.committed.policy_version for s in self.steps.values()]
+        return max([*versions, *self.held_versions], default=0)
 
     def starts(self, phase: str) -> list[CheckpointWritten]:
         """The checkpoints that steps of a phase may be started from.
 
-        Those of the phase with the optimizer's state; and that before its first step, whose optimizer is new.
+        These are the phase's own checkpoints with the optimizer's state, and the one before its
+        first step, where the optimizer is new.
         """
         first = next(iter(self.of_phase(phase)), None)
         start = first.planned.policy_version if first else self._version_before(self.next_step)
@@ -263,7 +266,7 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     A drop counts only if its step committed. Failed attempts and abandoned steps are planned anew, including
     their drops.
     """
-    found: dict[PolicyKey, _Seen] = {}
+    builders: dict[PolicyKey, _HistoryBuilder] = {}
     drops: list[SampleDropped] = []  # of the plan that follows: both were appended together
     for event in events:
         record = event.record
@@ -271,13 +274,13 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
             drops.append(record)
         elif isinstance(record, _OF_POLICY):
             key = (event.run, record.policy)
-            one = found.setdefault(key, _Seen(History(*key)))
+            builder = builders.setdefault(key, _HistoryBuilder(History(*key)))
             if isinstance(record, StepPlanned):
-                one.plans[record.step, record.attempt] = record, drops
+                builder.plans[record.step, record.attempt] = record, drops
                 drops = []
             else:
-                one.take(record, event)
-    return {key: one.settled() for key, one in found.items()}
+                builder.take(record, event)
+    return {key: builder.settled() for key, builder in builders.items()}
 
 
 _Other = (
@@ -294,7 +297,7 @@ _OF_POLICY = StepPlanned | _Other
 
 
 @dataclass(slots=True)
-class _Seen:
+class _HistoryBuilder:
     """The events of one history, in whatever order lanes were read."""
 
     history: History
@@ -323,7 +326,7 @@ class _Seen:
                 self.history.stops.append(record)
 
     def settled(self) -> History:
-        """What they come to, once all are there."""
+        """The history, once all events are there."""
         history = self.history
         for (step, attempt), (planned, _) in sorted(self.plans.items(), key=lambda plan: plan[0]):
             history.planned[step], history.attempts[step] = planned, attempt
@@ -345,7 +348,7 @@ class _Seen:
 
 
 def _by_version(records: Iterable[_V], gone: set[int]) -> list[_V]:
-    """Those of versions that are not gone, by version: lanes come in any order."""
+    """Those of versions that were not abandoned, sorted by version, since lanes come in any order."""
     return sorted((r for r in records if r.policy_version not in gone), key=lambda r: r.policy_version)
 
 
@@ -368,7 +371,7 @@ CAME_TO_AN_END = ("done", "truncated", "agent_error", "timeout")
 
 @dataclass(slots=True)
 class EvaluatedAgents:
-    """Those since the last `eval.started`.
+    """The agents evaluated since the last `eval.started`.
 
     Attributes:
         rollout: the name of their launches; None: none was launched.
@@ -383,7 +386,7 @@ class EvaluatedAgents:
     _launched: dict[str, tuple[int, str | None, int]] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """Fold what an event says."""
+        """Fold an event."""
         match record:
             case EvalStarted():
                 self.rollout = self.expected = None
@@ -392,9 +395,13 @@ class EvaluatedAgents:
                 self._opened.add(record.trajectory_id)
             case LaunchStarted() if record.trajectory_id in self._opened:
                 self._opened.discard(record.trajectory_id)
-                said = record.place
+                coordinates = record.place
                 self.rollout, self.expected = record.rollout, record.places or self.expected
-                self._launched[record.launch_id] = (said["epoch"], said.get("task"), said["sample"])
+                self._launched[record.launch_id] = (
+                    coordinates["epoch"],
+                    coordinates.get("task"),
+                    coordinates["sample"],
+                )
             case LaunchEnded() if record.launch_id in self._launched:
                 place = self._launched.pop(record.launch_id)
                 if record.status in CAME_TO_AN_END:
@@ -402,8 +409,8 @@ class EvaluatedAgents:
 
     @property
     def said(self) -> str:
-        """How far they are."""
+        """Their progress, in words."""
         if self.rollout is None:
             return "none was launched yet"
-        of = "" if self.expected is None else f" of {self.expected}"
-        return f"{len(self.ended)}{of} trajectories ended, {len(self._launched)} run"
+        expected = "" if self.expected is None else f" of {self.expected}"
+        return f"{len(self.ended)}{expected} trajectories ended, {len(self._launched)} run"

@@ -1,8 +1,10 @@
-"""In which order lanes wrote a trajectory: one after the other, each by adoption from the one before. Pure.
+"""The order in which lanes wrote a trajectory: one after the other, each by adoption from the one
+before. Pure.
 
-Lanes have no common order and may be read in any. What orders an adopted trajectory is the chain of its
-`trajectory.adopted` events: each begins a term in which its lane owns the trajectory, and names the last
-event of the term before, whose events all come first. A lane may own one trajectory in several terms.
+Lanes have no common order and may be read in any. The chain of a trajectory's
+`trajectory.adopted` events orders it: each begins a term in which its lane owns the trajectory,
+and names the last event of the previous term, all of whose events come first. A lane may own one
+trajectory in several terms.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ Position = tuple[str, int]
 
 @dataclass(slots=True)
 class OwnershipChain:
-    """Which lanes owned a trajectory, in order: its opening, and each adoption -> the event before it."""
+    """The lanes that owned a trajectory, in order: its opening, then each adoption with the event
+    before it."""
 
     opened: Position
     adoptions: dict[Position, str] = field(default_factory=dict)
@@ -24,7 +27,7 @@ class OwnershipChain:
     """event_id -> place, of every event of the trajectory."""
 
     def rank(self, place: Position) -> int | None:
-        """How many terms came before the one an event is in; None in a lane that had none (a judge's)."""
+        """How many terms precede the one that an event is in; None in a lane that had none (a judge's)."""
         start = self._start(place)
         rank = 0
         while start is not None and start != self.opened and rank <= len(self.adoptions):
@@ -46,7 +49,7 @@ class OwnershipChain:
         return lane, there[max(there)]
 
     def _start(self, place: Position) -> Position | None:
-        """Where the term began that an event is in."""
+        """Where the term that holds an event began."""
         starts: Mapping[int, Position] = {
             start[1]: start
             for start in (self.opened, *self.adoptions)

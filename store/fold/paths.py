@@ -27,10 +27,10 @@ def owned_paths(parents: Sequence[int], before: int | None = None) -> Iterator[O
         before: a leaf that owns all of its path, before the first one; None: there is none.
     """
     seen = [False] * len(parents)
-    kept = set() if before is None else set(path_to(before, parents))
+    reserved = set() if before is None else set(path_to(before, parents))
     for leaf in leaves(parents):
         nodes = path_to(leaf, parents)
-        yield OwnedPath(nodes, tuple(leaf == before or not (seen[n] or n in kept) for n in nodes))
+        yield OwnedPath(nodes, tuple(leaf == before or not (seen[n] or n in reserved) for n in nodes))
         for node in nodes:
             seen[node] = True
 

@@ -17,14 +17,14 @@ _OWN = ("choice", "items", "shared_items")
 def as_sibling(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
     """The stored form of a turn, given the first turn of its request.
 
-    Both are whole. Of an object the sibling keeps the entries that differ; where the first one has an entry
-    that the turn lacks, nothing can be left out, and the sibling keeps all.
+    Both are complete. Of an object the sibling keeps the entries that differ; if the first turn
+    has an entry that this turn lacks, nothing can be left out, and the sibling keeps everything.
     """
     pairs = ((name, getattr(turn, name), getattr(first, name)) for name in _NAMES)
-    kept: dict[str, Any] = {name: _difference(own, of_first, name) for name, own, of_first in pairs}
-    if any(value is None for value in kept.values()):
+    differences: dict[str, Any] = {name: _difference(own, of_first, name) for name, own, of_first in pairs}
+    if any(value is None for value in differences.values()):
         return turn
-    return replace(turn, sibling_of=first.turn_id, **kept)
+    return replace(turn, sibling_of=first.turn_id, **differences)
 
 
 def whole(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
@@ -44,14 +44,14 @@ def _common(first: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in first.items() if name != "wire" or key not in _OWN}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same: 1, 1.0 and true are equal in Python, and not in a log."""
-    if one is other:
+def _same(first: Any, second: Any) -> bool:
+    """Whether two JSON values are the same: 1, 1.0 and true are equal in Python, but differ in a log."""
+    if first is second:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)

@@ -17,10 +17,10 @@ Order = Literal["windowed", "fifo", "age"]
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """What a step uses together: a group, or a trajectory that is in none.
+    """What a step uses as a unit: a group, or a trajectory without a group.
 
     Attributes:
-        name: which one.
+        name: of the group or trajectory.
         oldest: version of its oldest token, or of what was served when it began; None: unknown.
         complete: whether all of it is finished.
     """
@@ -32,15 +32,16 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
-    """How old what is trained on may be, and in which order it is used.
+    """How stale training data may be, and in which order it is used.
 
     Attributes:
         batch: groups of a rollout batch.
         steps: optimizer steps, and so versions, that are made of a rollout batch.
         max_staleness: oldest that a group may be when it is used; None: any age.
-        order: `windowed` uses groups as they complete, those first that could not be used in time otherwise,
-            and waits for running ones of that kind; `fifo` uses them as they began, and waits for each; `age`
-            uses the oldest complete ones and waits for none, so that slow ones may be lost.
+        order: `windowed` uses groups as they complete, first those that could not be used in
+            time otherwise, and waits for running ones of that kind; `fifo` uses them in the
+            order in which they began, and waits for each; `age` uses the oldest complete ones
+            and waits for none, so that slow ones may be lost.
     """
 
     batch: int
@@ -74,12 +75,12 @@ class StalenessPolicy:
     def early(
         self, groups: Sequence[PromptGroup], version: int, held: Collection[str] = ()
     ) -> list[PromptGroup]:
-        """The groups that are there for the next step already, at most `batch`: it will use these, whatever
-        else completes, if they are held from here on.
+        """The groups already available for the next step, at most `batch`: if they are held from
+        here on, it will use these, whatever else completes.
 
         Args:
-            groups: complete ones in the order in which they completed (`fifo`: all, as they began), and those
-                that still run, without those that are too old already.
+            groups: complete ones in the order in which they completed (`fifo`: all, as they
+                began), and those that still run, without those that are too old already.
             held: names of those that were chosen before; they come first.
         """
         usable = [group for group in groups if not self.stale(group, version)]
@@ -100,11 +101,11 @@ class StalenessPolicy:
         return (own + [group for group in ready if group.name not in held])[: max(room, len(own))]
 
     def _due(self, usable: Sequence[PromptGroup], version: int) -> tuple[list[PromptGroup], int]:
-        """The complete groups that this step must use so that later ones can still use all others in time,
-        and how many of those that still run it must wait for.
+        """The complete groups that this step must use so that later ones can still use all others
+        in time, and how many running groups it must wait for.
 
-        Of the groups that will be too old in `ahead + 1` rollout batches, the `ahead` that follow can use
-        `batch` each: what is more than that is due now.
+        Of the groups that will be too old in `ahead + 1` rollout batches, the `ahead` batches
+        that follow can use `batch` each: any excess is due now.
         """
         due: list[PromptGroup] = []
         lacking = 0

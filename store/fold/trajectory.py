@@ -72,7 +72,7 @@ class Trajectory:
 
     @property
     def split(self) -> str:
-        """The split that it was opened in; `void` once it was finished so."""
+        """The split that it was opened in; `void` if it was finished as void."""
         return VOID if self.finished is not None and self.finished.status == VOID else self.opened.split
 
     def reward(self, source: str = "agent", turn_id: str | None = None) -> float | None:
@@ -88,8 +88,9 @@ class Trajectory:
     def prompt_ids(self, turn: Turn) -> TokenIds:
         """The ids of a turn's prompt, int32; -1 where they were erased.
 
-        Of a completed turn they are what the engine was sent, of a failed one what it was or would have been
-        sent; none of a turn without an end, or of one that failed before prompts of such were kept.
+        Of a completed turn they are what the engine was sent, of a failed one what it was or
+        would have been sent. A turn that has not ended has none, nor has one that failed before
+        such prompts were kept.
 
         Raises:
             CorruptionError: they are not the ids that were sent (their sha256 differs).
@@ -110,18 +111,18 @@ class Trajectory:
         return ids
 
     def _prompt_delta(self, turn: Turn) -> TokenIds | None:
-        """What a turn's prompt adds to its parent's, None where that was not kept."""
+        """The ids that a turn's prompt adds to its parent's; None where they were not kept."""
         if turn.completed is not None:
             return turn.completed.prompt_ids
         if turn.failed is None or not turn.failed.prompt_sha256:
             return None
         # Of several turns of one request the first alone holds it.
-        for one in self.turns.values():
-            if one.requested.request_id == turn.requested.request_id:
-                if one.completed is not None:
-                    return one.completed.prompt_ids
-                if one.failed is not None and one.failed.prompt_ids is not None:
-                    return one.failed.prompt_ids
+        for sibling in self.turns.values():
+            if sibling.requested.request_id == turn.requested.request_id:
+                if sibling.completed is not None:
+                    return sibling.completed.prompt_ids
+                if sibling.failed is not None and sibling.failed.prompt_ids is not None:
+                    return sibling.failed.prompt_ids
         return None
 
     def parent(self, turn: Turn) -> Turn | None:
@@ -153,21 +154,23 @@ class Trajectory:
 
     def messages(self, turn: Turn) -> list[Json]:
         """The request's messages exactly as the client sent them."""
-        return self._rebuilt(turn, lambda asked: (asked.shared_messages, asked.messages))
+        return self._rebuilt(turn, lambda request: (request.shared_messages, request.messages))
 
     def items(self, turn: Turn) -> list[Any] | None:
-        """The messages in the form of the endpoint they came to, where that is another than `messages`'."""
+        """The messages in the form of the endpoint they came to, if it differs from `messages`."""
         if "items" not in turn.requested.wire:
             return None
-        return self._rebuilt(turn, lambda asked: (asked.wire.get("shared_items", 0), asked.wire["items"]))
+        return self._rebuilt(
+            turn, lambda request: (request.wire.get("shared_items", 0), request.wire["items"])
+        )
 
     def _rebuilt(self, turn: Turn, part: Callable[[TurnRequested], tuple[int, list[Any]]]) -> list[Any]:
-        """A list stored as what each request shares with its base's, and what it has of its own."""
+        """A list, rebuilt: each request stores how much it shares with its base, and its own part."""
         chain = [part(turn.requested)]
-        asked = turn.requested
-        while chain[-1][0] and asked.base_turn_id is not None:
-            asked = self.turns[asked.base_turn_id].requested
-            chain.append(part(asked))
+        request = turn.requested
+        while chain[-1][0] and request.base_turn_id is not None:
+            request = self.turns[request.base_turn_id].requested
+            chain.append(part(request))
         whole: list[Any] = []
         for shared, own in chain[::-1]:
             whole[shared:] = own
@@ -222,10 +225,10 @@ class _Builder:
                 self.completed[turn_id] = replace(done, flags=[*done.flags, TOKENS_ERASED])
 
     def _asked(self, turn_id: str) -> TurnRequested:
-        """All that a turn asked: of one that is stored as a sibling, with what its first turn holds."""
-        asked = self.requested[turn_id]
-        first = None if asked.sibling_of is None else self.requested.get(asked.sibling_of)
-        return asked if first is None else whole(asked, first)
+        """A turn's whole request: one stored as a sibling is completed from its first turn."""
+        request = self.requested[turn_id]
+        first = None if request.sibling_of is None else self.requested.get(request.sibling_of)
+        return request if first is None else whole(request, first)
 
     def build(self) -> Trajectory:
         ownership = self._ownership
@@ -244,8 +247,8 @@ class _Builder:
         }
         # Lanes may be read in any order: which reward came last must not depend on it.
         rewards = sorted(self.rewards, key=lambda reward: ownership.key(reward[0]))
-        given = tuple((event_id, record) for _, event_id, record in rewards)
-        return Trajectory(self.run, self.opened, turns, self.finished, given, *ownership.last())
+        records = tuple((event_id, record) for _, event_id, record in rewards)
+        return Trajectory(self.run, self.opened, turns, self.finished, records, *ownership.last())
 
 
 class TrajectoryFold:

@@ -25,7 +25,7 @@ BINDING = frozenset(r.KIND for r in (CheckpointWritten, PolicyActivated, PolicyP
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a version's weights are, and which event said so first."""
+    """A version's weights digest, and the event that first named it."""
 
     digest: str
     event_id: str
@@ -36,8 +36,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which version of which policy, in which run, a folder of weights says that it is. Names are used again,
-    by other stores too: so it is that version only of a log that knows it by the same digest."""
+    """The run, policy and version that a folder of weights claims to be. Names are reused, also by
+    other stores: the claim holds only for a log that binds that version to the same digest."""
 
     run: str
     policy: str
@@ -58,24 +58,24 @@ class VersionDigests:
 
     def add(self, event: Event) -> None:
         """Take an event, of whichever kind."""
-        named = _said(event)
+        named = _named_version(event)
         if named is None:
             return
-        version, said = named
+        version, bound = named
         key = (event.run, *version)
-        first = self._bound.setdefault(key, said)
-        if said.event_id < first.event_id:
-            self._bound[key], said, first = said, first, said
-        if said.digest != first.digest:
-            self.disputed.setdefault(key, []).append(said)
+        first = self._bound.setdefault(key, bound)
+        if bound.event_id < first.event_id:
+            self._bound[key], bound, first = bound, first, bound
+        if bound.digest != first.digest:
+            self.disputed.setdefault(key, []).append(bound)
 
     def of(self, run: str, policy: str, version: int) -> Bound | None:
         """What the version is bound to, None where no event has named it."""
         return self._bound.get((run, policy, version))
 
     def own(self, run: str, policy: str, origin: Origin | None) -> int | None:
-        """Which of a policy's versions a folder of weights is; None where it is none of them: a model that
-        says nothing of itself, or another run's, policy's or store's version."""
+        """Which of a policy's versions a folder of weights is; None if it is none: a model without
+        an origin, or a version of another run, policy or store."""
         if origin is None or (origin.run, origin.policy) != (run, policy):
             return None
         bound = self.of(run, policy, origin.version)
@@ -92,7 +92,7 @@ class VersionDigests:
             what: description, for the error, of what has these weights.
 
         Raises:
-            VersionError: the version is others; with the remedy.
+            VersionError: the version has other weights; with the remedy.
         """
         bound = self.of(run, policy, version)
         if bound is None or bound.digest == digest:
@@ -105,12 +105,12 @@ class VersionDigests:
 
 
 def unversioned(done: TurnCompleted) -> int:
-    """How many of a turn's sampled tokens no policy version is known to have made: they are never trained."""
+    """How many of a turn's sampled tokens no known policy version made: they are never trained."""
     return len(done.completion_ids) - sum(span.end - span.start for span in done.version_spans)
 
 
-def _said(event: Event) -> tuple[tuple[str, int], Bound] | None:
-    """((policy, version), what the event says that it is), None where it says nothing of the kind."""
+def _named_version(event: Event) -> tuple[tuple[str, int], Bound] | None:
+    """((policy, version), its binding by this event); None if the event names no weights digest."""
     match event.record:
         case CheckpointWritten() | PolicyPublished() as record:
             digest, where = record.weights_digest, record.path

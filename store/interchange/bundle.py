@@ -1,9 +1,10 @@
-"""Bundles: an excerpt of a store in one file, which is sent to somebody and opened there.
+"""Bundles: an excerpt of a store in one file, to be sent to somebody and opened there.
 
-A bundle is a tar archive that any tar can list, of a form in which each byte is determined: first its
-manifest, then the manifest's sha256, then the files that it names, in its order, and zeros to a whole record.
-So it is read in one pass from front to end, into a folder of its own; no byte of it is interpreted before it
-is known how many there may be, and nothing that is not exactly as told is accepted. Nothing in it is run.
+A bundle is a tar archive that any tar can list, in a form that determines every byte: first its
+manifest, then the manifest's sha256, then the files that the manifest names, in its order, then
+zeros up to a whole record. It is read in one pass from front to end, into a folder of its own.
+No byte is interpreted before it is known how many there may be, and any deviation from the
+manifest is refused. Nothing in a bundle is executed.
 
 The manifest bounds what a bundle may hold: names, kinds of files, numbers and sizes.
 """
@@ -99,7 +100,7 @@ def unpack_bundle(path: Path, folder: Path) -> Bundle:
 
 
 def header(name: str, size: int) -> bytes:
-    """The header of a file in a bundle: all of it follows from the file's name and size."""
+    """A file's header in a bundle, which follows entirely from the file's name and size."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o600
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
@@ -118,7 +119,7 @@ def _size(bundle: Bundle, manifest: bytes) -> int:
     """Bytes of a bundle with this manifest."""
     own = [(MANIFEST, len(manifest)), (CHECK, len(_check(manifest)))]
     sizes = [*own, *((member.name, member.bytes) for member in bundle.members)]
-    files = sum(len(header(*one)) + _padded(one[1], _BLOCK) for one in sizes)
+    files = sum(len(header(*entry)) + _padded(entry[1], _BLOCK) for entry in sizes)
     return _padded(files + 2 * _BLOCK, _RECORD)
 
 
@@ -172,7 +173,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Source:
-    """A bundle that is read from front to end; nothing is taken that is not as it is told to be."""
+    """A bundle that is read from front to end; any deviation from its manifest is refused."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self.path, self._file = path, file
@@ -208,7 +209,7 @@ class _Source:
 
 
 def _manifest(source: _Source) -> tuple[Bundle, bytes]:
-    """Read the manifest, and what it is checked by; and its bytes."""
+    """Read the manifest and its checksum file; the manifest, and its bytes."""
     first = source.read(min(_BLOCK, source.size))
     try:
         size = tarfile.TarInfo.frombuf(first, "utf-8", "surrogateescape").size
@@ -230,8 +231,8 @@ def _unpack(source: _Source, member: Member, folder: Path) -> None:
     target = place_inside(folder, member.name)
     make_folder(target.parent)
     with make_empty(target).open("wb") as file:
-        found = source.copy(member.bytes, file.write)
-    if found != member.sha256:
+        digest = source.copy(member.bytes, file.write)
+    if digest != member.sha256:
         raise refused(source.path, f"it is damaged: {member.name} has another sha256 than its manifest tells")
     source.skip_padding(member.bytes, member.name)
 
@@ -266,9 +267,10 @@ class Bundle:
     Attributes:
         bundle: its format.
         rollbook: the release that made it.
-        store: id of the store that it was made of.
+        store: id of the store that it was made from.
         cut: that the step was planned at.
-        policy_version, from_version: that the step began with; and that of the checkpoint in it, if one is.
+        policy_version, from_version: the version that the step began with, and that of the
+            checkpoint in the bundle, if there is one.
         steps: that are run again, the last of them the bundle's own.
         head: where its lanes end.
         events, trajectories: that it holds.
@@ -306,16 +308,16 @@ def manifest_bytes(bundle: Bundle) -> bytes:
 
 
 def parse_bundle(data: bytes, path: object) -> Bundle:
-    """The manifest that these bytes are; `path` is for messages.
+    """Parse and check a manifest; `path` is for messages.
 
     Raises:
         FormatError: a newer Rollbook made it.
-        InterchangeError: they are no manifest, or one of what no bundle holds.
+        InterchangeError: the bytes are no manifest, or describe what no bundle may hold.
     """
     try:
-        said: Any = orjson.loads(data)
-        if isinstance(said, dict) and isinstance(said.get("bundle"), int) and said["bundle"] > FORMAT:
-            raise FormatError(f"{path} is a bundle of format {said['bundle']}: update rollbook to open it")
+        values: Any = orjson.loads(data)
+        if isinstance(values, dict) and isinstance(values.get("bundle"), int) and values["bundle"] > FORMAT:
+            raise FormatError(f"{path} is a bundle of format {values['bundle']}: update rollbook to open it")
         bundle = _ADAPTER.validate_json(data, strict=True)
     except orjson.JSONDecodeError as error:
         raise refused(path, f"its manifest is no JSON: {error}") from error
@@ -328,7 +330,7 @@ def parse_bundle(data: bytes, path: object) -> Bundle:
 
 
 def refused(path: object, why: str) -> InterchangeError:
-    """The error for a file that is no bundle, or none to be opened."""
+    """The error for a file that is no bundle, or must not be opened."""
     return InterchangeError(
         f"{path} is not opened: {why}; have it sent again, or make it anew (rollbook replay export step)"
     )
@@ -343,7 +345,7 @@ def may_hold(name: str) -> bool:
         return bool(LANE_NAME.fullmatch(lane) and UNIT_NAME.fullmatch(unit)) and known
     if parts[0] == "checkpoints" and len(parts) == 5:
         *folders, file = parts[1:]
-        return all(_NAME.fullmatch(one) for one in folders) and of_model(file)
+        return all(_NAME.fullmatch(folder) for folder in folders) and of_model(file)
     return False
 
 
@@ -353,7 +355,8 @@ def of_model(name: str) -> bool:
 
 
 def impossible(bundle: Bundle) -> str | None:
-    """The first thing in a manifest that no bundle has: names become paths, and numbers become sizes."""
+    """The first entry of a manifest that no bundle can have: names become paths, and numbers become
+    sizes."""
     numbers = [getattr(bundle, field.name) for field in fields(bundle) if field.type == "int"]
     numbers += bundle.steps if bundle.from_version is None else (bundle.from_version, *bundle.steps)
     if not all(0 <= number <= MOST for number in numbers):
@@ -365,8 +368,8 @@ def impossible(bundle: Bundle) -> str | None:
     weights = WEIGHTS not in bundle.without
     stages = (None,) if weights else LAST_WITHOUT_WEIGHTS
     if bundle.up_to not in stages or (bundle.from_version is None) is weights:
-        said = f"it goes from version {bundle.from_version} up to stage {bundle.up_to}"
-        return f"its manifest says that {said}, {'with' if weights else 'without'} weights"
+        description = f"it goes from version {bundle.from_version} up to stage {bundle.up_to}"
+        return f"its manifest says that {description}, {'with' if weights else 'without'} weights"
     if not 0 < len(bundle.members) <= MOST_MEMBERS:
         return f"it has {len(bundle.members):,} files, and a bundle has 1 to {MOST_MEMBERS:,}"
     seen: set[str] = set()

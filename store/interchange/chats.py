@@ -1,6 +1,6 @@
 """A JSONL file of OpenAI-style chats, read and checked line by line.
 
-It is read twice: once to check and index all of it, then a trajectory at a time.
+It is read twice: first to check and index the whole file, then one trajectory at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRAPPED = 6
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a line says of its trajectory. `name` is None where it says none."""
+    """What a line states about its trajectory. `name` is None if it states none."""
 
     name: str | None
     group: str | None
@@ -55,9 +55,10 @@ class Head:
 class Chat:
     """A conversation up to its last reply that counts.
 
-    `origin` is the trajectory that an exported line is a path of. `marks` says of exported replies, by
-    their place in `messages`, which turn they were and its reward. Replies among the first `context` messages
-    are no turns, nor are those in `untrained`: others read them, and they are not trained.
+    `origin` is the trajectory that an exported line is a path of. `marks` maps an exported
+    reply's place in `messages` to its turn and reward. Replies among the first `context`
+    messages are no turns, nor are those in `untrained`: other turns read them, but they are not
+    trained.
     """
 
     messages: list[Json]
@@ -86,7 +87,7 @@ def read_chat(line: bytes, where: str, split: str) -> Chat:
         split: of a line that names none.
 
     Raises:
-        InterchangeError: the line is none of what the format allows.
+        InterchangeError: the format does not allow the line.
     """
     try:
         return _chat(_object(line), split)
@@ -95,7 +96,7 @@ def read_chat(line: bytes, where: str, split: str) -> Chat:
 
 
 def shown(value: Any) -> str:
-    """A value for an error's message, as JSON, cut short."""
+    """A value as truncated JSON, for an error's message."""
     try:
         text = orjson.dumps(value).decode()
     except TypeError:
@@ -116,10 +117,10 @@ def _object(line: bytes) -> Json:
 
 def _chat(value: Json, split: str) -> Chat:
     origin = _text(value, "trajectory_id")
-    said = _messages(value.get("messages"))
-    marks = {} if origin is None else _marks(value.get("turns"), said)
-    context, untrained = _context(value.get("context"), said), _untrained(said, marks)
-    messages = said[: _end(said, context, untrained)]
+    conversation = _messages(value.get("messages"))
+    marks = {} if origin is None else _marks(value.get("turns"), conversation)
+    context, untrained = _context(value.get("context"), conversation), _untrained(conversation, marks)
+    messages = conversation[: _end(conversation, context, untrained)]
     request = {name: value[name] for name in REQUEST_FIELDS if value.get(name) is not None}
     tools = request.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
@@ -127,7 +128,7 @@ def _chat(value: Json, split: str) -> Chat:
     kwargs = request.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise _Refusal(f"chat_template_kwargs is {shown(kwargs)}: write an object, or leave it out")
-    head = _head(value, split, origin, said[len(messages) :])
+    head = _head(value, split, origin, conversation[len(messages) :])
     left_out = sorted(place for place in untrained if place < len(messages))
     whole: Any = [
         messages,
@@ -161,10 +162,11 @@ def _messages(messages: Any) -> list[Json]:
 
 
 def _untrained(messages: list[Json], turns: Collection[int]) -> frozenset[int]:
-    """The places of the assistant's messages that say that they are not trained.
+    """The places of the assistant's messages that are marked as untrained.
 
     Args:
-        turns: places of the replies of an exported line that were turns; others it was only given.
+        turns: places of the replies of an exported line that were turns; others it was only
+            given.
     """
     left_out = {i for i, message in enumerate(messages) if not _is_trained(f"messages[{i}]", message)}
     if turns:
@@ -173,8 +175,8 @@ def _untrained(messages: list[Json], turns: Collection[int]) -> frozenset[int]:
 
 
 def _is_trained(where: str, message: Json) -> bool:
-    """Whether a message's marks let it be trained; one without marks is, if it is the assistant's."""
-    said = {}
+    """Whether a message's marks let it be trained; without marks, the assistant's messages are."""
+    marks = {}
     for key in MARKS:
         mark = message.get(key)
         if mark is None:
@@ -182,18 +184,18 @@ def _is_trained(where: str, message: Json) -> bool:
         if not (mark in (0, 1) if key == "weight" else isinstance(mark, bool)):
             allowed = "0 or 1" if key == "weight" else "true or false"
             raise _Refusal(f"{where}.{key} is {shown(mark)}: write {allowed}, or leave it out")
-        said[key] = bool(mark)
+        marks[key] = bool(mark)
     if message["role"] != "assistant":
-        wanted = next((key for key, trained in said.items() if trained), None)
+        wanted = next((key for key, trained in marks.items() if trained), None)
         if wanted is not None:
             raise _Refusal(
                 f"{where}.{wanted} is {shown(message[wanted])} of a message of role {message['role']}: the "
                 "assistant's alone are trained; leave it out"
             )
         return True
-    if len(set(said.values())) > 1:
-        raise _Refusal(f"{where}: {' and '.join(said)} say two different things: leave one of them out")
-    return all(said.values())
+    if len(set(marks.values())) > 1:
+        raise _Refusal(f"{where}: {' and '.join(marks)} say two different things: leave one of them out")
+    return all(marks.values())
 
 
 def _replies(messages: list[Json], context: int, untrained: frozenset[int]) -> list[int]:
@@ -270,7 +272,7 @@ def _name(value: Json) -> str | None:
 
 
 def _labels(value: Json, exported: bool, after: list[Json]) -> Json:
-    """The line's labels, and all that means nothing else: nothing of a line is lost."""
+    """The line's labels, and every key without another meaning: nothing of a line is lost."""
     labels = value.get("labels")
     if labels is not None and not isinstance(labels, dict):
         raise _Refusal(f"labels is {shown(labels)}: write an object")
@@ -348,7 +350,8 @@ class ChatFile:
         advance: called with how many bytes of the file were checked.
 
     Raises:
-        InterchangeError: it cannot be read, or a line is not as it must be; file, line, value and remedy.
+        InterchangeError: it cannot be read, or a line is invalid; with file, line, value and
+            remedy.
     """
 
     def __init__(self, path: Path, run: str, split: str, advance: Callable[[int], Any]) -> None:
@@ -365,7 +368,7 @@ class ChatFile:
         """The chats of a trajectory.
 
         Raises:
-            InterchangeError: the file is not what it was when it was checked.
+            InterchangeError: the file has changed since it was checked.
         """
         chats = []
         for line in entry.lines:
@@ -414,8 +417,8 @@ class ChatFile:
             heads[name] = _head_digest(chat.head)
             entry.lines.append(Line(number, start, chat.digest))
         for entry in entries.values():
-            said = [self.run, entry.name, [line.digest for line in entry.lines]]
-            entry.trajectory_id = str(uuid.uuid5(IDS, digest_json(said)))
+            identity = [self.run, entry.name, [line.digest for line in entry.lines]]
+            entry.trajectory_id = str(uuid.uuid5(IDS, digest_json(identity)))
         return list(entries.values()), sha256.hexdigest()
 
 

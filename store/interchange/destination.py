@@ -1,8 +1,9 @@
-"""Where an export goes: under a temporary name until it is whole, and never over something that is there.
+"""The target of an export: written under a temporary name until it is complete, never over existing
+data.
 
-An empty folder in the place of a folder is nothing.
+An empty folder at the target counts as absent.
 
-Long exports and imports say how far they are, for a progress bar.
+Long exports and imports report their progress, for a progress bar.
 """
 
 from __future__ import annotations
@@ -72,6 +73,6 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """From what is being done, and of how many units: a context with a function that counts units done."""
 
 
-def untold(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
-    """Progress that is not shown."""
+def no_progress(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+    """A progress callback that shows nothing."""
     return nullcontext(lambda count: None)

@@ -1,15 +1,16 @@
 """Makes an excerpt: a store of its own that holds only some events, each at its own lane and number.
 
-So a cut means in it what it means in the store that it was made of. Each lane is one sealed unit, whose
-manifest says how many events were left out; nothing else tells it from any other store, and every reader and
-view reads it. What is found of the source goes by its indexes: trajectories by their locations, single events
-by their kinds, and only what is not sealed is passed over row by row.
+So a cut means the same in the excerpt as in the store that it was made from. Each lane is one
+sealed unit, whose manifest says how many events were left out; nothing else distinguishes it
+from any other store, and every reader and view can read it. The source is read through its
+indexes: trajectories by their locations, single events by their kinds; only unsealed events are
+scanned row by row.
 
-An excerpt may be made without text: rows are handed on with what training reads alone.
+An excerpt may be made without text: then rows carry only what training reads.
 
-What erasing a trajectory with its tokens kept removes goes then (`events.erased`), and more: names of
-trajectories, groups and API keys, and how a run was started. Token ids stay, and are text to whoever has the
-tokenizer.
+That removes what erasing a trajectory with its tokens kept removes (`events.erased`), and more:
+the names of trajectories, groups and API keys, and how a run was started. Token ids stay, and
+are text to whoever has the tokenizer.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def is_excerpt(log: Store) -> bool:
 def rows_about(log: Store, ids: Collection[str], cut: Cut) -> dict[str, pa.Table]:
     """All that the cut holds of these trajectories, with the bodies that their turns name.
 
-    What a training says of a trajectory, such as that it dropped a sample, is not of it.
+    Events of a training about a trajectory, such as a dropped sample, do not belong to it.
 
     Raises:
         CorruptionError, RemoteError: a file that may hold some of it cannot be read.
@@ -77,7 +78,7 @@ def rows_about(log: Store, ids: Collection[str], cut: Cut) -> dict[str, pa.Table
     wanted = pa.array(sorted(ids), pa.string())
 
     def of_unit(unit: Unit) -> pa.Table:
-        parts = [trajectory_rows(log.path, unit, one) for one in sorted(ids)]
+        parts = [trajectory_rows(log.path, unit, trajectory_id) for trajectory_id in sorted(ids)]
         rows = _own(pa.concat_tables([TABLE_SCHEMA.empty_table(), *parts]))
         if not (named := _named(rows)):
             return rows
@@ -86,15 +87,15 @@ def rows_about(log: Store, ids: Collection[str], cut: Cut) -> dict[str, pa.Table
     def of_batch(rows: pa.Table) -> pa.Table:
         return _own(rows.filter(pc.is_in(rows["trajectory_id"], wanted)))
 
-    found = {}
+    tables = {}
     for lane, end in sorted(cut.items()):
         sealed, rows = _lane_rows(log.path, lane, end, of_unit, of_batch)
         if named := _named(rows.filter(pc.greater_equal(rows["seq"], sealed))):
             bodies = _unsealed(log.path, lane, sealed, end, partial(_of_digests, named=named))
             rows = pa.concat_tables([rows, *bodies])
         if rows.num_rows:
-            found[lane] = rows
-    return found
+            tables[lane] = rows
+    return tables
 
 
 def rows_at(log: Store, events: Iterable[Event], cut: Cut) -> dict[str, pa.Table]:
@@ -106,7 +107,7 @@ def rows_at(log: Store, events: Iterable[Event], cut: Cut) -> dict[str, pa.Table
     places: dict[str, list[Event]] = {}
     for event in events:
         places.setdefault(event.lane, []).append(event)
-    found = {}
+    tables = {}
     for lane, wanted in sorted(places.items()):
         kinds, seqs = {event.kind for event in wanted}, pa.array([event.seq for event in wanted], pa.int64())
 
@@ -117,8 +118,8 @@ def rows_at(log: Store, events: Iterable[Event], cut: Cut) -> dict[str, pa.Table
             rows: pa.Table = keep(rows_of_kinds(log.path, unit, kinds))
             return rows
 
-        _, found[lane] = _lane_rows(log.path, lane, cut.get(lane, 0), of_unit, of_batch)
-    return found
+        _, tables[lane] = _lane_rows(log.path, lane, cut.get(lane, 0), of_unit, of_batch)
+    return tables
 
 
 def write_excerpt(folder: Path, head: Cut, rows: Sequence[Rows], *, redaction: Redaction | None) -> Excerpt:
@@ -138,7 +139,7 @@ def write_excerpt(folder: Path, head: Cut, rows: Sequence[Rows], *, redaction: R
     create_marker(folder)
     events, ids = 0, set[str]()
     for lane, end in sorted(head.items()):
-        parts = [of[lane] for of in rows if lane in of]
+        parts = [tables[lane] for tables in rows if lane in tables]
         table = pa.concat_tables([TABLE_SCHEMA.empty_table(), *parts]).sort_by("seq")
         erased: tuple[Erasure, ...] = ()
         if redaction is not None:
@@ -180,15 +181,15 @@ def _unsealed(
     store: Path, lane: str, start: int, end: int, of_batch: Callable[[pa.Table], pa.Table]
 ) -> list[pa.Table]:
     """The wanted rows among those of the lane that are not sealed."""
-    found = []
+    tables = []
     for batch in LaneReader(store, lane, start).poll(max(start, end)):
         lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
-        found.append(of_batch(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA)))
-    return found
+        tables.append(of_batch(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA)))
+    return tables
 
 
 def _own(rows: pa.Table) -> pa.Table:
-    """Those that are of a trajectory, not of a training."""
+    """Rows that belong to a trajectory, not to a training."""
     return rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_OF_TRAINING))))
 
 
@@ -208,13 +209,13 @@ def _of_digests(rows: pa.Table, named: Collection[str]) -> pa.Table:
 
 
 def _without_unnamed(table: pa.Table) -> pa.Table:
-    """The rows without bodies that none of them refers to any more."""
+    """The rows without bodies that no remaining row refers to."""
     named = _named(table)
-    kept = [
+    mask = [
         kind != BodyStored.KIND or orjson.loads(extra)["digest"] in named
         for kind, extra in zip(table["kind"].to_pylist(), table["extra"].to_pylist(), strict=True)
     ]
-    return table.filter(pa.array(kept, pa.bool_()))
+    return table.filter(pa.array(mask, pa.bool_()))
 
 
 class Redaction:
@@ -228,11 +229,13 @@ class Redaction:
         kinds, with_text = table["kind"].to_pylist(), set(text_kinds())
         runs, ids = table["run"].to_pylist(), table["trajectory_id"].to_pylist()
         extras = table["extra"].to_pylist()
-        made = [self._extra(*row) for row in zip(kinds, runs, ids, extras, strict=True)]
+        redacted = [self._extra(*row) for row in zip(kinds, runs, ids, extras, strict=True)]
         field = TABLE_SCHEMA.field("extra")
-        table = table.set_column(TABLE_SCHEMA.get_field_index("extra"), field, pa.array(made, field.type))
-        told = sorted({one for kind, one in zip(kinds, ids, strict=True) if kind in with_text})
-        return table, tuple(Erasure(one, now_us(), True) for one in told)
+        table = table.set_column(TABLE_SCHEMA.get_field_index("extra"), field, pa.array(redacted, field.type))
+        erased = sorted(
+            {trajectory_id for kind, trajectory_id in zip(kinds, ids, strict=True) if kind in with_text}
+        )
+        return table, tuple(Erasure(trajectory_id, now_us(), True) for trajectory_id in erased)
 
     def _extra(self, kind: str, run: str, trajectory_id: str | None, extra: str) -> str:
         row = dict.fromkeys(CHANGED) | {"extra": extra}
@@ -243,8 +246,8 @@ class Redaction:
             case TrajectoryOpened.KIND:
                 values |= {"name": trajectory_id, "group": self._group(run, values["group"])}
             case StepPlanned.KIND:
-                for one in values.get("others") or []:
-                    one["group"] = self._group(one["run"], one["group"])
+                for sample in values.get("others") or []:
+                    sample["group"] = self._group(sample["run"], sample["group"])
             case RunOpened.KIND:
                 values |= {"command": GONE, "config": dict(MARK), "model": None, "environment": {}}
             case _:

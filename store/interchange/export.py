@@ -1,4 +1,4 @@
-"""A store, or a part of it, as files for others.
+"""Exports a store, or part of it, as files.
 
 JSONL has a line per root-to-leaf path, an OpenAI-style chat with the tokens beside it.
 """
@@ -15,7 +15,7 @@ import orjson
 from rollbook.store.cut import format_cut
 from rollbook.store.events import Json
 from rollbook.store.fold.path_tokens import PathTokens
-from rollbook.store.interchange.destination import Progress, destination, untold
+from rollbook.store.interchange.destination import Progress, destination, no_progress
 from rollbook.store.interchange.hub import export_dataset
 from rollbook.store.interchange.paths import PathRow, paths
 from rollbook.store.interchange.selection import TrajectorySet, count_events, select, trajectories
@@ -42,10 +42,11 @@ def export_jsonl(selection: TrajectorySet, file: Path, advance: Callable[[int], 
 
 
 def as_json(path: PathRow) -> Json:
-    """The path as plain JSON values. NaN and a version of -1 become null; `tools` is there if sent, and so
-    is `chat_template_kwargs`.
+    """The path as plain JSON values. NaN and a version of -1 become null; `tools` and
+    `chat_template_kwargs` are there if sent.
 
-    A float32 is written as the float64 of the same value, so that it reads back to the same bits.
+    A float32 is written as the float64 of the same value, so that it reads back to the same
+    bits.
     """
     sent = {} if path.tools is None else {"tools": path.tools}
     if path.template_kwargs:
@@ -67,7 +68,7 @@ def _tokens(tokens: PathTokens) -> Json:
 
 
 def _floats(values: np.ndarray[Any, np.dtype[np.float32]] | None) -> list[float | None] | None:
-    """float64 of the same value each; null for what JSON has no number for (NaN: none was given)."""
+    """float64 of the same value each; null for values that JSON has no number for (NaN: none was given)."""
     if values is None:
         return None
     return [value if np.isfinite(value) else None for value in values.tolist()]
@@ -91,7 +92,7 @@ def export_store(
     as_of: str = "head",
     run: str | None = None,
     split: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write the trajectories at a cut, of one run or split if given, to `out`; what was written.
 

@@ -1,7 +1,8 @@
-"""Export as a folder that Hugging Face `datasets.load_dataset` reads as it is.
+"""Export as a folder that Hugging Face `datasets.load_dataset` can read directly.
 
-`data/SPLIT-00000-of-0000N.parquet`, and a README.md whose front matter names the splits and columns. It is
-written without that library. One row per root-to-leaf path, as in the JSONL export, but typed.
+It has `data/SPLIT-00000-of-0000N.parquet`, and a README.md whose front matter names the splits
+and columns. It is written without that library. One row per root-to-leaf path, as in the JSONL
+export, but typed.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def text_of(content: Any) -> str | None:
 
 
 class _SplitWriter:
-    """The Parquet files of one split. How many they are shows at the end, so they are named then."""
+    """The Parquet files of one split. Their number is known only at the end, so they are named then."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self.rows = self.bytes = 0

@@ -38,7 +38,7 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.chats import Chat, ChatFile, Entry
-from rollbook.store.interchange.destination import Progress, untold
+from rollbook.store.interchange.destination import Progress, no_progress
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sql.query import connect
@@ -54,21 +54,21 @@ def import_chats(
     *,
     lane: str = "import",
     split: str = "teacher",
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     shape: Callable[[list[Record]], list[Record]] = list,
     origin: Path | None = None,
 ) -> dict[str, Any]:
     """Append the file's chats to `run`; what was added, and what was there already.
 
     Args:
-        store: made, if nothing is there.
+        store: created if missing.
         lane: the lane to write; no other process may be writing it.
         split: train, eval or teacher, for chats that name none.
-        shape: makes what is written of a trajectory's records.
+        shape: makes the records to write from a trajectory's records.
         origin: the file that `file` was made from, if it was.
 
     Raises:
-        InterchangeError: the file is not as it must be, or the run has another trajectory of such a name.
+        InterchangeError: the file is invalid, or the run has another trajectory of such a name.
         LaneLockedError: another process writes the lane, or imports into the run.
         WriteFailedError: events did not become durable; those of earlier trajectories did.
     """
@@ -159,7 +159,7 @@ def _write(
 
 
 def _settle(waiting: deque[Future[int]], room: int, advance: Callable[[int], Any]) -> None:
-    """Wait until no more than so many appends are not durable.
+    """Wait until at most so many appends are not yet durable.
 
     Raises:
         WriteFailedError: one never will be.
@@ -191,8 +191,9 @@ class _Reply:
 def records_of(trajectory_id: str, name: str, chats: Sequence[Chat]) -> list[Record]:
     """All records of a trajectory whose root-to-leaf paths are these chats, which agree on its head.
 
-    Chats share the turns of what they have in common, but each ends in a turn of its own, so that there
-    are as many paths as chats. Ids follow from `trajectory_id`: the same chats give the same ids.
+    Chats share the turns that they have in common, but each ends in a turn of its own, so that
+    there are as many paths as chats. Ids follow from `trajectory_id`: the same chats give the
+    same ids.
     """
     head = chats[0].head
     opened = TrajectoryOpened(trajectory_id, name, head.group, head.task, head.split, head.labels)
@@ -213,9 +214,9 @@ def records_of(trajectory_id: str, name: str, chats: Sequence[Chat]) -> list[Rec
     return records
 
 
-def derived_id(of: str, what: str) -> str:
-    """An id that is decided by another one: UUIDv5, where the log's own are UUIDv7."""
-    return str(uuid.uuid5(uuid.UUID(of), what))
+def derived_id(source: str, what: str) -> str:
+    """An id that follows from another one: UUIDv5, where the log's own are UUIDv7."""
+    return str(uuid.uuid5(uuid.UUID(source), what))
 
 
 def _replies(trajectory_id: str, chats: Sequence[Chat]) -> list[_Reply]:

@@ -37,7 +37,7 @@ class PathRow:
         return self.tokens.turns
 
     def head(self) -> Json:
-        """What is said of the trajectory, as plain JSON values."""
+        """The trajectory's own facts, as plain JSON values."""
         t = self.trajectory
         return {
             "trajectory": t.opened.name,
@@ -69,22 +69,24 @@ def paths(trajectory: Trajectory) -> Iterator[PathRow]:
         if any(ERASED & set(turn.completed.flags) for turn in tokens.turns if turn.completed):
             continue
         messages = [*trajectory.messages(leaf), leaf.completed.reply]
-        asked = leaf.requested
-        yield PathRow(trajectory, messages, asked.request.get("tools"), _template_kwargs(asked), tokens)
+        requested = leaf.requested
+        yield PathRow(
+            trajectory, messages, requested.request.get("tools"), _template_kwargs(requested), tokens
+        )
 
 
-def _template_kwargs(asked: TurnRequested) -> Json:
-    """What the chat template is given for a request: its own, and a reasoning effort, which each API names
-    in its own way."""
-    request, kwargs = asked.request, asked.request.get("chat_template_kwargs")
+def _template_kwargs(requested: TurnRequested) -> Json:
+    """The chat template's arguments of a request: its own, and the reasoning effort, which each API
+    spells differently."""
+    request, kwargs = requested.request, requested.request.get("chat_template_kwargs")
     reasoning = request.get("reasoning")
     efforts = {
         "/v1/chat/completions": request.get("reasoning_effort"),
         "/v1/responses": reasoning.get("effort") if isinstance(reasoning, dict) else None,
     }
-    effort = efforts.get(asked.wire.get("endpoint", "/v1/chat/completions"))
-    given = {} if effort is None else {"reasoning_effort": effort}
-    return given | (kwargs if isinstance(kwargs, dict) else {})
+    effort = efforts.get(requested.wire.get("endpoint", "/v1/chat/completions"))
+    effort_kwargs = {} if effort is None else {"reasoning_effort": effort}
+    return effort_kwargs | (kwargs if isinstance(kwargs, dict) else {})
 
 
 def _turn_row(trajectory: Trajectory, turn: Turn) -> Json:

@@ -39,8 +39,8 @@ class TrajectorySet:
     @property
     def parameters(self) -> dict[str, str]:
         """Values of the parameters that `sql` names."""
-        given = {"run": self.run, "split": self.split}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {"run": self.run, "split": self.split}
+        return {name: value for name, value in values.items() if value is not None}
 
     def connect(self) -> Connection:
         """SQL at the cut."""
@@ -69,9 +69,9 @@ def select(store: Store, as_of: str, run: str | None, split: str | None) -> Traj
 def trajectories(selection: TrajectorySet, advance: Callable[[int], Any]) -> Iterator[Trajectory]:
     """Each selected trajectory once, as soon as the last of its events was read.
 
-    In memory are: an id and a number per trajectory, the trajectories between their first and their last
-    event, and what lanes that open no trajectory say of any (rewards that came late). Arrays stay in the
-    log's own files.
+    In memory are: an id and a number per trajectory, the trajectories between their first and
+    their last event, and events about any trajectory from lanes that open none (rewards that
+    came late). Arrays stay in the log's own files.
 
     Args:
         advance: called with how many of the selected trajectories' events were read.
@@ -111,9 +111,9 @@ def _events_each(selection: TrajectorySet) -> dict[str, int]:
 
 
 def _lanes(selection: TrajectorySet) -> list[str]:
-    """Lanes with such events: first those that only add to trajectories of other lanes, each sorted.
+    """Lanes with such events: first those that only add to trajectories of other lanes, each group sorted.
 
-    Read last, they would keep every trajectory they speak of in memory until then.
+    If they were read last, every trajectory they mention would stay in memory until then.
     """
     query = (
         "SELECT lane FROM events "

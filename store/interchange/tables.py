@@ -118,11 +118,11 @@ def turn_rows(trajectory: Trajectory) -> Iterator[Json]:
         CorruptionError: a prompt does not fold to the ids that were sent.
     """
     for turn in trajectory.turns.values():
-        yield _asked(trajectory, turn) | _answered(trajectory, turn)
+        yield _request_columns(trajectory, turn) | _completion_columns(trajectory, turn)
 
 
-def _asked(trajectory: Trajectory, turn: Turn) -> Json:
-    asked = turn.requested
+def _request_columns(trajectory: Trajectory, turn: Turn) -> Json:
+    requested = turn.requested
     status = "completed" if turn.completed else "failed" if turn.failed else "running"
     return {
         "run": trajectory.run,
@@ -131,22 +131,22 @@ def _asked(trajectory: Trajectory, turn: Turn) -> Json:
         "split": trajectory.split,
         "turn_id": turn.turn_id,
         "position": turn.position,
-        "parent_turn_id": asked.parent_turn_id,
-        "root_reason": asked.root_reason,
-        "request_id": asked.request_id,
+        "parent_turn_id": requested.parent_turn_id,
+        "root_reason": requested.root_reason,
+        "request_id": requested.request_id,
         "status": status,
         "delivered": turn.delivered,
         "error": turn.failed.error if turn.failed else None,
         "messages": json_text(trajectory.messages(turn)),
-        "request": json_text(asked.request),
-        "requested_model": asked.requested_model,
-        "sampling": json_text(asked.sampling),
-        "honoured": json_text(asked.honoured),
+        "request": json_text(requested.request),
+        "requested_model": requested.requested_model,
+        "sampling": json_text(requested.sampling),
+        "honoured": json_text(requested.honoured),
         "reward": trajectory.reward(turn_id=turn.turn_id),
     }
 
 
-def _answered(trajectory: Trajectory, turn: Turn) -> Json:
+def _completion_columns(trajectory: Trajectory, turn: Turn) -> Json:
     done = turn.completed
     if done is None:
         return {}

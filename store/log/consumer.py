@@ -1,12 +1,13 @@
 """Consumers: tails whose position is recorded in the log.
 
 A consumer's cursor is the cut of its last `cursor.moved` event in its own lane, by default
-`consumer.<name>`, which holds nothing else: the cursor is found by reading one event, however large the
-store is. Its lane's lock makes each name one process's at a time.
+`consumer.<name>`, which holds nothing else: the cursor is found by reading one event, however
+large the store is. Its lane's lock lets only one process at a time use a name.
 
-Between commits events are handed out at least once: what was handled and not committed comes again after
-a crash, and nothing is ever left out. A consumer that writes its output and `cut()` together, in one
-transaction or one renamed file, gets exactly once: it passes over what `cut.holds` says it had.
+Between commits events are handed out at least once: events that were handled but not committed
+come again after a crash, and none is ever left out. A consumer that writes its output and
+`cut()` together, in one transaction or one renamed file, gets exactly once: it skips the events
+that `cut.holds` says it had.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rollbook.store.log.tail import Filter, Tail
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, current_units
-from rollbook.store.wal.files import closed_head, lane_folder, read_watermark, without
+from rollbook.store.wal.files import closed_head, lane_folder, read_watermark, without_lanes
 
 LANE_PREFIX = "consumer."
 RUN = "store"
@@ -82,7 +83,7 @@ class Consumer:
             start = last_cursor(store, self.lane, name) or {}
             own = frozenset({self.lane})
             wanted = Filter(without=NO_CURSORS, skip_lanes=own)
-            self._tail = Tail(store, without(start, own), wanted)
+            self._tail = Tail(store, without_lanes(start, own), wanted)
         except BaseException:
             self._writer.close()
             raise
@@ -90,10 +91,10 @@ class Consumer:
         self._committed = True
 
     def poll(self, limit: int | None = None) -> list[Event]:
-        """Events after what was handed out: lane by lane, each in order; an empty list when there are none.
+        """Events after those handed out: lane by lane, each in order; an empty list when there are none.
 
         Args:
-            limit: about how many; the next poll goes on from there.
+            limit: about how many; the next poll continues from there.
 
         Raises:
             CorruptionError: a lane is damaged.
@@ -113,10 +114,10 @@ class Consumer:
     def commit(self) -> None:
         """Record that everything handed out is processed; durable when this returns.
 
-        Without anything handed out since the last commit it records nothing.
+        If nothing was handed out since the last commit, it records nothing.
 
         Raises:
-            WriteFailedError: the cursor did not become durable; it is where it was.
+            WriteFailedError: the cursor did not become durable; it is unchanged.
         """
         if self._committed:
             return
@@ -184,9 +185,9 @@ class Cursors:
             self._cuts[name] = union(self._cuts.get(name, {}), parse_cut(values["cut"]))
 
 
-def union(one: Cut, other: Cut) -> dict[str, int]:
+def union(first: Cut, second: Cut) -> dict[str, int]:
     """The smallest cut that holds both."""
-    return {lane: max(one.get(lane, 0), other.get(lane, 0)) for lane in {*one, *other}}
+    return {lane: max(first.get(lane, 0), second.get(lane, 0)) for lane in {*first, *second}}
 
 
 def last_cursor(store: Path, lane: str, name: str) -> dict[str, int] | None:
@@ -200,12 +201,12 @@ def last_cursor(store: Path, lane: str, name: str) -> dict[str, int] | None:
     back = 1
     while end:
         start = max(end - back, 0)
-        found: CursorMoved | None = None
+        cursor: CursorMoved | None = None
         for batch in LaneReader(store, lane, start).poll(end):
             for event in decode(batch.filter(pc.equal(batch.column("kind"), CursorMoved.KIND)), lane):
                 if isinstance(event.record, CursorMoved) and event.record.consumer == name:
-                    found = event.record
-        if found is not None:
-            return parse_cut(found.cut)
+                    cursor = event.record
+        if cursor is not None:
+            return parse_cut(cursor.cut)
         end, back = start, 16 * back
     return None

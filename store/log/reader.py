@@ -140,10 +140,10 @@ class LaneReader:
             for batch in batches:
                 after = self._after(unit, batch, place)
                 self._shelve(batch)
-                taken = int(pc.sum(pc.less(batch.column("seq"), end)).as_py() or 0)
+                count = int(pc.sum(pc.less(batch.column("seq"), end)).as_py() or 0)
                 place, self.next_seq = after, min(after, end)
-                if taken:
-                    yield batch.slice(0, taken)
+                if count:
+                    yield batch.slice(0, count)
                 if self.next_seq >= end:
                     return
             whole = segment.first_seq + segment.events
@@ -154,7 +154,8 @@ class LaneReader:
                 return
 
     def _after(self, unit: Unit, batch: pa.RecordBatch, place: int) -> int:
-        """The sequence number behind a batch that is to begin at `place`; or after it, in an excerpt."""
+        """The sequence number after a batch that must begin at `place`, or in an excerpt may begin
+        later."""
         seq = batch.column("seq")
         first, last = int(seq[0].as_py()), int(seq[-1].as_py())
         # Retention and erasure leave no gaps within a unit, so a row's sequence number gives its index.
@@ -164,7 +165,8 @@ class LaneReader:
         return last + 1
 
     def _open_sealed(self, unit: Unit, segment: SealedSegment, start: int) -> Iterator[pa.RecordBatch]:
-        """A sealed segment's batches from an event on; the bodies stored before it are known then."""
+        """A sealed segment's batches from an event on; also puts the bodies stored before it on the
+        shelf."""
         self._bodies, self._more_bodies, self.held = {}, None, segment.bytes
         batches = segment_rows(self._store, unit, segment, start)
         first = list(islice(batches, 1))
@@ -189,12 +191,12 @@ class LaneReader:
                 skip = self.next_seq - first_seq
                 if not 0 <= skip < batch.num_rows:
                     raise BadFrameError(segment.offset, f"starts at event {first_seq}")
-                taken = min(batch.num_rows - skip, end - self.next_seq)
+                count = min(batch.num_rows - skip, end - self.next_seq)
                 # Moved on before the hand-out: a caller that stops iterating has had the batch.
-                self.next_seq += taken
-                if skip + taken == batch.num_rows:
+                self.next_seq += count
+                if skip + count == batch.num_rows:
                     segment.offset = frame_end
-                yield batch.slice(skip, taken)
+                yield batch.slice(skip, count)
                 if self.next_seq >= end:
                     return
         except FileNotFoundError:
@@ -219,7 +221,8 @@ class LaneReader:
 
 
 class _Shelved:
-    """A body that readers hold, one copy of it however many they are: most follow the same segment."""
+    """A body that readers hold: one copy however many readers there are, as most follow the same
+    segment."""
 
     __slots__ = ("__weakref__", "body")
 
@@ -231,10 +234,10 @@ _SHELF: WeakValueDictionary[str, _Shelved] = WeakValueDictionary()
 
 
 def _shelved(digest: str, body: Any) -> _Shelved:
-    found = _SHELF.get(digest)
-    if found is None or found.body != body:  # in a damaged store another body may have the same digest
-        found = _SHELF[digest] = _Shelved(body)
-    return found
+    shelved = _SHELF.get(digest)
+    if shelved is None or shelved.body != body:  # in a damaged store another body may have the same digest
+        shelved = _SHELF[digest] = _Shelved(body)
+    return shelved
 
 
 def _segment_of(folder: Path, seq: int) -> int | None:
@@ -261,13 +264,14 @@ def _segment_of(folder: Path, seq: int) -> int | None:
 
 
 def _first_seq(folder: Path, number: int) -> int:
-    """First sequence number of a segment; below all others if it was removed, above them if just begun.
+    """First sequence number of a segment; `_BEFORE_ALL` if it was removed, `_AFTER_ALL` if it was
+    just begun.
 
-    Sealed segments are removed, so the ones that are there come after those that went.
+    Sealed segments are removed from the front, so existing ones come after the removed ones.
     """
     try:
         with open(open_plain(segment_path(folder, number), os.O_RDONLY), "rb") as file:
-            found = first_seq_of(file.read(ALIGN))
+            seq = first_seq_of(file.read(ALIGN))
     except FileNotFoundError:
         return _BEFORE_ALL
-    return _AFTER_ALL if found is None else found
+    return _AFTER_ALL if seq is None else seq

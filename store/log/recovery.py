@@ -1,19 +1,22 @@
 """Recovers a lane after a crash: truncates a torn tail, refuses damaged events.
 
-A bad frame at or after the watermark, with no valid frame behind it, is a write that never finished:
-it was never acknowledged, and it is truncated. Any other bad frame is damage to acknowledged
-events: the lane is quarantined, which changes no byte of it, and the error names the place.
+A bad frame at or after the watermark, with no valid frame behind it, is a write that never
+finished: it was never acknowledged, and it is truncated. Any other bad frame is damage to
+acknowledged events: the lane is quarantined, which changes no byte of it, and the error names
+the place.
 
-Segments that were sealed were verified then; recovery goes on from where the last sealed unit ends.
+Sealed segments were verified when they were sealed; recovery starts where the last sealed unit
+ends.
 
-A writer whose write has failed recovers its own lane too, and knows what it has acknowledged. Then nothing
-behind that is kept, whole or not: those appends failed, and their callers know it. This is
-sound after a failed fsync as well. The kernel may have dropped what that fsync was for, and then calls the
-cached pages clean, so a later fsync of the same file proves nothing about them: but all of them hold bytes
-behind the acknowledged end, which are cut off, or bytes before it, which an earlier fsync that succeeded has
-put on the disk and the failed write repeated unchanged where it shared a block with them. What comes
-next goes into a new file. Before the acknowledged bytes are verified, the kernel is asked to forget what it
-keeps of the file, so that they are read from the disk as far as it does.
+A writer whose write has failed recovers its own lane too, and knows what it has acknowledged.
+Then everything behind the acknowledged end is cut off, whole frames included: those appends
+failed, and their callers know it. This is sound after a failed fsync as well. The kernel may
+have dropped the pages of that fsync and then report the cached pages as clean, so a later fsync
+of the same file proves nothing about them. But each of those pages holds either bytes behind the
+acknowledged end, which are cut off, or bytes before it, which an earlier successful fsync has
+put on the disk and which the failed write, sharing a block with them, repeated unchanged. New
+events go into a new file. Before the acknowledged bytes are verified, the kernel is asked to
+drop its cache of the file, so that as far as possible they are read from the disk.
 """
 
 from __future__ import annotations
@@ -43,12 +46,13 @@ def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) 
     """Verify every frame that is not sealed and cut off a torn tail. The caller holds the lane's lock.
 
     Args:
-        acknowledged: what the lane's writer, which is the caller, has acknowledged; it is cut off behind
-            that. Without a watermark, whole frames that were never acknowledged count.
+        acknowledged: the end of what the lane's writer, which is the caller, has acknowledged;
+            everything after it is cut off. Without a watermark, whole frames that were never
+            acknowledged count.
 
     Raises:
-        CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it, its bytes
-            are unchanged.
+        CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it,
+            its bytes are unchanged.
         OSError: the files cannot be read or written now.
     """
     folder = lane_folder(store, lane)
@@ -85,9 +89,9 @@ def _cut_behind(folder: Path, end: Watermark) -> None:
 
 
 def _forget_cached(path: Path) -> None:
-    """Read the file anew, from the disk as far as the kernel lets go of what it keeps of it.
+    """Read the file again, from the disk as far as the kernel drops its cache of it.
 
-    What cannot be read is an OSError here; met in a mapped file it would end the process.
+    An unreadable part is an OSError here; met in a mapped file it would end the process.
     """
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -178,6 +182,6 @@ def _without_room(path: Path, start: int) -> int:
         file.seek(start)
         end = start
         while part := file.read(1 << 24):
-            if kept := part.rstrip(bytes(1)):
-                end = file.tell() - len(part) + len(kept)
+            if content := part.rstrip(bytes(1)):
+                end = file.tell() - len(part) + len(content)
         return end

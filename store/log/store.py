@@ -45,7 +45,7 @@ Opened = Callable[[Path, str, LaneState], None]
 """Called with the folder and the lane that a writer took, and what it found there."""
 
 
-def _untold(path: Path, lane: str, state: LaneState) -> None:
+def _ignore_opening(path: Path, lane: str, state: LaneState) -> None:
     """Do nothing."""
 
 
@@ -56,7 +56,7 @@ class Store:
         opened: called for each lane that is opened for writing.
     """
 
-    def __init__(self, path: Path, store_id: str, opened: Opened = _untold) -> None:
+    def __init__(self, path: Path, store_id: str, opened: Opened = _ignore_opening) -> None:
         self.path = path
         self._opened = opened
         self.store_id = store_id
@@ -66,15 +66,15 @@ class Store:
         """Names of the lanes that have been opened for writing, sorted."""
         # A lane that lost its watermark is listed by its segments, so that reading it fails. An unreadable
         # folder is an error instead of a missing lane.
-        folder, found = self.path / "lanes", []
+        folder, lanes = self.path / "lanes", []
         for lane in folders_of_lanes(self.path):
             try:
                 names = os.listdir(folder / lane)
             except NotADirectoryError:
                 continue
             if any(name == "WATERMARK" or name.endswith(".wal") for name in names):
-                found.append(lane)
-        return sorted(found)
+                lanes.append(lane)
+        return sorted(lanes)
 
     def head(self) -> dict[str, int]:
         """The cut that holds everything durable at one instant, so that it is closed.
@@ -118,8 +118,8 @@ class Store:
                 cuts[event.run, record.policy] = record.cut  # a later attempt replaces an earlier one
         if len(cuts) != 1:
             several = ", ".join(f"{run} ({policy})" for run, policy in sorted(cuts))
-            found = f"planned in runs (policies) {several}; name the run" if cuts else "no run planned it"
-            raise CutError(f"cut {text!r}: {found}")
+            problem = f"planned in runs (policies) {several}; name the run" if cuts else "no run planned it"
+            raise CutError(f"cut {text!r}: {problem}")
         return parse_cut(next(iter(cuts.values())))
 
     def batches(
@@ -156,7 +156,7 @@ class Store:
     ) -> Iterator[Event]:
         """Events of these kinds in the cut (default: head) and not in `start`, lane by lane, each in order.
 
-        What is not of them is not decoded, so that rare ones are found quickly in a long log.
+        Events of other kinds are not decoded, so that rare ones are found quickly in a long log.
 
         Raises:
             CutError: the cut holds more than the store.
@@ -211,9 +211,9 @@ class Store:
         return self.trajectories(cut, [trajectory_id]).get(trajectory_id)
 
     def opening(self, run: str, name: str) -> tuple[TrajectoryOpened, str] | None:
-        """The opening of the run's trajectory of that client's name, and its lane; None where there is none.
+        """The opening of the run's trajectory of this client name, and its lane; None where there is none.
 
-        Reads what is small of each unit, and nothing twice of what is not sealed.
+        Reads the small events of each unit, and unsealed events only once.
 
         Raises:
             CorruptionError: a file that may hold it is damaged.
@@ -240,8 +240,8 @@ class Store:
 
         parts, ends = list[Hashes](), dict[str, int]()
         for lane in self.lanes():
-            found, ends[lane] = while_replaced(self.path, lane, of_lane)
-            parts += found
+            lane_hashes, ends[lane] = while_replaced(self.path, lane, of_lane)
+            parts += lane_hashes
         return np.sort(np.concatenate([np.empty(0, np.uint64), *parts]), kind="stable"), ends
 
     def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
@@ -269,7 +269,7 @@ class Store:
         return writer
 
     def settings(self) -> StoreSettings:
-        """What `store.toml` says, read anew.
+        """The settings in `store.toml`, read anew.
 
         Raises:
             ConfigError: it has an unknown key or an ill-typed value.
@@ -295,11 +295,12 @@ class Store:
         """Be the only process that does `what` with this store, such as training a policy of a run.
 
         Args:
-            patience_s: how long to wait for another process to be done with it.
-            shared: be one of those that share it; none has it alone then.
+            patience_s: how long to wait for another process that holds the claim.
+            shared: share the claim with others that share it; nobody can then hold it
+                exclusively.
 
         Raises:
-            LaneLockedError: another process does.
+            LaneLockedError: another process holds it.
         """
         folder = self.path / "claims"
         make_folder(folder)
@@ -329,16 +330,16 @@ def runs_of_kinds(store: Path, kinds: Collection[str], end: Cut) -> set[str]:
     Raises:
         CorruptionError: a file that may hold one is damaged.
     """
-    found: set[str] = set()
+    runs: set[str] = set()
     for _, batch, _ in _batches(store, kinds, {}, end):
-        found.update(batch.column("run").unique().to_pylist())
-    return found
+        runs.update(batch.column("run").unique().to_pylist())
+    return runs
 
 
 def _batches(
     store: Path, kinds: Collection[str], start: Cut, end: Cut
 ) -> Iterator[tuple[str, pa.RecordBatch, codec.Body]]:
-    """The rows of these kinds between two cuts: lane, rows, and what gives their bodies."""
+    """The rows of these kinds between two cuts: lane, rows, and the function that returns their bodies."""
     for lane, stop in sorted(end.items()):
         first = start.get(lane, 0)
         units, sealed = while_replaced(store, lane, partial(_sealed, store, kinds, first, stop))
@@ -347,21 +348,21 @@ def _batches(
             yield lane, batch, partial(unit_body, store, unit)
         reader = LaneReader(store, lane, max(first, sealed))
         for batch in reader.poll(max(stop, first, sealed)):
-            found = batch.filter(pc.is_in(batch.column("kind"), pa.array(sorted(kinds))))
-            if found.num_rows:
-                yield lane, found, reader.body
+            matching = batch.filter(pc.is_in(batch.column("kind"), pa.array(sorted(kinds))))
+            if matching.num_rows:
+                yield lane, matching, reader.body
 
 
 def _sealed(
     store: Path, kinds: Collection[str], first: int, stop: int, units: Sequence[Unit]
 ) -> tuple[list[tuple[Unit, pa.Table]], int]:
-    """Units with such rows between two places, and the place where sealed events end, or this cut does."""
-    found = []
+    """Units with such rows between two places, and where the sealed events end, or this cut does."""
+    tables = []
     for unit in units:
         if unit.next_seq > first and unit.first_seq < stop:
             rows = rows_of_kinds(store, unit, kinds)
             seq = rows["seq"]
             rows = rows.filter(pc.and_(pc.greater_equal(seq, first), pc.less(seq, stop)))
             if rows.num_rows:
-                found.append((unit, rows))
-    return found, min(units[-1].next_seq, stop) if units else 0
+                tables.append((unit, rows))
+    return tables, min(units[-1].next_seq, stop) if units else 0

@@ -13,7 +13,7 @@ from rollbook.store.cut import Cut, format_cut
 from rollbook.store.errors import CutError
 from rollbook.store.events import Event, codec
 from rollbook.store.log.reader import LaneReader
-from rollbook.store.wal.files import closed_head, wait_for_growth, without
+from rollbook.store.wal.files import closed_head, wait_for_growth, without_lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ EVERYTHING = Filter()
 class Tail:
     """Hands out each event of the store once, as it becomes durable.
 
-    It goes round by round: a round is what lies between two heads, lane by lane, each lane in order. Only
-    between rounds is `cut()` closed. Nothing before `start` is read but the headers of the segments (or
-    the sealed units) in which it ends.
+    It proceeds in rounds: a round is the events between two heads, lane by lane, each lane in
+    order. `cut()` is closed only between rounds. Before `start` it reads nothing but the headers
+    of the segments (or the sealed units) in which `start` ends.
 
     Args:
         store: folder of the store.
@@ -117,7 +117,7 @@ class Tail:
         return step
 
     def _head(self) -> dict[str, int]:
-        return without(closed_head(self._store), self._wanted.skip_lanes)
+        return without_lanes(closed_head(self._store), self._wanted.skip_lanes)
 
     def _rounds(self, head: Cut) -> Iterator[tuple[LaneReader, pa.RecordBatch]]:
         for lane, end in sorted(head.items()):
@@ -143,7 +143,8 @@ class Tail:
         return wait_for_growth(self._store, self._cut, timeout_s, self._wanted.skip_lanes) != self._cut
 
     def rest(self, cut: Cut) -> None:
-        """Let go of all that reading holds in memory, and go on behind this cut, which was handed out."""
+        """Release everything that reading holds in memory, and continue after this cut, which was
+        handed out."""
         self._round = None
         self._readers.clear()
         self._cut = {lane: count for lane, count in cut.items() if count}

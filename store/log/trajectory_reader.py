@@ -34,7 +34,7 @@ class _LiveLane:
         """(run, client's name) -> trajectory."""
 
     def refresh(self) -> None:
-        """Take in what became durable since."""
+        """Read the events that became durable since."""
         for batch in self._reader.poll():
             number = len(self._batches)
             self._batches.append(batch)
@@ -61,8 +61,8 @@ class _LiveLane:
         return events
 
     def _extra(self, number: int, row: int) -> dict[str, Any]:
-        found: dict[str, Any] = orjson.loads(self._batches[number].column("extra")[row].as_py())
-        return found
+        extra: dict[str, Any] = orjson.loads(self._batches[number].column("extra")[row].as_py())
+        return extra
 
     def _body(self, digest: str) -> Any:
         if digest not in self._bodies:
@@ -88,7 +88,7 @@ class TrajectoryReader:
             return self._events(lanes, ids)
 
     def named(self, lanes: Sequence[str], run: str, name: str) -> list[str]:
-        """Ids of trajectories that may be the run's one of that client's name. Threads may share it.
+        """Ids of trajectories that may be the run's one of this client name. Threads may share it.
 
         Raises:
             CorruptionError: a file that may hold its opening is damaged.
@@ -96,30 +96,34 @@ class TrajectoryReader:
 
         def of_lane(lane: str, units: Sequence[Unit]) -> list[str]:
             live = self._live_lane(lane, units[-1].next_seq if units else 0)
-            found = live.opened.get((run, name))
-            if found is not None:
-                return [found]
-            return [one for unit in reversed(units) for one in opened_in(self._store, unit, run, name)]
+            matches = live.opened.get((run, name))
+            if matches is not None:
+                return [matches]
+            return [
+                trajectory_id
+                for unit in reversed(units)
+                for trajectory_id in opened_in(self._store, unit, run, name)
+            ]
 
         with self._lock:
-            found = [while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes]
-            return [one for of_one in found for one in of_one]
+            matches = [while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes]
+            return [trajectory_id for of_one in matches for trajectory_id in of_one]
 
     def _events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         for lane in lanes:
             # The sealer may remove a unit's files, or move them to object storage, while they are looked for.
             of_lane = while_replaced(self._store, lane, partial(self._of_lane, lane, ids))
-            found += sorted(of_lane, key=lambda event: event.seq)
-        return found
+            events += sorted(of_lane, key=lambda event: event.seq)
+        return events
 
     def _of_lane(self, lane: str, ids: Collection[str], units: Sequence[Unit]) -> list[Event]:
         live = self._live_lane(lane, units[-1].next_seq if units else 0)
-        found: list[Event] = []
+        events: list[Event] = []
         for unit in units:  # units are the outer loop, so that what is read of a unit serves all trajectories
             for trajectory_id in ids:
-                found += self._sealed(unit, trajectory_id)
-        return found + live.events(ids)
+                events += self._sealed(unit, trajectory_id)
+        return events + live.events(ids)
 
     def _live_lane(self, lane: str, start: int) -> _LiveLane:
         live = self._live.get(lane)

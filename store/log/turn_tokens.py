@@ -1,7 +1,8 @@
-"""Token columns of completed turns, found by their places in lanes: nothing else of the log is decoded.
+"""Token columns of completed turns, found by their places in lanes: no other part of the log is
+decoded.
 
-Of a sealed unit only the row groups that hold the turns are read, and of those only the columns asked for.
-What is not sealed is read once, tokens alone, and kept until it is sealed.
+Of a sealed unit only the row groups that hold the turns are read, and of those only the
+requested columns. Unsealed turns are read once, tokens alone, and kept until they are sealed.
 """
 
 from __future__ import annotations
@@ -87,18 +88,20 @@ class TurnTokens:
             RemoteError: object storage does not answer.
         """
         names = np.asarray(lanes)
-        found: list[_Found] = []
+        selected: list[_Selection] = []
         for lane in dict.fromkeys(lanes):
             mine = np.flatnonzero(names == lane)
             ids = [trajectories[int(i)] for i in mine]
             parts = while_replaced(self._store, lane, partial(self._of_lane, lane, seqs[mine], ids))
-            found += [_Found(part.rows, part.at, mine[part.wanted]) for part in parts]
-        return _views(len(lanes), found)
+            selected += [_Selection(part.rows, part.at, mine[part.wanted]) for part in parts]
+        return _views(len(lanes), selected)
 
-    def _of_lane(self, lane: str, seqs: Places, ids: Sequence[str], units: Sequence[Unit]) -> list[_Found]:
+    def _of_lane(
+        self, lane: str, seqs: Places, ids: Sequence[str], units: Sequence[Unit]
+    ) -> list[_Selection]:
         ends = np.array([unit.next_seq for unit in units], np.int64)
         held_by = np.searchsorted(ends, seqs, side="right")
-        found: list[_Found] = []
+        selected: list[_Selection] = []
         for number in map(int, np.unique(held_by)):
             mine = np.flatnonzero(held_by == number)
             if number == len(units):
@@ -108,15 +111,15 @@ class TurnTokens:
                 parts = self._of_unit(units[number], seqs[mine], {ids[int(i)] for i in mine})
             if parts is None:
                 raise CorruptionError(f"lane {lane!r}: a completed turn is missing among events {seqs[mine]}")
-            found += [_Found(part.rows, part.at, mine[part.wanted]) for part in parts]
-        return found
+            selected += [_Selection(part.rows, part.at, mine[part.wanted]) for part in parts]
+        return selected
 
-    def _of_unit(self, unit: Unit, seqs: Places, ids: Collection[str]) -> list[_Found] | None:
+    def _of_unit(self, unit: Unit, seqs: Places, ids: Collection[str]) -> list[_Selection] | None:
         for derived in (True, False):  # the derived file may be of something else
             groups = row_groups_of(self._store, unit, ids, derived=derived)
-            found = _find([self._group(unit, group) for group in groups], seqs)
-            if found is not None:
-                return found
+            selected = _find([self._group(unit, group) for group in groups], seqs)
+            if selected is not None:
+                return selected
         return None
 
     def _group(self, unit: Unit, group: int) -> _Rows:
@@ -147,9 +150,9 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The columns of R events as flat arrays; the part of row i lies from `..._at[i]` to `..._at[i + 1]`.
+    """The columns of R events as flat arrays; row i's part runs from `..._at[i]` to `..._at[i + 1]`.
 
-    In the order of their items' sizes, so that one after the other each of them is aligned.
+    The arrays are ordered by item size, so that each is aligned when they follow each other.
     """
 
     seqs: Places
@@ -171,8 +174,8 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """Rows `at` among those that were read are the ones at the places `wanted` of the question."""
+class _Selection:
+    """Rows `at` of those that were read; they belong at the places `wanted` of the request."""
 
     rows: _Rows
     at: Places
@@ -180,10 +183,12 @@ class _Found:
 
 
 class _Scratch:
-    """Row groups that were decoded before, as plain arrays, in a nameless file that goes with its reader.
+    """Row groups that were decoded before, as plain arrays, in a nameless file that disappears with
+    its reader.
 
-    A sample is often asked for again, and most of what is in its row group too, in another epoch or another
-    order. Mapped from here, only what is asked for is touched. Where there is no room it keeps no more.
+    A sample, and most of its row group, is often requested again, in another epoch or another
+    order. Mapped from here, only the requested part is touched. If there is no room, nothing
+    more is kept.
     """
 
     def __init__(self) -> None:
@@ -250,15 +255,15 @@ def _rows(table: pa.Table) -> _Rows:
 def _lists(column: pa.ChunkedArray) -> tuple[pa.Array, Places, npt.NDArray[np.bool_]]:
     """The values of R lists, where each begins and the last ends [R + 1], and which are no nulls [R]."""
     lists = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which would copy it
-    given = lists.is_valid().to_numpy(zero_copy_only=False)
+    valid = lists.is_valid().to_numpy(zero_copy_only=False)
     at = lists.offsets.to_numpy().astype(np.int64)
-    if np.diff(at)[~given].any():  # a null may have values behind it
+    if np.diff(at)[~valid].any():  # a null may have values behind it
         lengths = lists.value_lengths().fill_null(0).to_numpy()
-        return lists.flatten(), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), given
-    return lists.values, at, given
+        return lists.flatten(), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), valid
+    return lists.values, at, valid
 
 
-def _find(parts: Sequence[_Rows], seqs: Places) -> list[_Found] | None:
+def _find(parts: Sequence[_Rows], seqs: Places) -> list[_Selection] | None:
     """Where the rows with these sequence numbers are; None where one is not there."""
     if not parts:
         return None
@@ -271,19 +276,19 @@ def _find(parts: Sequence[_Rows], seqs: Places) -> list[_Found] | None:
         return None
     begins = np.concatenate([[0], np.cumsum([len(rows.seqs) for rows in parts])])
     number = np.searchsorted(begins, at, side="right") - 1
-    found = []
+    selected = []
     for part in np.unique(number).tolist():
         wanted = np.flatnonzero(number == part)
-        found.append(_Found(parts[part], at[wanted] - begins[part], wanted))
-    return found
+        selected.append(_Selection(parts[part], at[wanted] - begins[part], wanted))
+    return selected
 
 
-def _views(count: int, found: Sequence[_Found]) -> TurnViews:
-    """Each row's part of each column, at the place where it is wanted."""
+def _views(count: int, selected: Sequence[_Selection]) -> TurnViews:
+    """Each row's part of each column, at its place in the request."""
     nothing: list[Any] = [None] * count
     prompts, completions, logprobs, spans = nothing[:], nothing[:], nothing[:], nothing[:]
-    for one in found:
-        rows, at, wanted = one.rows, one.at, one.wanted.tolist()
+    for selection in selected:
+        rows, at, wanted = selection.rows, selection.at, selection.wanted.tolist()
         for views, flat, bounds in (
             (prompts, rows.prompts, rows.prompt_at),
             (completions, rows.completions, rows.completion_at),

@@ -1,15 +1,17 @@
 """The single writer of a lane: commits appends in groups, and acknowledges them once they are durable.
 
-One thread collects what is waiting and encodes it as one frame; another (`wal.flusher`) writes it, calls
-`fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
-one `append` share a frame, so they are all there after a crash or none is.
+One thread collects waiting appends and encodes them as one frame; another (`wal.flusher`) writes
+it, calls `fdatasync`, moves the watermark and resolves the futures, while the first encodes the
+next frame. Events of one `append` share a frame, so after a crash either all of them are there
+or none is.
 
-After a failed write every pending future fails, and so does what is appended from then on. Meanwhile the
-writer asks every second or so whether a file could be written again, in a new descriptor. If so, it does what
-a new writer would: it recovers the lane, whose lock it still holds, begins a new segment with a new framer
-and flusher, and takes appends again. Where recovery finds damage it takes no append ever again.
+After a failed write every pending future fails, and so do later appends. Meanwhile the writer
+tries about every second whether a file can be written again, through a new descriptor. If so, it
+does what a new writer would: it recovers the lane, whose lock it still holds, begins a new
+segment with a new framer and flusher, and accepts appends again. If recovery finds damage, it
+never accepts appends again.
 
-Events are found by their id, so that none is stored twice.
+Events are looked up by id, so that none is stored twice.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ class LaneWriter:
         )
 
     def _hold_lock(self) -> None:
-        """See that the lock that is held is the lane's: its disk may have been mounted anew.
+        """Check that the held lock is still the lane's: its disk may have been mounted anew.
 
         Raises:
             LaneLockedError: another process writes the lane by now.
@@ -165,7 +167,7 @@ class LaneWriter:
             os.close(before)
 
     def _recovered(self, acknowledged: files.Watermark) -> LaneState:
-        """The lane as it is to go on, which holds what was acknowledged.
+        """The lane's state after recovery, which holds everything acknowledged.
 
         Raises:
             CorruptionError: it does not, or another process has written it meanwhile.
@@ -180,7 +182,7 @@ class LaneWriter:
         return state
 
     def _begin(self, state: LaneState) -> tuple[Framer, Flusher]:
-        """What writes from here on: a segment that was recovered is never written again, so in a fresh one.
+        """Begin a fresh segment for all further writes: a recovered segment is never written again.
 
         Raises:
             OSError: it cannot be begun.
@@ -226,9 +228,9 @@ class LaneWriter:
                 for _, future in appends:
                     future.set_exception(WriteFailedError(f"lane {self.lane!r}: {reason}"))
                 return
-            taken = tuple((tuple(events), future) for events, future in appends if events)
-            if taken:
-                self._queue.put(taken)
+            accepted = tuple((tuple(events), future) for events, future in appends if events)
+            if accepted:
+                self._queue.put(accepted)
             for events, future in appends:
                 if not events:
                     future.set_exception(ValueError("append needs at least one event"))
@@ -288,14 +290,15 @@ class LaneWriter:
                     self._mend()
 
     def _commit(self, group: _Group) -> None:
-        """Hand the group to the flusher, which answers it from then on."""
+        """Hand the group to the flusher, which resolves its futures from then on."""
         jobs = self._framer.jobs(group.appends)
         group.appends = []
         for job in jobs:
             self._flusher.put(job, alone=self._queue.empty())
 
     def _collect(self, group: _Group) -> bool:
-        """Fill the group, and whether more may follow; it stays empty where something else is to be done."""
+        """Fill the group, and say whether more may follow; it stays empty if there is something
+        else to do."""
         try:
             first = self._queue.get(timeout=self._idle_s())
         except queue.Empty:
@@ -337,7 +340,7 @@ class LaneWriter:
                 future.set_exception(WriteFailedError(f"lane {self.lane!r}: {error}"))
 
     def _mend(self) -> None:
-        """Go on, where the lane's files can be written again."""
+        """Resume, if the lane's files can be written again."""
         begun = time.monotonic()
         try:
             self._flusher.close()
@@ -361,14 +364,14 @@ class LaneWriter:
 
 
 def append_future() -> Future[int]:
-    """What an append resolves. It cannot be cancelled: an append cannot be taken back."""
+    """The future of an append. It cannot be cancelled: an append cannot be taken back."""
     future: Future[int] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def _size(events: Sequence[Event]) -> int:
-    """Bytes of the events' arrays: what makes a group large, as far as it is cheap to know."""
+    """Bytes of the events' arrays: the part of a group's size that is cheap to compute."""
     # This must not fail on any value: an exception here would leave the group's futures unresolved.
     turns = [r for e in events if isinstance(r := getattr(e, "record", None), TurnCompleted)]
     return sum(2 * _nbytes(t.completion_ids) + _nbytes(t.prompt_ids) for t in turns)
@@ -390,38 +393,38 @@ def event_window(store: Path, lane: str, state: LaneState) -> EventWindow:
 
 def _unsealed_ids(store: Path, lane: str, state: LaneState) -> dict[int, str]:
     """Sequence number -> id of the newest events of the recovered segments, at least `REMEMBERED` of them."""
-    found: dict[int, str] = {}
+    ids: dict[int, str] = {}
     for info in reversed(state.segments):
-        if len(found) >= REMEMBERED:
-            return found
+        if len(ids) >= REMEMBERED:
+            return ids
         # Sealed and removed since they were recovered? Then a unit has them.
         with contextlib.suppress(FileNotFoundError):
-            found |= _segment_ids(store, lane, info.number, info.bytes)
-    return found
+            ids |= _segment_ids(store, lane, info.number, info.bytes)
+    return ids
 
 
-def _add_sealed_ids(store: Path, units: list[Unit], found: dict[int, str]) -> None:
+def _add_sealed_ids(store: Path, units: list[Unit], ids: dict[int, str]) -> None:
     """Add events of the newest units until `REMEMBERED` are found."""
     for unit in reversed(units):
-        if len(found) >= REMEMBERED or unit.dropped_us is not None:
+        if len(ids) >= REMEMBERED or unit.dropped_us is not None:
             return
         if unit.remote is not None:
             # Writers do not wait for object storage while the WAL files are kept.
             with contextlib.suppress(FileNotFoundError, BadFrameError):
                 for segment in unit.segments:
-                    found |= _segment_ids(store, unit.lane, segment.number, segment.bytes)
+                    ids |= _segment_ids(store, unit.lane, segment.number, segment.bytes)
                 continue
         for name in (TURNS, MARKS):
             table = read_file(store, unit, name, ["seq", "event_id"])
-            found |= zip(table["seq"].to_pylist(), table["event_id"].to_pylist(), strict=True)
+            ids |= zip(table["seq"].to_pylist(), table["event_id"].to_pylist(), strict=True)
 
 
 def _segment_ids(store: Path, lane: str, number: int, stop: int) -> dict[int, str]:
-    found: dict[int, str] = {}
+    id_of: dict[int, str] = {}
     for batch in segment_batches(segment_path(lane_folder(store, lane), number), stop):
         seqs, ids = (batch.column(name).to_pylist() for name in ("seq", "event_id"))
-        found |= zip(seqs, ids, strict=True)
-    return found
+        id_of |= zip(seqs, ids, strict=True)
+    return id_of
 
 
 def find_event(store: Path, lane: str, event_id: str) -> int | None:

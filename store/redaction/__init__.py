@@ -1,20 +1,20 @@
 """Recognizes secrets and replaces them. Pure."""
 
 from rollbook.store.redaction.formats import ANY_KEY, find_keys
-from rollbook.store.redaction.names import PLACEHOLDER, conversation, is_secret_name, outside
-from rollbook.store.redaction.scrub import DEEPEST, Scrubber, cleaned, credentials, secrets_in, shown
+from rollbook.store.redaction.names import PLACEHOLDER, conversation, is_secret_name, replace_outside
+from rollbook.store.redaction.scrub import DEEPEST, Scrubber, credentials, scrub_record, secrets_in, shown
 
 __all__ = [
     "ANY_KEY",
     "DEEPEST",
     "PLACEHOLDER",
     "Scrubber",
-    "cleaned",
     "conversation",
     "credentials",
     "find_keys",
     "is_secret_name",
-    "outside",
+    "replace_outside",
+    "scrub_record",
     "secrets_in",
     "shown",
 ]

@@ -1,6 +1,7 @@
-"""API key formats with a recognizable prefix, and whether a long text is worth searching for them. Pure.
+"""API key formats with a recognizable prefix, and whether a long text is worth searching for them.
+Pure.
 
-RE2 says that fast, and needs no interpreter.
+For long texts RE2 decides that: it is fast, and runs outside the interpreter.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _RANDOM = re.compile(r"[A-Z0-9]")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class KeyMatch:
     """A key in a text: its format, and its place."""
 
     format: str
@@ -80,12 +81,12 @@ def may_hold_keys(text: str) -> bool:
     return may_match(text, ANY_KEY)
 
 
-def find_keys(text: str) -> list[Found]:
+def find_keys(text: str) -> list[KeyMatch]:
     """The keys in a text, in order. Words that begin like one (`sk-toggleable__content`) are none."""
     if not may_hold_keys(text):
         return []
     return [
-        Found(str(match.lastgroup), match.start(), match.end())
+        KeyMatch(str(match.lastgroup), match.start(), match.end())
         for match in _KEYS.finditer(text)
         if _RANDOM.search(match[0], 3)
     ]
@@ -96,7 +97,7 @@ LONG = 8192
 
 
 def may_match(text: str, pattern: str, *, ignore_case: bool = False) -> bool:
-    """Whether the pattern, in the syntax that `re` and RE2 share, may fit somewhere in the text."""
+    """Whether the pattern, in the syntax that `re` and RE2 share, may match somewhere in the text."""
     try:
         texts = pa.array([text], pa.large_string())
     except UnicodeEncodeError:  # half of a surrogate pair

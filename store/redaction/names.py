@@ -1,8 +1,8 @@
-"""Which names are those of secrets, and which parts of a body are conversation. Pure.
+"""Which names are names of secrets, and which parts of a body are conversation. Pure.
 
 `x-api-key` and `refreshToken` are names of secrets, `max_tokens` and `token_ids` are not.
 
-Conversation is what the model sees, and what constrains its reply; it is left as it is.
+Conversation is what the model sees, and what constrains its reply; it is left unchanged.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ def _definition(tool: Any) -> Any:
     return {k: v for k, v in tool.items() if k in _DEFINES} if isinstance(tool, dict) else tool
 
 
-def outside(body: Json, change: Callable[[str, Any], Any]) -> Json:
-    """The body with each part that is no conversation replaced; the same object where nothing changes.
+def replace_outside(body: Json, change: Callable[[str, Any], Any]) -> Json:
+    """The body with `change` applied to each part that is no conversation; the same object if
+    nothing changes.
 
     Args:
-        change: gives (name of a field, its value) a new value, or the same.
+        change: called with (name of a field, its value); returns a new value, or the same.
     """
     changed: Json = {}
     for name, value in body.items():

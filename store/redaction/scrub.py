@@ -1,9 +1,9 @@
 """Replaces secrets outside conversations: in JSON by field names, in text by patterns. Pure.
 
-In the place of each comes `[secret:DIGEST]`, made with a key that never leaves the store: nobody can try
-passwords against it, and equal secrets have equal digests, wherever they were.
+Each is replaced by `[secret:DIGEST]`, made with a key that never leaves the store: nobody can
+try passwords against it, and equal secrets have equal digests wherever they occur.
 
-Records that quote other sources, such as errors and settings, are cleaned in the same way.
+Records that quote other sources, such as errors and settings, are scrubbed in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from urllib.parse import quote, quote_plus
 
 from rollbook.store.events import EngineControlled, Record, RunOpened, StepFailed, SyncFailed, TurnFailed
 from rollbook.store.redaction.formats import find_keys
-from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name, outside
-from rollbook.store.redaction.text import settled, split_scheme, without_secrets
+from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name, replace_outside
+from rollbook.store.redaction.text import replace_credential, split_scheme, without_secrets
 
 _DIGITS = 12
 _SCHEMAS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
@@ -63,16 +63,16 @@ class Scrubber:
         """The placeholder of a secret; a placeholder is returned unchanged."""
         if PLACEHOLDER.fullmatch(secret):
             return secret
-        made = hmac.new(self._key, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
-        return f"[secret:{made[:_DIGITS]}]"
+        digest = hmac.new(self._key, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        return f"[secret:{digest[:_DIGITS]}]"
 
     def keys(self, text: str) -> str:
         """The text without keys of known formats."""
-        found = find_keys(text)
-        if not found:
+        matches = find_keys(text)
+        if not matches:
             return text
         parts, done = [], 0
-        for key in found:
+        for key in matches:
             parts += [text[done : key.start], self.digest(text[key.start : key.stop])]
             done = key.stop
         return "".join([*parts, text[done:]])
@@ -80,7 +80,7 @@ class Scrubber:
     def text(self, text: str) -> str:
         """The text without any secret that can be recognised in it: an error, a header, an address."""
         if self._known is not None:
-            text = self._known.sub(lambda found: self.digest(self._spelled.get(found[0], found[0])), text)
+            text = self._known.sub(lambda match: self.digest(self._spelled.get(match[0], match[0])), text)
         return without_secrets(self.keys(text), self.digest)
 
     def value(self, value: Any) -> Any:
@@ -93,7 +93,7 @@ class Scrubber:
 
     def _walk(self, value: Any, kind: int, depth: int = 0) -> Any:
         if isinstance(value, str):
-            clean = self.text(value) if kind in (_PLAIN, _SCHEMA) else settled(value, self.digest)
+            clean = self.text(value) if kind in (_PLAIN, _SCHEMA) else replace_credential(value, self.digest)
             return clean if clean != value else value
         if depth > DEEPEST:
             return value
@@ -107,7 +107,7 @@ class Scrubber:
 
     def _dict(self, value: dict[str, Any], kind: int, depth: int) -> dict[str, Any]:
         named = next((value[n] for n in _NAMING if isinstance(value.get(n), str)), "")
-        made, same = {}, True
+        result, same = {}, True
         for name, inner in value.items():
             inside = kind
             if kind == _SCHEMA and isinstance(inner, dict):
@@ -116,18 +116,18 @@ class Scrubber:
                 inside = _SECRET if name == "value" and is_secret_name(named) else _kind(name)
             new_name, new = self.text(name), self._walk(inner, inside, depth)
             same = same and new is inner and new_name == name
-            made[new_name] = new
-        return value if same else made
+            result[new_name] = new
+        return value if same else result
 
     def _list(self, value: list[Any], kind: int, depth: int) -> list[Any]:
         # ["authorization", "..."]: headers as a list of pairs.
         pair = kind == _PLAIN and len(value) == 2 and isinstance(value[0], str) and is_secret_name(value[0])
-        made, same = [], True
+        items, same = [], True
         for place, inner in enumerate(value):
             new = self._walk(inner, _SECRET if pair and place else kind, depth)
             same = same and new is inner
-            made.append(new)
-        return value if same else made
+            items.append(new)
+        return value if same else items
 
 
 class _Collector(Scrubber):
@@ -146,7 +146,7 @@ class _Collector(Scrubber):
 def secrets_in(body: dict[str, Any]) -> set[str]:
     """Every secret of a body that is outside the conversation."""
     collector = _Collector()
-    outside(body, collector.field)
+    replace_outside(body, collector.field)
     return collector.found
 
 
@@ -172,7 +172,8 @@ def _spellings(value: str) -> set[str]:
 
 
 def _any_of(values: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of these, short ones as words alone; of a placeholder, too, which comes first."""
+    """A pattern that matches any of these, short ones only as whole words; placeholders match too,
+    and first."""
     parts = [PLACEHOLDER.pattern]
     for value in sorted(values, key=len, reverse=True):
         word = re.escape(value)
@@ -181,16 +182,17 @@ def _any_of(values: Iterable[str]) -> re.Pattern[str]:
 
 
 def credentials(header: str) -> set[str]:
-    """What of a header's value is secret: all of it, what is behind its scheme, and the parts of a login."""
+    """The secret parts of a header's value: all of it, the credential behind its scheme, and the
+    parts of a login."""
     scheme, credential = split_scheme(header)
-    found = {header.strip(), credential}
+    parts = {header.strip(), credential}
     if scheme.lower().startswith("basic"):
         try:
             login = base64.b64decode(credential, validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
-            return found
-        found |= {login, login.partition(":")[2]}
-    return found - {""}
+            return parts
+        parts |= {login, login.partition(":")[2]}
+    return parts - {""}
 
 
 _OWN = Scrubber(secrets.token_bytes(32))
@@ -201,8 +203,8 @@ def shown(text: str) -> str:
     return _OWN.text(text)
 
 
-def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], Any]) -> Record:
-    """The record to write, the same one where there is no secret in it.
+def scrub_record(record: Record, text: Callable[[str], str], fields: Callable[[Any], Any]) -> Record:
+    """The record to write; the same object if it holds no secret.
 
     Args:
         text: takes secrets out of an error.
@@ -213,9 +215,9 @@ def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], 
             error = text(record.error)
             return record if error == record.error else replace(record, error=error)
         case EngineControlled():
-            said, asked = record.error and text(record.error), fields(record.asked)
-            same = said == record.error and asked is record.asked
-            return record if same else replace(record, error=said, asked=asked)
+            error_text, request = record.error and text(record.error), fields(record.asked)
+            same = error_text == record.error and request is record.asked
+            return record if same else replace(record, error=error_text, asked=request)
         case RunOpened():
             config = fields(record.config)
             return record if config is record.config else replace(record, config=config)

@@ -1,6 +1,6 @@
-"""Secrets in running text, by how they stand in it: `password=...`, `https://user:...@host`. Pure.
+"""Finds secrets in running text by their context: `password=...`, `https://user:...@host`. Pure.
 
-Each search takes time by the length of the text alone, whatever it holds.
+The time of each search depends on the length of the text alone, whatever it contains.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _SIGNED = frozenset(
 """Parameters of an address that open what it names, beside those whose name says so."""
 
 
-def opens(parameter: str) -> bool:
-    """Whether an address's parameter of this name opens what it names."""
+def grants_access(parameter: str) -> bool:
+    """Whether a URL parameter of this name grants access to what the URL names."""
     return parameter.lower() in _SIGNED or is_secret_name(parameter)
 
 
 def without_secrets(text: str, replace: Replace) -> str:
-    """The text with each secret replaced that its context gives away; doing so twice changes nothing more."""
+    """The text with each secret replaced that its context reveals; doing so twice changes nothing more."""
     if len(text) > 2 * _PIECE:
         return "".join(_without_secrets(piece, replace) for piece in _pieces(text))
     return _without_secrets(text, replace)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in parts, cut at the ends of lines: the interpreter is nobody else's during one search."""
+    """A long text in parts, cut at line ends: one search holds the interpreter for its whole duration."""
     start = 0
     while start < len(text):
         stop = start + _PIECE
@@ -74,7 +74,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _without_secrets(text: str, replace: Replace) -> str:
     if not _hints(text):
         return text
-    text = _LOGIN.sub(lambda found: replace(found[0]), text)
+    text = _LOGIN.sub(lambda match: replace(match[0]), text)
     text = _without_parameters(text, replace)
     text = _without_assigned(text, replace)
     return _CARRIED.sub(lambda m: m[1] + replace(m[2]) if _looks_random(m[2]) else m[0], text)
@@ -87,8 +87,8 @@ def _hints(text: str) -> bool:
     return may_match(text, _HINTS.pattern, ignore_case=True)
 
 
-def settled(value: str, replace: Replace) -> str:
-    """The value of a secret's name, replaced; the word before a credential (`Bearer`) stays."""
+def replace_credential(value: str, replace: Replace) -> str:
+    """The value of a secret's name with its credential replaced; the scheme before it (`Bearer`) stays."""
     scheme, credential = split_scheme(value)
     return scheme + replace(credential) if credential else value
 
@@ -102,10 +102,10 @@ def split_scheme(value: str) -> tuple[str, str]:
 
 def _without_parameters(text: str, replace: Replace) -> str:
     parts, done, at = [], 0, 0
-    while (found := _PARAMETER.search(text, at)) is not None:
-        at = found.end()
-        name = unquote(found["name"])
-        if not opens(name):
+    while (match := _PARAMETER.search(text, at)) is not None:
+        at = match.end()
+        name = unquote(match["name"])
+        if not grants_access(name):
             continue
         if (value := _PARAMETER_VALUE.match(text, at)) is not None:
             parts += [text[done:at], replace(unquote(value[0]))]
@@ -115,38 +115,39 @@ def _without_parameters(text: str, replace: Replace) -> str:
 
 def _without_assigned(text: str, replace: Replace) -> str:
     parts, done, at = [], 0, 0
-    while (found := _ASSIGNED.search(text, at)) is not None:
-        at = found.end()
-        if found["name"] is None:
+    while (match := _ASSIGNED.search(text, at)) is not None:
+        at = match.end()
+        if match["name"] is None:
             continue  # what was replaced before
-        name = _name_before(text[max(done, found.start() - 72) : found.start()]) + found["name"]
-        value = _value(text, at, name, found["quote"]) if is_secret_name(name) else None
-        if value is None or (name.lower() == "token" and not found["closed"] and not _looks_random(value)):
+        name = _name_before(text[max(done, match.start() - 72) : match.start()]) + match["name"]
+        value = _value(text, at, name, match["quote"]) if is_secret_name(name) else None
+        if value is None or (name.lower() == "token" and not match["closed"] and not _looks_random(value)):
             continue  # no value, or prose such as "unexpected token: end of file"
-        parts += [text[done:at], settled(value, replace)]
+        parts += [text[done:at], replace_credential(value, replace)]
         done = at = at + len(value)
     return "".join([*parts, text[done:]])
 
 
 def _name_before(text: str) -> str:
-    """The end of the text, as far as it is the beginning of a name."""
+    """The end of the text, as far as it can be the beginning of a name."""
     rest = text.rstrip(_NAME_CHARACTERS)
     own = text[len(rest) :]
     return own or next((word for word in _KEY_OF if rest.lower().endswith(word)), "")
 
 
 def _value(text: str, at: int, name: str, quote: str | None) -> str | None:
-    """What is assigned there: to the closing quote; of cookies, to the end of the line; else a word."""
+    """The assigned value: up to the closing quote; of cookies, to the end of the line; otherwise
+    one word."""
     if quote is not None:
         closing = quote.removeprefix("b").removeprefix("B")
         stop = text.find(closing, at)
         line = text.find("\n", at, stop if stop >= 0 else len(text))
         stop = line if line >= 0 else stop if stop >= 0 else len(text)
         return text[at:stop] or None
-    found = (_LINE if "cookie" in name.lower() else _BARE).match(text, at)
-    return None if found is None else found[0]
+    match = (_LINE if "cookie" in name.lower() else _BARE).match(text, at)
+    return None if match is None else match[0]
 
 
 def _looks_random(value: str) -> bool:
-    """Whether it is no word of a language: with a digit in it, or very long."""
+    """Whether it does not look like a word: it contains a digit, or is very long."""
     return len(value) >= 24 or (len(value) >= 8 and any(c.isdigit() for c in value))

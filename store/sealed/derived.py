@@ -1,8 +1,9 @@
-"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, trajectories that are
-one path, where each trajectory, name and kind is.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, single-path
+trajectories, and the locations of trajectories, names and kinds.
 
-They stand in `derived/<lane>/<unit>/` and only make questions faster: each can be deleted at any time, and
-comes back the same. A file is written under another name and renamed, so one that is there is whole.
+They are in `derived/<lane>/<unit>/` and only make queries faster: each can be deleted at any
+time, and is rebuilt identically. A file is written under another name and renamed, so a file
+that exists is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BOTH = "(SELECT * FROM turns UNION ALL SELECT * FROM marks)"
 
 
 def build_derived(store: Path, unit: Unit) -> list[str]:
-    """Make the derived files that are missing; their names.
+    """Build the missing derived files; their names.
 
     Raises:
         CorruptionError: a sealed file cannot be read.
@@ -79,7 +80,7 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
 
 @contextlib.contextmanager
 def _database(tables: Mapping[str, pa.Table]) -> Iterator[duckdb.DuckDBPyConnection]:
-    """One for all files: to open it takes longer than to derive a small unit's file."""
+    """One database for all files: opening it takes longer than deriving a small unit's file."""
     with private_database() as connection:
         connection.register("turns", tables[TURNS])
         connection.register("marks", tables[MARKS])
@@ -127,8 +128,8 @@ def _kinds(kinds: pa.ChunkedArray, ends: Sequence[int]) -> pa.Table:
     """Each kind with each row group that holds one of it, in the columns of `KIND_SCHEMA`."""
     groups = np.searchsorted(np.asarray(ends, np.int64), np.arange(len(kinds)), side="right")
     both = pa.Table.from_arrays([kinds, pa.array(groups, pa.int64())], schema=KIND_SCHEMA)
-    found = both.group_by(KIND_SCHEMA.names).aggregate([])
-    return found.sort_by([(name, "ascending") for name in KIND_SCHEMA.names]).combine_chunks()
+    pairs = both.group_by(KIND_SCHEMA.names).aggregate([])
+    return pairs.sort_by([(name, "ascending") for name in KIND_SCHEMA.names]).combine_chunks()
 
 
 def _write(table: pa.Table, path: Path) -> None:

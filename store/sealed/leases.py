@@ -1,11 +1,11 @@
 """Leases: they keep sealed files from being removed while a reader uses them.
 
-A lease is a file in `leases/` that names units. Its holder keeps it locked (`flock`), so it ends with the
-process, however that ends. Taking a lease and removing units exclude each other by the lock of
-`leases/LOCK`, which both hold for milliseconds. What follows from that: a unit that a lease names, and that
-was there when the lease was taken, keeps its files until the lease is released. A unit that had gone by
-then is in `Lease.missing`, and the reader lists the units again. Readers without a lease may find a file
-gone; they read again by what counts then.
+A lease is a file in `leases/` that names units. Its holder keeps it locked (`flock`), so it ends
+with the process, however that ends. Taking a lease and removing units exclude each other by the
+lock of `leases/LOCK`, which both hold for milliseconds. Hence a unit that a lease names, and
+that existed when the lease was taken, keeps its files until the lease is released. A unit that
+had gone by then is in `Lease.missing`, and the reader lists the units again. Readers without a
+lease may find a file gone; they then read again from the current units.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _warn(store: str, why: str | None) -> None:
 
 
 def lease_units(store: Path, lanes: Iterable[str]) -> tuple[dict[str, list[Unit]], Lease]:
-    """The units of each lane that count now, and a lease on all of them.
+    """The current units of each lane, and a lease on all of them.
 
     Raises:
         CorruptionError: a manifest is damaged.
@@ -101,7 +101,9 @@ def lease_units(store: Path, lanes: Iterable[str]) -> tuple[dict[str, list[Unit]
     lanes = list(lanes)
     while True:
         units = {lane: current_units(store, lane) for lane in lanes}
-        lease = take_lease(store, {lane: [unit.name for unit in found] for lane, found in units.items()})
+        lease = take_lease(
+            store, {lane: [unit.name for unit in lane_units] for lane, lane_units in units.items()}
+        )
         # Compared as a whole, not by name only: retention changes the manifest of a unit that stays.
         if not lease.missing and units == {lane: current_units(store, lane) for lane in lanes}:
             return units, lease
@@ -110,11 +112,11 @@ def lease_units(store: Path, lanes: Iterable[str]) -> tuple[dict[str, list[Unit]
 
 def leased(store: Path) -> set[UnitName]:
     """Every unit that a lease names. Files of processes that have ended are removed."""
-    found: set[UnitName] = set()
+    names: set[UnitName] = set()
     for path in sorted((store / "leases").glob(f"[!.]*{_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            found |= _names_if_held(path)
-    return found
+            names |= _names_if_held(path)
+    return names
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Index of the trajectories that a sealed unit opens, by the hash of the client's name: its writing and
-reading.
+"""Writes and reads a unit's index of the trajectories it opens, by the hash of the client's name.
 
-Hashes may collide, by chance or by a client's choice of names. Callers must check the name in the
-trajectory's opening.
+Hashes may collide, by chance or by a client's choice of names. Callers must check the name in
+the trajectory's opening.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def name_hash(run: str, name: str) -> int:
-    """64 bits by which a client's name in a run is found."""
+    """The 64-bit hash by which a client's name in a run is found."""
     return xxhash.xxh3_64_intdigest(f"{len(run)} {run} {name}".encode())
 
 
@@ -73,8 +72,8 @@ def _derived(path: str, _inode: int) -> _Names:
 
 
 @lru_cache(maxsize=KEPT_FOUND)
-def _found(store: Path, unit: Unit) -> _Names:
-    """Those of a unit whose names were not derived: by its own files."""
+def _scanned_names(store: Path, unit: Unit) -> _Names:
+    """The names of a unit that has no derived index, read from its own files."""
     return _Names(names_of(read_file(store, unit, MARKS, ["kind", "run", "trajectory_id", "extra"])))
 
 
@@ -83,7 +82,7 @@ def _names(store: Path, unit: Unit) -> _Names:
     try:
         return _derived(path, os.stat(path).st_ino)
     except (FileNotFoundError, pa.ArrowException):
-        return _found(store, unit)
+        return _scanned_names(store, unit)
 
 
 def opened_in(store: Path, unit: Unit, run: str, name: str) -> list[str]:

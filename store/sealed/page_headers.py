@@ -1,9 +1,10 @@
-"""Reads the headers of a Parquet file's pages, and what they will take, before any page is decoded.
+"""Reads the headers of a Parquet file's pages, and bounds their decoded size before any page is
+decoded.
 
-A footer says how large a row group is, and whoever made the file may have it say anything. A page is unpacked
-into as many bytes as its own header says, a value of a dictionary is copied to every row that names it. So a
-file of a stranger is walked through, header by header, in little memory, and refused if any page, or what a
-row group comes to, is larger than is allowed, or than its footer says.
+A footer states how large a row group is, but whoever made the file may state anything. A page
+decompresses into as many bytes as its own header says, and a dictionary value is copied to every
+row that names it. So a stranger's file is walked header by header, in little memory, and refused
+if any page or the total of a row group is larger than allowed, or than its footer says.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _BY_DICTIONARY, _BY_PREFIX = (2, 8), 7
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page's header says of it.
+    """The contents of a page's header.
 
     Attributes:
-        kind: `_DATA`, `_DICTIONARY`, `_DATA_2`, or 0 for what readers pass over.
-        bytes, packed: its size, and that of it in the file; `header`: of the header itself.
+        kind: `_DATA`, `_DICTIONARY`, `_DATA_2`, or 0 for pages that readers skip.
+        bytes, packed: its size, and that in the file; `header`: size of the header itself.
     """
 
     kind: int
@@ -49,36 +50,39 @@ class Page:
 
 
 def refuse_large_pages(path: Path, page_bytes: int = PAGE_BYTES, group_bytes: int | None = None) -> None:
-    """See that no page of a file, and no row group, is larger than allowed.
+    """Check that no page of a file, and no row group, is larger than allowed.
 
     Args:
-        group_bytes: what the values of a row group may take; None: row groups are not read as a whole.
+        group_bytes: limit of a row group's decoded values; None: row groups are not read as a
+            whole.
 
     Raises:
-        pa.ArrowInvalid: one is, or a header says something else than the footer.
+        pa.ArrowInvalid: one is, or a header contradicts the footer.
         pa.ArrowException, OSError: it is no Parquet, or cannot be read.
     """
     with pq.ParquetFile(path) as parquet, path.open("rb") as file:
         footer, size = parquet.metadata, path.stat().st_size
         for group in range(footer.num_row_groups):
-            about, taken = footer.row_group(group), 0
+            about, used = footer.row_group(group), 0
             for index in range(about.num_columns):
                 column = about.column(index)
                 where = f"row group {group}, column {column.path_in_schema}"
-                taken += _taken(file, size, column, where, page_bytes, whole=group_bytes is not None)
-            if group_bytes is not None and taken > group_bytes:
-                raise pa.ArrowInvalid(f"row group {group} takes up to {taken:,} bytes, of {group_bytes:,}")
+                used += _column_bytes(file, size, column, where, page_bytes, whole=group_bytes is not None)
+            if group_bytes is not None and used > group_bytes:
+                raise pa.ArrowInvalid(f"row group {group} takes up to {used:,} bytes, of {group_bytes:,}")
 
 
-def _taken(file: IO[bytes], size: int, column: Any, where: str, page_bytes: int, *, whole: bool) -> int:
-    """Bytes that a column of a row group takes at most, decoded."""
+def _column_bytes(
+    file: IO[bytes], size: int, column: Any, where: str, page_bytes: int, *, whole: bool
+) -> int:
+    """Upper bound of the decoded bytes of a row group's column."""
     start = column.data_page_offset
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
         start = column.dictionary_page_offset
     end = start + column.total_compressed_size
     if not 0 <= start <= end <= size:
         raise pa.ArrowInvalid(f"{where} is said to stand at byte {start:,} to {end:,} of {size:,}")
-    unpacked = values = dictionary = taken = 0
+    unpacked = values = dictionary = total = 0
     for page in _pages(file, start, end, where):
         if page.bytes > page_bytes:
             raise pa.ArrowInvalid(f"{where} has a page of {page.bytes:,} bytes, of {page_bytes:,}")
@@ -86,17 +90,17 @@ def _taken(file: IO[bytes], size: int, column: Any, where: str, page_bytes: int,
             raise pa.ArrowInvalid(f"{where} has values by their prefixes, which none of ours has")
         unpacked += page.header + page.bytes
         if page.kind == _DICTIONARY:
-            dictionary, taken = page.bytes, taken + page.bytes
+            dictionary, total = page.bytes, total + page.bytes
         elif page.kind:
             values += page.values
             copied = dictionary * page.values if page.encoding in _BY_DICTIONARY else 0
-            taken += max(page.bytes, copied, _VALUE_BYTES * page.values)
+            total += max(page.bytes, copied, _VALUE_BYTES * page.values)
     if unpacked > column.total_uncompressed_size or values != column.num_values:
         raise pa.ArrowInvalid(
             f"{where} has {values:,} values in pages of {unpacked:,} bytes, and its footer says "
             f"{column.num_values:,} in {column.total_uncompressed_size:,}"
         )
-    return taken
+    return total
 
 
 def _pages(file: IO[bytes], start: int, end: int, where: str) -> Iterator[Page]:
@@ -124,13 +128,13 @@ def _page(file: IO[bytes], at: int, end: int, where: str) -> Page:
                 raise pa.ArrowInvalid(f"{where}: no page begins at byte {at:,}") from None
             wanted *= 16
             continue
-        kind = next((one for one in (_DATA, _DICTIONARY, _DATA_2) if isinstance(fields.get(one), dict)), 0)
-        told = fields.get(kind, {})
+        kind = next((code for code in (_DATA, _DICTIONARY, _DATA_2) if isinstance(fields.get(code), dict)), 0)
+        details = fields.get(kind, {})
         numbers: tuple[Any, ...] = (
             fields.get(2),
             fields.get(3),
-            told.get(1, 0),
-            told.get(_ENCODING.get(kind, 0), 0),
+            details.get(1, 0),
+            details.get(_ENCODING.get(kind, 0), 0),
         )
         if not all(isinstance(number, int) for number in numbers):
             raise pa.ArrowInvalid(f"{where}: no page begins at byte {at:,}")
@@ -138,8 +142,8 @@ def _page(file: IO[bytes], at: int, end: int, where: str) -> Page:
 
 
 class _Header:
-    """Thrift's compact protocol, as far as a page's header goes: whole numbers and structs are read, all else
-    is passed over. What ends too early raises IndexError."""
+    """The part of Thrift's compact protocol that page headers need: integers and structs are read,
+    everything else is skipped. Truncated input raises IndexError."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.at = data, 0

@@ -103,7 +103,7 @@ def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None 
 
 
 def row_group_ends(store: Path, unit: Unit, name: str) -> list[int]:
-    """For each row group of one of the unit's files the number of the row behind its last one.
+    """For each row group of one of the unit's files the number of the row after its last one.
 
     Raises:
         CorruptionError, RemoteError: as `read_file`.
@@ -150,9 +150,9 @@ def refuse_large(metadata: Any, group: int) -> None:
 
 
 def damaged(store: Path, unit: Unit, name: str, error: object) -> StoreError:
-    """The error for a file of a unit that cannot be read: RemoteError if only object storage failed.
+    """The error for an unreadable file of a unit: RemoteError if only object storage failed.
 
-    ShortageError if there was nothing to read it with.
+    ShortageError if descriptors or memory ran out.
     """
     if unit.remote is not None and is_outage(error):
         return refused(f"{unit.remote}/{name}", read_settings(store).remote, error)
@@ -176,8 +176,8 @@ def unit_table(store: Path, unit: Unit, columns: Sequence[str] | None = None) ->
 def segment_rows(store: Path, unit: Unit, segment: SealedSegment, start: int) -> Iterator[pa.RecordBatch]:
     """The events of one of the unit's segments, from one on, in the order of the lane, as `LOG_SCHEMA`.
 
-    A segment is read by itself: a unit may hold more than there is memory for. Row groups without these rows
-    are passed over, one row group at a time is held beside them.
+    A segment is read by itself, since a unit may be larger than memory. Row groups without these
+    rows are skipped; besides the rows, one row group is held at a time.
 
     Args:
         start: sequence number of the first event.
@@ -207,9 +207,9 @@ def segment_bodies(store: Path, unit: Unit, segment: SealedSegment, end: int) ->
 
 def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> pa.Table:
     """The rows of one of the unit's files with `first <= seq < end`, without the lane."""
-    found = [pa.Table.from_batches([], LOG_SCHEMA)]
+    tables = [pa.Table.from_batches([], LOG_SCHEMA)]
     if unit.file(name) is None:
-        return found[0]
+        return tables[0]
     try:
         system, folder = place(store, unit)
         with (
@@ -221,10 +221,10 @@ def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> p
                 table = file.read_row_group(group).select(LOG_SCHEMA.names).cast(LOG_SCHEMA)
                 seq = table.column("seq")
                 inside = pc.and_(pc.greater_equal(seq, first), pc.less(seq, end))
-                found.append(table.filter(inside))
+                tables.append(table.filter(inside))
     except (pa.ArrowException, OSError) as error:
         raise damaged(store, unit, name, error) from error
-    return pa.concat_tables(found)
+    return pa.concat_tables(tables)
 
 
 def _groups_between(metadata: Any, first: int, end: int) -> Iterator[int]:
@@ -241,7 +241,7 @@ def _groups_between(metadata: Any, first: int, end: int) -> Iterator[int]:
 
 
 def _runs(sizes: Any, rows: int, size: int) -> Iterator[slice]:
-    """Neighbouring rows taken together, as slices: at most so many, and about so many bytes. Pure."""
+    """Neighbouring rows grouped into slices: at most so many rows, and about so many bytes. Pure."""
     start = held = 0
     for row, own in enumerate(sizes.tolist()):
         if row > start and (row - start >= rows or held + own > size):

@@ -58,17 +58,19 @@ class _Locations:
     def _of_turns(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Id, first row and number of rows of each trajectory in the file of turns, by id."""
         at = pc.indices_nonzero(pc.equal(self._files, TURNS))
-        ids = np.array([one.encode() for one in self._ids.take(at).to_pylist()], np.bytes_)
+        ids = np.array(
+            [trajectory_id.encode() for trajectory_id in self._ids.take(at).to_pylist()], np.bytes_
+        )
         return ids, self._first.take(at).to_numpy(), self._rows.take(at).to_numpy()
 
     def spans(self, wanted: Iterable[str]) -> npt.NDArray[np.int64]:
         """First and last row in the file of turns of those trajectories that have any: int64 [M, 2]."""
         ids, first, rows = self._of_turns
-        asked = np.array(sorted({one.encode() for one in wanted}), np.bytes_)
-        if not len(ids) or not len(asked):
+        wanted_ids = np.array(sorted({trajectory_id.encode() for trajectory_id in wanted}), np.bytes_)
+        if not len(ids) or not len(wanted_ids):
             return np.empty((0, 2), np.int64)
-        at = np.minimum(np.searchsorted(ids, asked), len(ids) - 1)
-        at = at[ids[at] == asked]
+        at = np.minimum(np.searchsorted(ids, wanted_ids), len(ids) - 1)
+        at = at[ids[at] == wanted_ids]
         return np.stack([first[at], first[at] + rows[at] - 1], axis=1)
 
     def find(self, trajectory_id: str) -> list[Run]:
@@ -96,7 +98,7 @@ def _derived_locations(path: str, _inode: int) -> _Locations:
 
 @lru_cache(maxsize=KEPT_FOUND)
 def _found_locations(store: Path, unit: Unit) -> _Locations:
-    """Those of a unit whose derived files are not there yet, or are of something else: by its own files."""
+    """The locations of a unit without a valid derived file, computed from its own files."""
     ids = {name: read_file(store, unit, name, ["trajectory_id"])["trajectory_id"] for name in (TURNS, MARKS)}
     return _Locations(locations(ids), unit.name)
 
@@ -187,7 +189,7 @@ def row_groups_of(store: Path, unit: Unit, trajectories: Iterable[str], *, deriv
     """The row groups of the unit's turns that hold rows of these trajectories.
 
     Args:
-        derived: go by the derived file, where there is one; else by the unit's own.
+        derived: use the derived file, if there is one; otherwise the unit's own.
 
     Raises:
         CorruptionError: a file is missing or damaged.
@@ -235,10 +237,10 @@ def _kind_groups(store: Path, unit: Unit, kinds: Collection[str]) -> list[int] |
 def _derived_kinds(path: str, _inode: int) -> dict[str, list[int]]:
     with pa.memory_map(path) as source:
         table = read_arrow_file(source.read_buffer(), KIND_SCHEMA)
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for kind, group in zip(table["kind"].to_pylist(), table["row_group"].to_pylist(), strict=True):
-        found.setdefault(kind, []).append(group)
-    return found
+        groups.setdefault(kind, []).append(group)
+    return groups
 
 
 def _in_lane_order(table: pa.Table) -> pa.Table:
@@ -248,7 +250,7 @@ def _in_lane_order(table: pa.Table) -> pa.Table:
 def rows_of_kinds(store: Path, unit: Unit, kinds: Collection[str]) -> pa.Table:
     """The unit's rows of these kinds, in the order of the lane, in the columns of `TABLE_SCHEMA`.
 
-    Only the row groups that hold one are read whole: what is of no trajectory stands together.
+    Only the row groups that hold one are read: rows of no trajectory are stored together.
 
     Raises:
         CorruptionError: a file is missing or damaged.

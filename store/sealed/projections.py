@@ -100,7 +100,8 @@ _USAGE = (
 def _reported() -> str:
     """The columns of an upstream's usage, from the list `usage` of the texts of `_USAGE`.
 
-    What is no count is null. Anthropic counts cached tokens of the prompt apart, OpenAI among the others.
+    A value that is no count becomes null. Anthropic counts cached prompt tokens separately,
+    OpenAI includes them in the others.
     """
     count = {name: f"CAST(TRY_CAST(usage[{i}] AS UINTEGER) AS BIGINT)" for i, name in enumerate(_USAGE, 1)}
     cached = "".join(f" + coalesce({count[name]}, 0)" for name in _USAGE if name.startswith("cache_"))
@@ -115,8 +116,8 @@ def _reported() -> str:
 def turn_parts(events: str) -> str:
     """One row per turn in the relation `events`: its scalars, as far as these events hold them.
 
-    `whole` says that no other event can add to the row: the turn was asked, answered and delivered, or it
-    failed, all within these events.
+    `whole` says that no other event can add to the row: within these events the turn was
+    requested, completed and delivered, or it failed.
     """
     asked = "CASE WHEN kind = 'turn.requested' THEN {} END"
     done = "CASE WHEN kind = 'turn.completed' THEN {} END"
@@ -282,12 +283,13 @@ def trajectory_scalars(parts: str, ready: str | None) -> str:
 
 
 def paths(events: str) -> str:
-    """The turns of trajectories that are one path, whole within `events`, by the version that sampled them.
+    """The turns of single-path trajectories, whole within `events`, by the version that sampled them.
 
-    Nothing that is recorded elsewhere adds to such a trajectory: it was opened and finished here, was never
-    in another lane, and before its finish every turn was asked, answered and delivered, or failed. It has one
-    leaf, every completed turn was sampled by one version and has tokens, none was altered or erased. So its
-    turns go where its only sample goes, and they need not be looked at one by one.
+    No event elsewhere adds to such a trajectory: it was opened and finished here, was never in
+    another lane, and before its finish every turn was requested, completed and delivered, or
+    failed. It has one leaf, every completed turn was sampled by one version and has tokens, none
+    was altered or erased. So its turns go where its only sample goes, and need not be looked at
+    one by one.
     """
     return f"""
     WITH turn AS MATERIALIZED ({turn_parts(events)}),
@@ -335,5 +337,5 @@ def rewards(events: str) -> str:
 
 
 def several(turn_events: str) -> str:
-    """How many turns of the relation are not of one policy version."""
+    """How many completed turns of the relation were not sampled entirely by one policy version."""
     return f"SELECT count(*) FROM {turn_events} WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}"

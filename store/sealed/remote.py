@@ -1,9 +1,11 @@
-"""Locates a unit's files, beside its manifest or in object storage, and removes them from object storage.
+"""Locates a unit's files, beside its manifest or in object storage, and removes them from object
+storage.
 
-In object storage a store lies at `<uri>/<store id>/`: a copy of `STORE.json`, and for each unit the folder
-`sealed/<lane>/<unit>/` with its files and its manifest, which is put there last and taken away first. So a
-manifest there stands for files that are whole. What a local manifest (`remote`) or the note `UPLOADING`
-beside it names is all that may be there of a unit: nothing has to be looked for.
+In object storage a store is at `<uri>/<store id>/`: a copy of `STORE.json`, and for each unit
+the folder `sealed/<lane>/<unit>/` with its files and its manifest, which is written last and
+removed first. So files next to a manifest there are complete. Everything of a unit that can be
+there is named by its local manifest (`remote`) or by the note `UPLOADING` beside it: nothing has
+to be searched for.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def refused(address: str, settings: RemoteSettings, error: object) -> RemoteErro
 
 @contextlib.contextmanager
 def explained(address: str, settings: RemoteSettings) -> Iterator[None]:
-    """Says of an operation on object storage that failed which address it was for.
+    """Names the address in the error of a failed operation on object storage.
 
     Raises:
         RemoteError: instead of an OSError.
@@ -133,16 +135,17 @@ def explained(address: str, settings: RemoteSettings) -> Iterator[None]:
 
 def remote_addresses(folder: Path) -> set[str]:
     """Where in object storage something of the unit in this folder may be."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     with contextlib.suppress(CorruptionError):  # a folder whose creation was interrupted
-        found |= {uri for uri in [read_manifest(folder).remote] if uri is not None}
+        addresses |= {uri for uri in [read_manifest(folder).remote] if uri is not None}
     with contextlib.suppress(FileNotFoundError):
-        found.add(read_small(folder / UPLOADING).decode(errors="replace"))
-    return {address for address in found if _of_unit(address, folder)}
+        addresses.add(read_small(folder / UPLOADING).decode(errors="replace"))
+    return {address for address in addresses if _of_unit(address, folder)}
 
 
 def _of_unit(address: str, folder: Path) -> bool:
-    """Whether an address has the form of a unit's of the folder's lane: what else is there is not ours."""
+    """Whether an address has the form of one of the folder's lane's units: anything else there is
+    not ours."""
     *_, sealed, lane, name = ("", "", "", *address.split("/"))
     return (sealed, lane) == ("sealed", folder.parent.name) and UNIT_NAME.fullmatch(name) is not None
 

@@ -167,25 +167,26 @@ def _compare(folder: Path, name: str, part: pa.Table) -> None:
 
 
 def remove_leftovers(store: Path, lane: str) -> int:
-    """Remove units whose making was cut short; how many. The caller is the store's only sealer."""
-    found = [f for f in lane_units_folder(store, lane).glob(".*") if f.is_dir()]
-    for folder in found:
+    """Remove units that were left incomplete; how many. The caller is the store's only sealer."""
+    leftovers = [f for f in lane_units_folder(store, lane).glob(".*") if f.is_dir()]
+    for folder in leftovers:
         try:
             discard(store, folder)
         except RemoteError as error:  # sealing goes on without object storage; the next pass tries again
             logger.warning("%s is not removed yet: %s", folder, error)
-    return len(found)
+    return len(leftovers)
 
 
 def remove_sealed_wal(store: Path, lane: str, units: Sequence[Unit], keep_bytes: int) -> list[int]:
-    """Remove WAL files that are sealed, oldest first, but for the newest `keep_bytes`; their numbers."""
+    """Remove sealed WAL files, oldest first, except the newest `keep_bytes`; the numbers of the
+    removed ones."""
     folder = lane_folder(store, lane)
     sealed = [s for unit in units for s in unit.segments if segment_path(folder, s.number).exists()]
-    kept = 0
+    total = 0
     gone: list[int] = []
     for segment in reversed(sealed):
-        kept += segment.bytes
-        if kept > keep_bytes:
+        total += segment.bytes
+        if total > keep_bytes:
             gone.append(segment.number)
     for number in sorted(gone):
         segment_path(folder, number).unlink(missing_ok=True)

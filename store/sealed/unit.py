@@ -71,12 +71,15 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A manifest. The unit holds the lane's events `first_seq <= seq < next_seq`, but for those left out.
+    """A manifest. The unit holds the lane's events `first_seq <= seq < next_seq`, except those left out.
 
     Attributes:
-        chain_before: chain value before the first segment's first frame (hex); each segment has its own.
-        several: completed turns that not one policy version sampled: what a filter on it must look into.
-        left_out: events of these that an excerpt of a store was made without (`interchange.excerpt`).
+        chain_before: chain value before the first segment's first frame (hex); each segment has
+            its own.
+        several: completed turns not sampled by exactly one policy version: a filter on it must
+            look into their spans.
+        left_out: events of these that an excerpt of a store was made without
+            (`interchange.excerpt`).
         remote: where the files are, if not beside the manifest.
         dropped_us: when retention removed the files, or None while they are there.
     """
@@ -269,15 +272,17 @@ def _manifest_if_there(folder: Path) -> Unit | None:
 
 
 def current_units(store: Path, lane: str) -> list[Unit]:
-    """The current units in ascending order, without overlap: of units over one range the widest, then the
-    newest."""
+    """The current units in ascending order, without overlap: of overlapping units the widest, then
+    the newest."""
     return choose(all_units(store, lane))
 
 
 def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> _T:
-    """Call `read` with the lane's current units, and again if it fails and the units have changed meanwhile.
+    """Call `read` with the lane's current units, and again if it fails and the units have changed
+    meanwhile.
 
-    For whoever reads a unit's files without a lease: the sealer may remove a unit that another one replaced.
+    For readers of a unit's files without a lease: the sealer may remove a unit that another one
+    replaced.
 
     Raises:
         CorruptionError: `read` raised it, and the units are the same as before.

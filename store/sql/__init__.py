@@ -1,4 +1,5 @@
 """SQL over the log.
 
-In: a store and a cut. Out: a DuckDB connection with the views of docs/sql.md, that reaches nothing else.
+In: a store and a cut. Out: a DuckDB connection with the views of docs/sql.md, which can reach
+nothing else.
 """

@@ -1,7 +1,8 @@
 """The token ledger of a store at a cut, from its SQL views.
 
-It has terms, versions, and how dropped samples differ from trained ones: by medians, and by the two-sample
-Kolmogorov-Smirnov test, which is written here so that the ledger needs no SciPy for one p-value.
+It has terms, versions, and how dropped samples differ from trained ones: by medians, and by the
+two-sample Kolmogorov-Smirnov test, implemented here so that the ledger does not need SciPy for
+one p-value.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class VersionAmounts:
 
 @dataclass(frozen=True, slots=True)
 class Omitted:
-    """What a step omitted of a trajectory; `turns` is empty where that is all of it."""
+    """What a step omitted of a trajectory; `turns` is empty if it omitted all of it."""
 
     trajectory_id: str
     turns: tuple[str, ...]
@@ -61,10 +62,10 @@ class RunLedger:
 
     Attributes:
         generated: turns and tokens, counted from the lengths of completions alone.
-        length: completion tokens of dropped trajectories compared with trained ones; None if there are none
-            of either.
+        length: completion tokens of dropped trajectories compared with trained ones; None if
+            there are none of either.
         seconds: time from opening to finish, compared in the same way.
-        omitted: what steps neither took nor dropped, though they had to.
+        omitted: what steps should have taken or dropped, but did not.
     """
 
     run: str
@@ -162,11 +163,11 @@ def read_ledger(connection: Connection) -> list[RunLedger]:
 
 def _versions(connection: Connection) -> dict[str, list[VersionAmounts]]:
     """Run -> its versions, in order, tokens without one last."""
-    found: dict[tuple[str, str | None, int | None], dict[str | None, int]] = {}
+    amounts: dict[tuple[str, str | None, int | None], dict[str | None, int]] = {}
     for run, policy, version, term, tokens in connection.execute(_VERSIONS).fetchall():
-        found.setdefault((run, policy, version), {})[term] = tokens
+        amounts.setdefault((run, policy, version), {})[term] = tokens
     versions: dict[str, list[VersionAmounts]] = {}
-    for (run, policy, version), tokens in found.items():
+    for (run, policy, version), tokens in amounts.items():
         of_terms = {term: tokens.get(term, 0) for term in TERMS}
         versions.setdefault(run, []).append(VersionAmounts(policy, version, tokens.get(None, 0), of_terms))
     return versions
@@ -176,7 +177,7 @@ def _comparisons(connection: Connection) -> dict[str, tuple[Comparison, Comparis
     """Run -> dropped against trained trajectories: their tokens and their seconds."""
     columns = connection.execute(_ENDED).fetchnumpy()
     runs, trained = np.asarray(columns["run"]), np.asarray(columns["trained"], np.bool_)
-    found = {}
+    comparisons = {}
     for run in sorted(set(runs)):
         sides = [(runs == run) & (trained == side) for side in (False, True)]
         if all(side.any() for side in sides):
@@ -184,8 +185,8 @@ def _comparisons(connection: Connection) -> dict[str, tuple[Comparison, Comparis
                 compare(*(np.asarray(columns[name], np.float64)[side] for side in sides))
                 for name in ("tokens", "seconds")
             )
-            found[run] = (tokens, seconds)
-    return found
+            comparisons[run] = (tokens, seconds)
+    return comparisons
 
 
 Numbers = npt.NDArray[np.float64]

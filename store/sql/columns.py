@@ -389,11 +389,11 @@ class View:
     columns: tuple[ViewColumn, ...]
 
 
-def text(field: str, of: str = "") -> str:
-    """A field of `extra` as text; `of` is the relation's alias."""
-    return f"json_extract_string({of and of + '.'}extra, '$.{field}')"
+def text(field: str, alias: str = "") -> str:
+    """A field of `extra` as text; `alias` is the relation's alias."""
+    return f"json_extract_string({alias and alias + '.'}extra, '$.{field}')"
 
 
-def json(field: str, of: str = "") -> str:
-    """A field of `extra` as JSON."""
-    return f"json_extract({of and of + '.'}extra, '$.{field}')"
+def json(field: str, alias: str = "") -> str:
+    """A field of `extra` as JSON; `alias` is the relation's alias."""
+    return f"json_extract({alias and alias + '.'}extra, '$.{field}')"

@@ -1,11 +1,12 @@
-"""The view of where every sampled token went, and the query beneath it. Pure; see `store.sql.views`.
+"""The view that says where every sampled token went, and the query beneath it. Pure; see
+`store.sql.views`.
 
-What decides is what the trainer does (`train.select.samples`, `train.select.recipe`): a turn belongs to the
-sample of the first leaf above it in turn order, and goes where that sample went. `rollbook.testing.ledger`
-is the same as a fold.
+It follows the trainer's rules (`train.select.samples`, `train.select.recipe`): a turn belongs to
+the sample of the first leaf above it in turn order, and goes where that sample went.
+`rollbook.testing.ledger` computes the same as a fold.
 
-A trajectory of one path that is whole in a sealed unit goes where its only sample goes, all at once
-(`internal.paths`); the turns of all others are looked at one by one.
+A single-path trajectory that is whole in a sealed unit goes where its only sample goes, all at
+once (`internal.paths`); the turns of all others are looked at one by one.
 """
 
 from __future__ import annotations
@@ -333,22 +334,22 @@ _SPAN = f"""
 _UNDECIDED = "(term IN ('in flight', 'waiting') OR (term = 'kept out' AND rule IN ('undelivered', 'late')))"
 
 
-def shares(of: str = "true") -> str:
-    """Where sampled tokens went, and by which rule: a row per completed turn and version that sampled tokens
-    of it, or per path and version, without a turn, for so many `turns`.
+def shares(condition: str = "true") -> str:
+    """Where sampled tokens went, and by which rule: a row per completed turn and version that
+    sampled tokens of it, or per path and version, without a turn, for its number of `turns`.
 
     Args:
-        of: condition on `trajectory_id`: only the turns of these trajectories are looked at.
+        condition: on `trajectory_id`: only the turns of these trajectories are looked at.
     """
     parts = [
-        _DONE.format(of=of),
+        _DONE.format(of=condition),
         _ORDER,
         _OWNER,
         _USE,
         _OMITTED,
         _TURN,
-        _PATH.format(of=of),
-        _SPAN.format(of=of),
+        _PATH.format(of=condition),
+        _SPAN.format(of=condition),
     ]
     return f"""
     WITH RECURSIVE {", ".join(parts)}, share AS (

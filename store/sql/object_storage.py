@@ -42,9 +42,9 @@ def read_object_storage(connection: duckdb.DuckDBPyConnection, settings: RemoteS
 
 
 def outage(error: duckdb.Error) -> RemoteError | None:
-    """The RemoteError that made a query fail, or None where it was something else."""
-    found = _TROUBLE.search(str(error))
-    return None if found is None else RemoteError(found[1])
+    """The RemoteError that made a query fail, or None if something else did."""
+    match = _TROUBLE.search(str(error))
+    return None if match is None else RemoteError(match[1])
 
 
 class _Handle:

@@ -60,8 +60,8 @@ def connect_at(
     cut = store.cut(as_of, run)
     vocabularies = Vocabularies(store, cut, model)
     units, lease = lease_units(store.path, cut)
-    of = snapshot(store.path, cut, units)
-    live = store.table(cut, of.sealed_to())
+    contents = snapshot(store.path, cut, units)
+    live = store.table(cut, contents.sealed_to())
     spill = Spill()
     closed = {"python_enable_replacements": False} if allow_files else closed_config()
     connection = duckdb.connect(":memory:", config=closed | spill.config)
@@ -71,7 +71,7 @@ def connect_at(
     connection.execute(f"CREATE SCHEMA {INTERNAL}; USE {INTERNAL}")
     connection.from_arrow(live).create_view(LIVE)
     connection.execute("USE main")
-    if of.is_remote():
+    if contents.is_remote():
         read_object_storage(connection, store.settings().remote)
     # The connection holds the function, which holds the lease, so that compaction removes none of its files;
     # and the folder it may spill into.
@@ -86,9 +86,9 @@ def connect_at(
     )
     try:
         if not allow_files:
-            close_doors(connection, folders_of(of.folders()))
+            close_doors(connection, folders_of(contents.folders()))
     except duckdb.Error as error:
         raise explained(error) from error
-    relations = definitions(replace(of, live=live.num_rows > 0))
+    relations = definitions(replace(contents, live=live.num_rows > 0))
     views = LazyViews([*relations, *((view.name, view.sql) for view in VIEWS)])
     return Connection(connection, views, allow_files=allow_files)

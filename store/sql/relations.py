@@ -6,16 +6,16 @@
 | `mark_events` | all other events |
 | `turn_scalars`, `trajectory_scalars` | one per turn, per trajectory: all that is small about it |
 | `rewards` | one per reward |
-| `paths` | one per version that sampled turns of a trajectory that is one path and whole within a unit |
+| `paths` | one per version that sampled turns of a single-path trajectory, whole in a unit |
 | `tokens`, `outliers` | one per sampled token; only those below a logprob |
 
-What a unit's derived files hold is read from there; what is not sealed, what a cut holds in part, and what
-has no derived file is computed by the very queries that made those files.
+Data in a unit's derived files is read from there; unsealed events, units that a cut holds in
+part, and units without a derived file go through the same queries that made those files.
 
-A view is made when a query first names it.
+A view is created when a query first names it.
 
-DuckDB plans a view when it is made. To plan all of them takes a fifth of a second in an empty store, and in a
-long one it reads footers of files that the query at hand does not ask for.
+DuckDB plans a view when it is created. Planning all of them takes a fifth of a second in an
+empty store, and in a long one reads footers of files that the query at hand does not need.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ _TRAINING = frozenset(kinds_where(lambda said: said.of in ("policy", "run")))
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a cut holds: sealed units, whole ones and one of each lane that it may hold in part, and the rest.
+    """A cut's contents: whole sealed units, one unit per lane that the cut may hold in part, and
+    the live tail.
 
-    `live` is false if nothing is unsealed: then queries leave the live tail out, which halves planning time.
+    `live` is false if nothing is unsealed: then queries leave the live tail out, which halves
+    planning time.
     """
 
     store: Path
@@ -123,18 +125,20 @@ def file_path(store: Path, unit: Unit, name: str) -> str:
     return f"{unit.remote or unit_folder(store, unit)}/{name}"
 
 
-def definitions(of: Snapshot) -> list[tuple[str, str]]:
+def definitions(contents: Snapshot) -> list[tuple[str, str]]:
     """(name, query) of every relation, each after those it reads. Pure but for looking which files exist."""
-    present = [unit for unit in of.whole if unit.dropped_us is None]
-    derived = [u for u in present if all((derived_folder(of.store, u) / name).exists() for name in QUERIED)]
+    present = [unit for unit in contents.whole if unit.dropped_us is None]
+    derived = [
+        u for u in present if all((derived_folder(contents.store, u) / name).exists() for name in QUERIED)
+    ]
     rest = [unit for unit in present if unit not in derived]
     fat, small = f"kind IN ({_FAT})", f"kind NOT IN ({_FAT})"
     several = [unit for unit in present if unit.several]
 
-    computed = of.live or of.parts or rest or not derived
+    computed = contents.live or contents.parts or rest or not derived
 
     def ready(name: str) -> str | None:
-        files = [str(derived_folder(of.store, unit) / name) for unit in derived]
+        files = [str(derived_folder(contents.store, unit) / name) for unit in derived]
         return _read(files) if files else None
 
     def known(name: str, query: str, columns: str = "*") -> str:
@@ -143,10 +147,10 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         return " UNION ALL BY NAME ".join(queries)
 
     return [
-        ("internal.turn_events", _events(of, present, TURNS, fat)),
-        ("internal.mark_events", _events(of, present, MARKS, small)),
-        ("internal.rest_turns", _events(of, rest, TURNS, fat)),
-        ("internal.rest_marks", _events(of, rest, MARKS, small)),
+        ("internal.turn_events", _events(contents, present, TURNS, fat)),
+        ("internal.mark_events", _events(contents, present, MARKS, small)),
+        ("internal.rest_turns", _events(contents, rest, TURNS, fat)),
+        ("internal.rest_marks", _events(contents, rest, MARKS, small)),
         ("internal.rest", "SELECT * FROM internal.rest_turns UNION ALL SELECT * FROM internal.rest_marks"),
         ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"), _MERGED)),
         ("internal.turn_scalars", turn_scalars("internal.turn_parts", ready(SCALARS))),
@@ -155,29 +159,29 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
             "internal.trajectory_scalars",
             trajectory_scalars("internal.trajectory_parts", ready(TRAJECTORIES)),
         ),
-        ("internal.rewards", _all_rewards(of, derived, computed=bool(computed))),
-        ("internal.paths", _paths(of, present)),
-        ("internal.several_turns", _events(of, several, TURNS, fat)),
+        ("internal.rewards", _all_rewards(contents, derived, computed=bool(computed))),
+        ("internal.paths", _paths(contents, present)),
+        ("internal.several_turns", _events(contents, several, TURNS, fat)),
         ("internal.tokens", tokens("internal.turn_events", "internal.several_turns")),
         ("internal.outliers", known(OUTLIERS, outliers("internal.rest_turns"))),
     ]
 
 
-def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
+def _all_rewards(contents: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
     """The rows of `rewards`; `key` is null in rows that an older release derived without that column."""
     queries = [f"SELECT * FROM ({rewards('internal.rest_marks')})"] if computed else []
-    files = [derived_folder(of.store, unit) / REWARDS for unit in derived]
+    files = [derived_folder(contents.store, unit) / REWARDS for unit in derived]
     for tells in (True, False):
-        if found := [str(file) for file in files if _tells(file, KEY) is tells]:
-            queries.append(f"SELECT *{'' if tells else ', CAST(NULL AS VARCHAR) AS key'} FROM {_read(found)}")
+        if paths := [str(file) for file in files if _tells(file, KEY) is tells]:
+            queries.append(f"SELECT *{'' if tells else ', CAST(NULL AS VARCHAR) AS key'} FROM {_read(paths)}")
     return " UNION ALL BY NAME ".join(queries)
 
 
-def _paths(of: Snapshot, units: Sequence[Unit]) -> str:
+def _paths(contents: Snapshot, units: Sequence[Unit]) -> str:
     """The rows of `paths` of those units that have the file: it saves work, and no answer depends on it."""
-    files = [derived_folder(of.store, unit) / PATHS for unit in units]
-    if found := [str(file) for file in files if file.exists()]:
-        return f"SELECT * FROM {_read(found)}"
+    files = [derived_folder(contents.store, unit) / PATHS for unit in units]
+    if paths := [str(file) for file in files if file.exists()]:
+        return f"SELECT * FROM {_read(paths)}"
     return NO_PATHS
 
 
@@ -191,31 +195,31 @@ def _has_column(file: str, modified_ns: int, column: str) -> bool:
     return column in pq.read_schema(file).names
 
 
-def _events(of: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
+def _events(contents: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
     """The events of these units' files of one name, of units held in part, and of the live tail."""
     present = [unit for unit in units if unit.file(name)]
-    queries = _turn_branches(of, present) if name == TURNS else _mark_branches(of, present)
+    queries = _turn_branches(contents, present) if name == TURNS else _mark_branches(contents, present)
     queries += [
-        f"SELECT * FROM {_read([file_path(of.store, unit, name)])} WHERE seq < {end}"
-        for unit, end in of.parts
+        f"SELECT * FROM {_read([file_path(contents.store, unit, name)])} WHERE seq < {end}"
+        for unit, end in contents.parts
         if unit.file(name)
     ]
-    if of.live or not queries:
+    if contents.live or not queries:
         queries.insert(0, f"SELECT * FROM {INTERNAL}.{LIVE} WHERE {live}")
     return " UNION ALL ".join(queries)
 
 
-def _whole(of: Snapshot, units: Sequence[Unit], name: str) -> list[str]:
-    files = [file_path(of.store, unit, name) for unit in units]
+def _whole(contents: Snapshot, units: Sequence[Unit], name: str) -> list[str]:
+    files = [file_path(contents.store, unit, name) for unit in units]
     return [f"SELECT * FROM {_read(files)}"] if files else []
 
 
-def _mark_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
+def _mark_branches(contents: Snapshot, units: Sequence[Unit]) -> list[str]:
     """Queries over the units' small events, each saying which kinds its rows are not of.
 
     The units of agents' lanes hold nothing of a training: a question about steps never looks at their files.
     """
-    kinds = {unit: kinds_of_marks(of.store, unit) for unit in units}
+    kinds = {unit: kinds_of_marks(contents.store, unit) for unit in units}
     agents = [unit for unit, known in kinds.items() if known is not None and not _TRAINING & known.keys()]
     queries = []
     for group in (agents, [unit for unit in units if unit not in agents]):
@@ -223,11 +227,11 @@ def _mark_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
         if all(kinds[unit] is not None for unit in group):
             held = {kind for unit in group for kind in kinds[unit] or ()}
         absent = " AND ".join(f"kind <> {_text(kind)}" for kind in _MARKS if kind not in held)
-        queries += [f"{query} WHERE {absent or 'true'}" for query in _whole(of, group, MARKS)]
+        queries += [f"{query} WHERE {absent or 'true'}" for query in _whole(contents, group, MARKS)]
     return queries
 
 
-def _turn_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
+def _turn_branches(contents: Snapshot, units: Sequence[Unit]) -> list[str]:
     """Queries over the units' turns, each saying between which trajectory ids its rows lie.
 
     The bounds hold for every row, so they change no answer. But if a query names a trajectory, DuckDB skips,
@@ -238,8 +242,8 @@ def _turn_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
     queries: list[str] = []
     for i in range(0, len(units), together):
         group = units[i : i + together]
-        [query] = _whole(of, group, TURNS)
-        bounds = [trajectory_bounds(of.store, unit) for unit in group]
+        [query] = _whole(contents, group, TURNS)
+        bounds = [trajectory_bounds(contents.store, unit) for unit in group]
         known = [bound for bound in bounds if bound is not None]
         if len(known) == len(group):
             low, high = min(low for low, _ in known), max(high for _, high in known)
@@ -277,7 +281,7 @@ class LazyViews:
         self._lock = threading.Lock()
 
     def make_for(self, connection: duckdb.DuckDBPyConnection, query: str) -> None:
-        """Make what the query may name.
+        """Create the views that the query may name.
 
         Raises:
             duckdb.Error: a file that one of them reads cannot be read.
@@ -287,7 +291,7 @@ class LazyViews:
             self._make(connection, self._queries if _CATALOG.search(query) else named)
 
     def make_all(self, connection: duckdb.DuckDBPyConnection) -> bool:
-        """Make all of them. Whether one was missing.
+        """Create all of them; whether any was missing.
 
         Raises:
             duckdb.Error: as `make_for`.
@@ -304,12 +308,12 @@ class LazyViews:
                 self._missing.discard(name)
 
     def _with_read(self, names: Iterable[str]) -> set[str]:
-        """The views, and all that they read."""
-        found: set[str] = set()
+        """The views, and all views that they read."""
+        reached: set[str] = set()
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name in self._queries and name not in found:
-                found.add(name)
+            if name in self._queries and name not in reached:
+                reached.add(name)
                 waiting += _READ.findall(self._queries[name])
-        return found
+        return reached

@@ -1,10 +1,11 @@
-"""A DuckDB connection that reads the store's sealed files, and reaches nothing else here or on the net.
+"""A DuckDB connection that reads the store's sealed files and can reach nothing else here or on the
+network.
 
-DuckDB's own switches do most of it: no external access but to the folders given, no extension, no secret, no
-variable of the Python around it, and no switch may be thrown again. What they leave is that a folder that may
-be read may be written, too. So a query is refused before DuckDB sees it if it has one of the words that write
-files (`COPY`, `EXPORT`, `ATTACH`) anywhere but in a text or a quoted name; DuckDB takes `COPY` inside of a
-`WITH` and behind `EXPLAIN` as well.
+DuckDB's own settings do most of it: no external access except to the given folders, no
+extensions, no secrets, no Python variables, and a locked configuration. But they leave every
+readable folder writable. So a query is refused before DuckDB sees it if it has one of the words
+that write files (`COPY`, `EXPORT`, `ATTACH`) anywhere but in a string or a quoted name; DuckDB
+accepts `COPY` inside a `WITH` and after `EXPLAIN` as well.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def closed_config() -> dict[str, Any]:
 
 
 def close_doors(connection: duckdb.DuckDBPyConnection, folders: Iterable[str]) -> None:
-    """From here on the connection opens only what is in these folders (they end with a slash), for good."""
+    """Restrict the connection for good to files in these folders (they end with a slash)."""
     listed = ", ".join("'" + folder.replace("'", "''") + "'" for folder in sorted(set(folders)))
     changeable = ", ".join(f"'{name}'" for name in _MAY_CHANGE)
     connection.execute(
@@ -56,15 +57,15 @@ def close_doors(connection: duckdb.DuckDBPyConnection, folders: Iterable[str]) -
 
 
 def refuse_writing(query: str) -> None:
-    """See that a query has no statement that writes a file.
+    """Check that a query has no statement that writes a file.
 
     Raises:
         QueryError: it has one.
     """
     text = query.encode()
-    found = list(_WORD.finditer(text))
-    tokens = duckdb.tokenize(query) if found else []
-    for match in found:
+    matches = list(_WORD.finditer(text))
+    tokens = duckdb.tokenize(query) if matches else []
+    for match in matches:
         begin, kind = max(((at, kind) for at, kind in tokens if at <= match.start()), default=(0, None))
         # Not in a comment: the tokenizer and the parser need not agree on where a line of it ends.
         if kind != duckdb.token_type.string_const and text[begin : begin + 1] != b'"':
@@ -75,10 +76,11 @@ def refuse_writing(query: str) -> None:
 
 
 class Connection:
-    """A DuckDB connection over the log. All that DuckDB's has, and queries that write files are refused.
+    """A DuckDB connection over the log: everything that DuckDB's has, but queries that write files
+    are refused.
 
-    It is used like DuckDB's own: `execute(...).fetchall()`, `sql(...).df()`, `with`, `close`. Views are made
-    when a query names them.
+    It is used like DuckDB's own: `execute(...).fetchall()`, `sql(...).df()`, `with`, `close`.
+    Views are created when a query names them.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class Connection:
 
     @property
     def raw(self) -> duckdb.DuckDBPyConnection:
-        """DuckDB's own, with all views, for a library that asks for it.
+        """DuckDB's own connection, with all views, for a library that needs one.
 
-        Its queries are not looked through, so sealed files can be overwritten with it.
+        Its queries are not checked, so sealed files can be overwritten with it.
         """
         self._views.make_all(self._connection)
         return self._connection
@@ -147,7 +149,7 @@ class Connection:
     duplicate = cursor
 
     def close(self) -> None:
-        """Give the sealed files back."""
+        """Close it, so that the sealed files may be removed again."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +164,8 @@ class Connection:
 
 
 def explained(error: duckdb.Error) -> QueryError:
-    """What to say of a query that DuckDB refused: its own words, and what opens a door that is closed."""
+    """The message for a query that DuckDB refused: its own words, and how to allow what the sandbox
+    denies."""
     text = str(error).strip()
     if isinstance(error, duckdb.PermissionException):
         return QueryError(f"{text}: only the store's own files are open to a query; {_REMEDY}")
@@ -173,7 +176,7 @@ def explained(error: duckdb.Error) -> QueryError:
 
 def folders_of(paths: Iterable[str]) -> set[str]:
     """The folders, as they are named and without links, each with a slash at its end."""
-    return {f"{path.rstrip('/')}/" for given in paths for path in (given, _real(given))}
+    return {f"{path.rstrip('/')}/" for path_given in paths for path in (path_given, _real(path_given))}
 
 
 def _real(path: str) -> str:

@@ -51,7 +51,7 @@ class Vocabulary:
     texts: pa.StringArray
 
     def say(self, ids: npt.NDArray[np.int64]) -> pa.StringArray:
-        """What these ids say; null of one that the tokenizer does not have."""
+        """The texts of these ids; null for one that the tokenizer does not have."""
         places = np.searchsorted(self.ids, ids)
         there = np.append(self.ids, -1)[places] == ids
         return self.texts.take(pa.array(places, mask=~there))
@@ -80,13 +80,13 @@ class Vocabularies:
         self._lock = Lock()
 
     def say(self, runs: pa.ChunkedArray, ids: pa.ChunkedArray) -> pa.ChunkedArray:
-        """What each token says; null where the run's tokenizer is not known, or does not have it."""
+        """The text of each token; null where the run's tokenizer is not known, or has no such token."""
         numbers = pc.fill_null(ids, -1).to_numpy().astype(np.int64)
-        said = pa.nulls(len(numbers), pa.string())
+        texts = pa.nulls(len(numbers), pa.string())
         for run in pc.unique(runs).drop_null().to_pylist():
             mine = pc.fill_null(pc.equal(runs, run), False).combine_chunks()
-            said = pc.if_else(mine, self._of(run).say(numbers), said)
-        return pa.chunked_array([said])
+            texts = pc.if_else(mine, self._of(run).say(numbers), texts)
+        return pa.chunked_array([texts])
 
     def _of(self, run: str) -> Vocabulary:
         with self._lock:  # DuckDB asks from several threads
@@ -108,11 +108,11 @@ class Vocabularies:
         return opened, written
 
     def _find(self, run: str, opened: dict[str, RunOpened], written: dict[str, list[str]]) -> Vocabulary:
-        said = opened.get(run)
-        for file in self._files(said, written.get(run, [])):
+        run_opened = opened.get(run)
+        for file in self._files(run_opened, written.get(run, [])):
             try:
                 digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                if said is None or said.tokenizer_digest == digest:
+                if run_opened is None or run_opened.tokenizer_digest == digest:
                     if digest not in self._read:
                         self._read[digest] = _vocabulary(file)
                     return self._read[digest]
@@ -120,8 +120,8 @@ class Vocabularies:
                 continue  # removed or damaged: try the next candidate
         return _NO_VOCABULARY
 
-    def _files(self, said: RunOpened | None, checkpoints: list[str]) -> Iterator[Path]:
-        """Where a run's tokenizer may be, what is to be taken first first; each is a plain file."""
+    def _files(self, run_opened: RunOpened | None, checkpoints: list[str]) -> Iterator[Path]:
+        """Candidate files of a run's tokenizer, in order of preference; each is a plain file."""
         if self._model is not None:
             yield self._model / TOKENIZER
         for path in checkpoints:
@@ -133,8 +133,8 @@ class Vocabularies:
                 continue
             if fits:
                 yield file
-        if said is not None and said.model is not None:
-            real = os.path.realpath(Path(said.model) / TOKENIZER)
+        if run_opened is not None and run_opened.model is not None:
+            real = os.path.realpath(Path(run_opened.model) / TOKENIZER)
             if allows_folder(real) and os.path.isfile(real) and os.path.getsize(real) <= LARGEST:
                 yield Path(real)
 
@@ -191,7 +191,7 @@ def _alone(token: str, text: str, before: str) -> str:
 
 
 def _with_bytes(token: str, text: str) -> str:
-    """A token with a part of a character: the bytes of that part as escapes."""
+    """The text of a token that holds part of a character: the bytes of that part as escapes."""
     if match := _BYTE_FALLBACK.fullmatch(token):
         return f"\\x{match[1].lower()}"
     if all(c in _BYTES for c in token):

@@ -1,5 +1,5 @@
-"""Jobs over a whole store.
+"""Maintenance jobs over a whole store.
 
-In: a store, and a rule or a name. Out: sealed, merged, retained, erased, uploaded or verified files, and what
-was done.
+In: a store, and a rule or a name. Out: sealed, merged, retained, erased, uploaded or verified
+files, and a report.
 """

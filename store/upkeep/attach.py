@@ -82,13 +82,13 @@ def attach(folder: Path, uri: str, endpoint: str | None = None) -> AttachReport:
         marker = _marker(system, base, uri)
         units, unfinished = _find_units(system, base, uri)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = folder.with_name(f".{folder.name}.{new_id()}")
+    temporary = folder.with_name(f".{folder.name}.{new_id()}")
     try:
-        lanes = _write_store(made, marker, units, endpoint)
-        made.rename(folder)  # in place of an empty folder, too
+        lanes = _write_store(temporary, marker, units, endpoint)
+        temporary.rename(folder)  # in place of an empty folder, too
         fsync_folder(folder.parent)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     size = sum(unit.bytes for unit in units if unit.dropped_us is None)
     return AttachReport(lanes, len(units), size, unfinished)
@@ -106,7 +106,8 @@ def _marker(system: fs.FileSystem, base: str, uri: str) -> bytes:
 
 
 def _find_units(system: fs.FileSystem, base: str, uri: str) -> tuple[list[Unit], tuple[str, ...]]:
-    """Every unit that has a manifest there, its `remote` where it was found; and the folders without one."""
+    """Every unit with a manifest there, `remote` set to where it was found; and the folders without
+    a manifest."""
     selector = fs.FileSelector(f"{base}/sealed", recursive=True, allow_not_found=True)
     files = [info.path.removeprefix(f"{base}/") for info in system.get_file_info(selector) if info.is_file]
     folders = {folder for file in files if UNIT_NAME.fullmatch((folder := Path(file).parent).name)}

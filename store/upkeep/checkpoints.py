@@ -1,12 +1,13 @@
 """Which checkpoints of a policy may go and why each other one stays; and their removal.
 
-A removal is an event before it is done: `checkpoint.removed` is durable, then the folder is renamed, then its
-files go. What an interrupted one leaves is removed by the next start of the training, or by the next removal.
+A removal is recorded before it is done: `checkpoint.removed` is durable, then the folder is
+renamed, then its files are deleted. The next start of the training, or the next removal,
+finishes an interrupted one.
 
-The weights of a version are a fold: an earlier checkpoint, and the steps since run again bit for bit. So a
-checkpoint may go as long as what stays makes it again: a checkpoint that steps of its phase may be started
-from, and every step from there to its version, none of which is retired or without its tokens. `Keep` says
-which stay all the same.
+The weights of a version are a fold: an earlier checkpoint, and the steps since run again bit for
+bit. So a checkpoint may go as long as the remaining ones can reproduce it: this takes a
+checkpoint that steps of its phase may be started from, and every step from there to its version,
+none of which is retired or without its tokens. `Keep` names those that stay all the same.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def erased_trajectories(log: Store) -> set[str]:
 def list_checkpoints(
     log: Store, keep: Keep, run: str | None = None, policy: str | None = None
 ) -> list[HeldCheckpoint]:
-    """The checkpoints of the store's trainings, and what a rule makes of each.
+    """The checkpoints of the store's trainings, and what a rule decides for each.
 
     Raises:
         UpkeepError: no training of that run and policy wrote one.
@@ -87,15 +88,19 @@ def list_checkpoints(
     histories, service = fold_histories(log.events_of(KINDS)), InService()
     for event in log.events_of(SERVICE_KINDS):
         service.take(event)
-    erased, found = erased_trajectories(log), list[HeldCheckpoint]()
+    erased, checkpoints = erased_trajectories(log), list[HeldCheckpoint]()
     for key, history in sorted(histories.items()):
         if run in (None, key[0]) and policy in (None, key[1]):
-            found += _listed(log, history, keep, service, erased)
-    if not found:
-        there = {f"{p} of {r}" for (r, p), one in histories.items() if one.checkpoints or one.removed}
+            checkpoints += _listed(log, history, keep, service, erased)
+    if not checkpoints:
+        there = {
+            f"{p} of {r}"
+            for (r, p), training in histories.items()
+            if training.checkpoints or training.removed
+        }
         wanted = f" of {'any policy' if policy is None else policy} of {'any run' if run is None else run}"
         raise UpkeepError(f"there is no checkpoint{wanted}; there are: {', '.join(sorted(there)) or 'none'}")
-    return found
+    return checkpoints
 
 
 def _listed(
@@ -104,16 +109,18 @@ def _listed(
     present = [c for c in history.checkpoints if folder_of(log, c, history.run) is not None]
     named = service.given(history.run, history.policy)
     reasons = why_kept(present, steps_taken(history, erased), keep, named, service.user_of)
-    why = {record.path: tuple(said) for record, said in zip(present, reasons, strict=True)}
-    made = {one.committed.policy_version: step for step, one in history.steps.items()}
+    why = {record.path: tuple(row) for record, row in zip(present, reasons, strict=True)}
+    step_of = {entry.committed.policy_version: step for step, entry in history.steps.items()}
 
-    def said(c: CheckpointWritten | CheckpointRemoved, size: int | None, *more: Any) -> HeldCheckpoint:
-        of = (history.run, history.policy, c.policy_version, made.get(c.policy_version), c.path)
-        return HeldCheckpoint(*of, size, c.optimizer_digest is not None, *more)
+    def row(c: CheckpointWritten | CheckpointRemoved, size: int | None, *more: Any) -> HeldCheckpoint:
+        identity = (history.run, history.policy, c.policy_version, step_of.get(c.policy_version), c.path)
+        return HeldCheckpoint(*identity, size, c.optimizer_digest is not None, *more)
 
-    found = [said(c, c.bytes if c.path in why else None, why.get(c.path, ())) for c in history.checkpoints]
-    found += [said(r, None, (), r.reason) for r in history.removed]
-    return sorted(found, key=lambda one: (one.policy_version, one.path))
+    checkpoints = [
+        row(c, c.bytes if c.path in why else None, why.get(c.path, ())) for c in history.checkpoints
+    ]
+    checkpoints += [row(r, None, (), r.reason) for r in history.removed]
+    return sorted(checkpoints, key=lambda entry: (entry.policy_version, entry.path))
 
 
 def folder_of(log: Store, record: CheckpointWritten | CheckpointRemoved, run: str) -> Path | None:
@@ -131,7 +138,7 @@ def folder_of(log: Store, record: CheckpointWritten | CheckpointRemoved, run: st
 def remove_checkpoint(
     log: Store, run: str, record: CheckpointWritten, reason: str, write: Callable[[Record], None]
 ) -> bool:
-    """Remove a checkpoint; False if it stays, since somebody reads it.
+    """Remove a checkpoint; False if it stays because somebody reads it.
 
     Args:
         write: appends a record of the run, and waits until it is durable.
@@ -164,7 +171,7 @@ def finish_removals(log: Store, history: History) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder: first its name, so that whoever finds it finds all of it."""
+    """Remove a folder: rename it first, so that a folder under its own name is always complete."""
     hidden = folder.with_name(f".{folder.name}{_LEFT}")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -185,7 +192,7 @@ def remove_checkpoints(log: Store, keep: Keep, run: str, policy: str) -> set[str
     with log.claim(what, "set [checkpoint] keep_last and keep_every in its CONFIG: it removes them itself"):
         history = fold_histories(log.events_of(KINDS)).get((run, policy), History(run, policy))
         finish_removals(log, history)
-        goes = {one.path for one in list_checkpoints(log, keep, run, policy) if one.goes}
+        goes = {checkpoint.path for checkpoint in list_checkpoints(log, keep, run, policy) if checkpoint.goes}
         if not goes:
             return goes
         with log.writer(UPKEEP_LANE) as writer:
@@ -205,8 +212,9 @@ class Keep:
     """Which checkpoints stay, whether something needs them or not.
 
     Attributes:
-        last: so many of the newest that training can resume from, at least 1.
-        every: of so many versions in a row the first that has one, counted from version 0; None: no others.
+        last: how many of the newest that training can resume from, at least 1.
+        every: of each range of so many versions, counted from version 0, the first that has one
+            stays; None: no others.
     """
 
     last: int
@@ -222,18 +230,19 @@ FALLBACK = 2
 
 
 def keep_of(last: int | None, every: int | None) -> Keep | None:
-    """What two settings say together; None where neither is set, and all stay."""
+    """The rule of two settings; None if neither is set, and all checkpoints stay."""
     return None if last is None and every is None else Keep(last or FALLBACK, every)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTaken:
-    """What the rule knows of a step that was planned, and not abandoned.
+    """The facts about a step that was planned, and not abandoned.
 
     Attributes:
         began, made: versions; `made` is None of a step that has not committed.
-        names: other versions whose weights it takes -> what they are to it.
-        again: whether it can be run again: it is not retired, and the tokens of its samples are there.
+        names: other versions whose weights it uses -> what they are to it.
+        again: whether it can be run again: it is not retired, and the tokens of its samples are
+            there.
         retired: whether it was given up for replay.
     """
 
@@ -246,15 +255,15 @@ class StepTaken:
     retired: bool = False
 
 
-def step_taken(plan: StepPlanned, made: int | None, **said: Any) -> StepTaken:
-    """What the rule knows of a step by its plan."""
+def step_taken(plan: StepPlanned, made_version: int | None, **facts: Any) -> StepTaken:
+    """The facts about a step that follow from its plan."""
     names: dict[int, str] = {}
     reference, lora = plan.algorithm.get("reference_version"), plan.lora
     if isinstance(reference, int):
         names[reference] = "the reference"
     if lora is not None:
         names[int(lora["base_version"])] = "the base of the low-rank factors"
-    return StepTaken(plan.step, plan.phase, plan.policy_version, made, names, **said)
+    return StepTaken(plan.step, plan.phase, plan.policy_version, made_version, names, **facts)
 
 
 def steps_taken(history: History, erased: Collection[str]) -> list[StepTaken]:
@@ -263,7 +272,7 @@ def steps_taken(history: History, erased: Collection[str]) -> list[StepTaken]:
     Args:
         erased: trajectories whose tokens were erased.
     """
-    found = []
+    steps = []
     for number, plan in sorted(history.planned.items()):
         step = history.steps.get(number)
         if step is None and number not in history.pending:
@@ -271,13 +280,13 @@ def steps_taken(history: History, erased: Collection[str]) -> list[StepTaken]:
         used = plan if step is None else step.planned
         retired = number in history.retired
         spent = bool(erased) and any(ref["trajectory_id"] in erased for ref in _all_of(used))
-        said = {"again": not retired and not spent, "retired": retired}
-        found.append(step_taken(used, None if step is None else step.committed.policy_version, **said))
-    return found
+        facts = {"again": not retired and not spent, "retired": retired}
+        steps.append(step_taken(used, None if step is None else step.committed.policy_version, **facts))
+    return steps
 
 
 def _all_of(plan: StepPlanned) -> list[Json]:
-    """References to its samples, and, of one that begins a rollout batch, to those of the batch."""
+    """References to a step's samples; if it begins a rollout batch, to all samples of the batch."""
     return [*plan.samples, *(plan.rollout_batch or {}).get("samples", ())]
 
 
@@ -295,11 +304,11 @@ def why_kept(
         named: versions that something outside of the steps needs -> what.
         user_of: who serves what is at a path, None where nobody does.
     """
-    taken = sorted(steps, key=lambda step: step.step)
+    in_order = sorted(steps, key=lambda step: step.step)
     stands = _standing(present)
-    why = _needs(stands, taken, keep, named)
+    why = _needs(stands, in_order, keep, named)
     for version in sorted(stands):
-        if not why.get(version) and not _made_again(stands, version, why, taken):
+        if not why.get(version) and not _made_again(stands, version, why, in_order):
             why[version] = ["nothing that stays makes it again"]
     newest = max(stands, default=0)
     return [
@@ -315,7 +324,7 @@ def _of_record(
     named: Mapping[int, str],
     user_of: Callable[[str], str | None],
 ) -> list[str]:
-    """Why one checkpoint stays; of a version that has several, one stands for it."""
+    """Why one checkpoint stays; if a version has several, one of them represents it."""
     version = record.policy_version
     own = list(why.get(version, ()))
     if record is not standing:
@@ -328,13 +337,14 @@ def _of_record(
 
 
 def _standing(present: Iterable[CheckpointWritten]) -> dict[int, CheckpointWritten]:
-    """Version -> the checkpoint that stands for it: the last written, of whole ones where there is one."""
-    found: dict[int, CheckpointWritten] = {}
+    """Version -> the checkpoint that represents it: the last written, preferring those with an
+    optimizer."""
+    standing: dict[int, CheckpointWritten] = {}
     for record in present:
-        held = found.get(record.policy_version)
+        held = standing.get(record.policy_version)
         if held is None or held.optimizer_digest is None or record.optimizer_digest is not None:
-            found[record.policy_version] = record
-    return found
+            standing[record.policy_version] = record
+    return standing
 
 
 def _needs(
@@ -369,7 +379,7 @@ def _needs(
 
 
 def _firsts(versions: Iterable[int], every: int | None) -> list[int]:
-    """Of so many versions in a row the first that is there; none where all may go."""
+    """The first existing version of each range of so many; empty if all may go."""
     firsts: dict[int, int] = {}
     if every is not None:
         for version in sorted(versions):
@@ -378,22 +388,26 @@ def _firsts(versions: Iterable[int], every: int | None) -> list[int]:
 
 
 def _named(steps: Sequence[StepTaken]) -> dict[tuple[int, str], int]:
-    """(version, what it is to a step to be replayed) -> the first such step."""
-    found: dict[tuple[int, str], int] = {}
+    """(version, its role for a step to be replayed) -> the first such step."""
+    first: dict[tuple[int, str], int] = {}
     for step in steps:
         for version, what in step.names.items():
             if not step.retired:
-                found.setdefault((version, what), step.step)
-    return found
+                first.setdefault((version, what), step.step)
+    return first
 
 
 def _starts(steps: Sequence[StepTaken]) -> dict[int, str]:
-    """Versions at which a phase begins that has a step to be replayed."""
+    """Versions at which a phase begins that still has a step to be replayed."""
     first: dict[str, StepTaken] = {}
     for step in steps:
         first.setdefault(step.phase, step)
     live = {step.phase for step in steps if not step.retired}
-    return {one.began: f"a new optimizer at step {one.step}" for phase, one in first.items() if phase in live}
+    return {
+        opening.began: f"a new optimizer at step {opening.step}"
+        for phase, opening in first.items()
+        if phase in live
+    }
 
 
 def _made_again(
@@ -402,7 +416,7 @@ def _made_again(
     why: Mapping[int, list[str]],
     steps: Sequence[StepTaken],
 ) -> bool:
-    """Whether a checkpoint that stays and the steps since make a version again."""
+    """Whether a remaining checkpoint and the steps since can reproduce a version."""
     record = stands[version]
     mine = [step for step in steps if step.phase == record.phase]
     start = mine[0].began if mine else None

@@ -1,9 +1,9 @@
-"""Changes of a store's sealed units: by one process at a time, and files that go for good.
+"""Lets one process at a time change a store's sealed units, and removes files for good.
 
 Retention and erasure remove files.
 
-Both first record durably that the files no longer count, and then remove them. An interrupted removal leaves
-files that nobody reads, and the next run removes them.
+Both first record durably that the files no longer count, and then remove them. An interrupted
+removal leaves files that nobody reads, and the next run removes them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def only_one(log: Store) -> Iterator[None]:
+def claim_upkeep(log: Store) -> Iterator[None]:
     """Hold the claim to change the store's sealed units.
 
     Raises:
-        LaneLockedError: another one does, and went on for `PATIENCE_S` seconds.
+        LaneLockedError: another process held it for `PATIENCE_S` seconds.
         UpkeepError: the store only reads what another one uploaded.
     """
     units = (unit for lane in log.lanes() for unit in current_units(log.path, lane))
@@ -77,7 +77,7 @@ def _remove(folder: Path, files: Sequence[Path]) -> int:
 
 
 def remove_replaced(store: Path, lane: str, unit: Unit) -> None:
-    """Remove every unit that this one took the place of, leased or not, and what was derived from it."""
+    """Remove every unit that this one replaced, leased or not, and the files derived from it."""
     others = [u for u in all_units(store, lane) if u.name != unit.name]
     old = [u for u in others if u.first <= unit.last and u.last >= unit.first]
     for other in old:
@@ -102,11 +102,11 @@ def remove_files(store: Path, unit: Unit) -> int:
     """Remove the unit's Parquet files, here and in object storage, and leave its manifest; how many bytes.
 
     Raises:
-        RemoteError: object storage does not answer or refuses; this can be asked again.
+        RemoteError: object storage does not answer or refuses; the call can be repeated.
     """
     folder = unit_folder(store, unit)
-    found = [path for name in (TURNS, MARKS) if (path := folder / name).exists()]
-    return _remove(folder, found) + remove_remote_files(store, unit)
+    present = [path for name in (TURNS, MARKS) if (path := folder / name).exists()]
+    return _remove(folder, present) + remove_remote_files(store, unit)
 
 
 def remove_derived(store: Path, unit: Unit) -> None:

@@ -1,16 +1,18 @@
-"""Merges neighbouring sealed units into larger ones, so that a lane has few files however it was written.
+"""Merges neighbouring sealed units into larger ones, so that a lane has few files however it was
+written.
 
-Sizes are those of the log that a unit holds (its segments' bytes; Parquet takes about half). Some neighbours
-are merged, up to `compact_bytes` together, when
+Sizes are those of the log that a unit holds (its segments' bytes; Parquet takes about half).
+Neighbours are merged, up to `compact_bytes` together, when
 
-1. they are at least `FEWEST`, and none holds more than half of what they hold together: so each is at
-   least doubled, and a row is written again at most log2(compact_bytes / size of its first unit) times;
-   half as often where units are alike, as they then grow fourfold; or
-2. they are at least two, and no neighbour on either side fits with them: nothing more can come to them
-   but by rule 1, so this happens about once.
+1. they are at least `FEWEST`, and none holds more than half of their total: so each is at least
+   doubled, and a row is written again at most log2(compact_bytes / size of its first unit) times;
+   half as often if units are alike, as they then grow fourfold; or
+2. they are at least two, and no neighbour on either side fits with them: nothing more can be added
+   to them except by rule 1, so this happens about once.
 
-Every row keeps its bits: what was written is read back and compared. That takes memory for about three
-times the merged rows, at most about 3 x `compact_bytes`; a unit that is read whole takes less.
+Every row keeps its bits: the written unit is read back and compared. That takes memory for about
+three times the merged rows, at most about 3 x `compact_bytes`; a unit that is read whole takes
+less.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def next_run(sizes: Sequence[int | None], limit: int) -> tuple[int, int] | None:
 
 
 def _is_closed(sizes: Sequence[int | None], start: int, stop: int, total: int, limit: int) -> bool:
-    """Whether no neighbour fits with these. At the lane's end one may still come."""
+    """Whether no neighbour can be merged with these. At the lane's end one may still come."""
     if stop == len(sizes):
         return False
     around = [sizes[stop], *([sizes[start - 1]] if start else [])]
@@ -139,10 +141,11 @@ def _parts(store: Path, units: Sequence[Unit]) -> list[pa.Table]:
 
 
 def remove_superseded(store: Path, lane: str) -> list[str]:
-    """Remove units that others took the place of, with what was derived from them; their names.
+    """Remove replaced units and the files derived from them; their names.
 
-    Units that a reader has leased stay until a later call, and so do those in object storage until the unit
-    that took their place is there too. The caller is the only one that changes the store's sealed units.
+    Units that a reader has leased stay until a later call, and so do those in object storage
+    until their replacement is there too. The caller is the only one that changes the store's
+    sealed units.
 
     Raises:
         StoreError: readers have kept the lock of the leases for too long.

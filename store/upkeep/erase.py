@@ -36,8 +36,8 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, unit_table
 from rollbook.store.sealed.seal import seal_closed, write_unit
 from rollbook.store.sealed.unit import Erasure, Unit, all_units, current_units
-from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one, remove_replaced, remove_wal
-from rollbook.store.upkeep.find import Found, find_trajectory, units_with, unsealed_lanes
+from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep, remove_replaced, remove_wal
+from rollbook.store.upkeep.find import LoggedTrajectory, find_trajectory, units_with, unsealed_lanes
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_path
 from rollbook.store.wal.frame import ALIGN, first_seq_of
 
@@ -95,27 +95,27 @@ def erase_trajectory(
             after the store; nothing was erased.
         CorruptionError: a file that holds it is damaged.
     """
-    with only_one(log):
-        found = find_trajectory(log, trajectory, run)
+    with claim_upkeep(log):
+        target = find_trajectory(log, trajectory, run)
         with log.writer(UPKEEP_LANE) as upkeep:
-            _seal_all_of(log, found)
-            units = units_with(log, found.trajectory_id)
+            _seal_all_of(log, target)
+            units = units_with(log, target.trajectory_id)
             # All units are read before the first is rewritten, so that damage is found before anything
             # changes.
-            rows = [_rows_of(unit_table(log.path, unit), found.trajectory_id, keep_tokens) for unit in units]
-            made = [_rewrite(log, unit, found.trajectory_id, keep_tokens) for unit in units]
+            rows = [_rows_of(unit_table(log.path, unit), target.trajectory_id, keep_tokens) for unit in units]
+            rewritten = [_rewrite(log, unit, target.trajectory_id, keep_tokens) for unit in units]
             _remove_what_was_replaced(log)
             report = EraseReport(
-                found.trajectory_id,
-                found.name,
-                found.run,
+                target.trajectory_id,
+                target.name,
+                target.run,
                 keep_tokens,
                 sum(len(r.own) for r in rows),
                 sum(len(r.bodies) for r in rows),
                 len(set().union(*(r.shared_bodies for r in rows))),
-                tuple(f"{unit.lane}/{unit.name}" for unit in made if unit is not None),
-                found.finished,
-                _replays_of(log, found.trajectory_id),
+                tuple(f"{unit.lane}/{unit.name}" for unit in rewritten if unit is not None),
+                target.finished,
+                _replays_of(log, target.trajectory_id),
                 tuple(path for r in rows for path in r.outputs),
             )
             _record(log, upkeep, report, reason)
@@ -125,17 +125,17 @@ def erase_trajectory(
 # Before: everything of it into units ----------------------------------------------------------------
 
 
-def _seal_all_of(log: Store, found: Found) -> None:
-    """Seal what is in no unit yet of the lanes that hold the trajectory.
+def _seal_all_of(log: Store, target: LoggedTrajectory) -> None:
+    """Seal the unsealed events of the lanes that hold the trajectory.
 
     Raises:
         LaneLockedError: some of it is in a segment that another process still writes.
     """
-    newest = unsealed_lanes(log, found.trajectory_id)
+    newest = unsealed_lanes(log, target.trajectory_id)
     with contextlib.ExitStack() as stack:
         for lane, seq in newest.items():
             if seq >= _open_segment_start(log.path, lane):
-                _take(log, lane, found, stack)
+                _take(log, lane, target, stack)
         # Taking a lane begins a new segment, which closes the previous one.
     for lane in newest:
         for _ in seal_closed(log.path, lane, log.settings().seal):
@@ -143,13 +143,13 @@ def _seal_all_of(log: Store, found: Found) -> None:
         note_units(log.path, lane, current_units(log.path, lane))
 
 
-def _take(log: Store, lane: str, found: Found, stack: contextlib.ExitStack) -> None:
+def _take(log: Store, lane: str, target: LoggedTrajectory, stack: contextlib.ExitStack) -> None:
     try:
         stack.enter_context(log.writer(lane))
     except LaneLockedError as error:
         seconds = log.settings().append.segment_age_s
         raise LaneLockedError(
-            f"trajectory {found.name!r} of run {found.run!r} has events in the segment of lane {lane!r} "
+            f"trajectory {target.name!r} of run {target.run!r} has events in the segment of lane {lane!r} "
             f"that is still written; it closes within {seconds:g} s of its first event: try again then. "
             f"Nothing was erased. ({error})"
         ) from None
@@ -174,10 +174,14 @@ def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
     """
     mine = pc.fill_null(pc.equal(table["trajectory_id"], trajectory_id), False)
     naming = [TurnRequested.KIND] if keep_tokens else [TurnRequested.KIND, TurnCompleted.KIND]
-    asked = pc.is_in(table["kind"], pa.array(naming))
+    naming_rows = pc.is_in(table["kind"], pa.array(naming))
     named, named_by_others = (
-        {d for extra in table["extra"].filter(pc.and_(asked, of)).to_pylist() for d in named_bodies(extra)}
-        for of in (mine, pc.invert(mine))
+        {
+            d
+            for extra in table["extra"].filter(pc.and_(naming_rows, rows)).to_pylist()
+            for d in named_bodies(extra)
+        }
+        for rows in (mine, pc.invert(mine))
     )
     own = _places(pc.and_(mine, pc.is_in(table["kind"], pa.array(text_kinds()))))
     stored = _places(pc.equal(table["kind"], BodyStored.KIND)) if named else []
@@ -210,18 +214,18 @@ def _rewrite(log: Store, unit: Unit, trajectory_id: str, keep_tokens: bool) -> U
     table = pa.concat_tables([table, after]).take(pa.array(order))
     same_place = [u for u in all_units(log.path, unit.lane) if (u.first, u.last) == (unit.first, unit.last)]
     others = tuple(e for e in unit.erased if e.trajectory_id != trajectory_id)
-    made = replace(
+    successor = replace(
         unit,
         generation=1 + max(u.generation for u in same_place),
         sealed_us=now_us(),
         erased=(*others, Erasure(trajectory_id, now_us(), keep_tokens)),
         remote=None,
     )
-    return write_unit(log.path, made, table, log.settings().seal)
+    return write_unit(log.path, successor, table, log.settings().seal)
 
 
 def _erased(table: pa.Table, keep_tokens: bool) -> pa.Table:
-    """The rows as they are once erased."""
+    """The rows after erasure."""
     kinds = table["kind"].to_pylist()
     columns = {name: table[name].to_pylist() for name in CHANGED}
     rows = [
@@ -230,8 +234,8 @@ def _erased(table: pa.Table, keep_tokens: bool) -> pa.Table:
     ]
     for name in ("extra",) if keep_tokens else CHANGED:
         field = TABLE_SCHEMA.field(name)
-        made = pa.array([row[name] for row in rows], field.type)
-        table = table.set_column(TABLE_SCHEMA.get_field_index(name), field, made)
+        values = pa.array([row[name] for row in rows], field.type)
+        table = table.set_column(TABLE_SCHEMA.get_field_index(name), field, values)
     return table
 
 
@@ -239,7 +243,7 @@ def _erased(table: pa.Table, keep_tokens: bool) -> pa.Table:
 
 
 def _remove_what_was_replaced(log: Store) -> None:
-    """Remove all that units with erasures took the place of; of earlier erasures too that were cut short."""
+    """Remove everything that units with erasures replaced, including leftovers of interrupted erasures."""
     for lane in log.lanes():
         units = [u for u in current_units(log.path, lane) if u.erased]
         if not units:
@@ -251,24 +255,25 @@ def _remove_what_was_replaced(log: Store) -> None:
 
 
 def _replays_of(log: Store, trajectory_id: str) -> tuple[str, ...]:
-    """The replays of a trajectory and its judges', and theirs, that were not erased: they repeat its text."""
-    of: dict[str, str] = {}
+    """The replays and judges of a trajectory, and recursively theirs, that were not erased: they
+    repeat its text."""
+    origins: dict[str, str] = {}
     erased: set[str] = set()
     for event in log.events_of({TrajectoryOpened.KIND, TrajectoryErased.KIND}):
         record = event.record
         if isinstance(record, TrajectoryErased):
             erased.add(record.trajectory_id)
         elif isinstance(record, TrajectoryOpened) and record.origin is not None:
-            of[record.trajectory_id] = record.origin["trajectory_id"]
-    found = {trajectory_id}
-    for replay in sorted(of):  # ids sort by when they were made, so what each repeats comes before it
-        if of[replay] in found:
-            found.add(replay)
-    return tuple(sorted(found - erased - {trajectory_id}))
+            origins[record.trajectory_id] = record.origin["trajectory_id"]
+    repeats = {trajectory_id}
+    for replay in sorted(origins):  # ids sort by when they were made, so what each repeats comes before it
+        if origins[replay] in repeats:
+            repeats.add(replay)
+    return tuple(sorted(repeats - erased - {trajectory_id}))
 
 
 def _record(log: Store, upkeep: LaneWriter, report: EraseReport, reason: str) -> None:
-    """Append the event, unless an earlier one says the same and nothing was left to do."""
+    """Append the event, unless an earlier one records the same and nothing was left to do."""
     cut = {UPKEEP_LANE: log.head().get(UPKEEP_LANE, 0)}
     known = [e.record for e in log.events(cut) if isinstance(e.record, TrajectoryErased)]
     same = [

@@ -1,4 +1,4 @@
-"""Finds a trajectory in the sealed units and in what is not sealed yet, reading only the columns it needs."""
+"""Finds a trajectory in the sealed units and among unsealed events, reading only the columns it needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, unseal
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LoggedTrajectory:
     """A trajectory that is in the log: its id, the client's name, its run, and whether it is finished."""
 
     trajectory_id: str
@@ -32,7 +32,7 @@ class Found:
 def rows_where(
     store: Path, unit: Unit, name: str, columns: Sequence[str], condition: pc.Expression
 ) -> pa.Table:
-    """Columns of those rows of a unit's file that fulfil a condition; none where it has no such file.
+    """Columns of the rows of a unit's file that fulfil a condition; none if the unit has no such file.
 
     Raises:
         CorruptionError: the file is missing or damaged.
@@ -60,7 +60,7 @@ def unsealed(log: Store) -> Iterator[tuple[str, pa.RecordBatch]]:
     return log.batches(start={lane: unsealed_start(log.path, lane).next_seq for lane in log.lanes()})
 
 
-def find_trajectory(log: Store, wanted: str, run: str | None = None) -> Found:
+def find_trajectory(log: Store, wanted: str, run: str | None = None) -> LoggedTrajectory:
     """The one trajectory of that id, or of that client's name.
 
     Raises:
@@ -75,19 +75,19 @@ def find_trajectory(log: Store, wanted: str, run: str | None = None) -> Found:
         for _, batch in unsealed(log)
     ]
     finished = {row["trajectory_id"] for t in tables for row in t.to_pylist() if row["kind"] == kinds[1]}
-    found = {}
+    matches = {}
     for row in (row for t in tables for row in t.to_pylist() if row["kind"] == kinds[0]):
         id_, name = row["trajectory_id"], orjson.loads(row["extra"])["name"]
         if wanted in (id_, name) and run in (None, row["run"]):
-            found[id_] = Found(id_, name, row["run"], id_ in finished)
-    if len(found) == 1:
-        return next(iter(found.values()))
+            matches[id_] = LoggedTrajectory(id_, name, row["run"], id_ in finished)
+    if len(matches) == 1:
+        return next(iter(matches.values()))
     where = "" if run is None else f" in run {run!r}"
-    if not found:
+    if not matches:
         raise UpkeepError(
             f"no trajectory {wanted!r}{where}: list them with select run, trajectory from trajectories"
         )
-    runs = ", ".join(sorted(f.run for f in found.values()))
+    runs = ", ".join(sorted(f.run for f in matches.values()))
     raise UpkeepError(f"several trajectories are named {wanted!r}, in runs {runs}: name one with --run")
 
 
@@ -102,13 +102,13 @@ def units_with(log: Store, trajectory_id: str) -> list[Unit]:
 
 
 def unsealed_lanes(log: Store, trajectory_id: str) -> dict[str, int]:
-    """Lane -> sequence number of the newest event with text of the trajectory that is in no unit yet."""
+    """Lane -> sequence number of the newest unsealed event with text of the trajectory."""
     newest: dict[str, int] = {}
     for lane, batch in unsealed(log):
         mine = pc.and_(
             pc.equal(batch["trajectory_id"], trajectory_id), pc.is_in(batch["kind"], pa.array(text_kinds()))
         )
-        found = batch["seq"].filter(pc.fill_null(mine, False))
-        if len(found):
-            newest[lane] = found[-1].as_py()
+        seqs = batch["seq"].filter(pc.fill_null(mine, False))
+        if len(seqs):
+            newest[lane] = seqs[-1].as_py()
     return newest

@@ -1,7 +1,9 @@
-"""Finds secrets in the log: keys of known formats anywhere, and outside conversations what a name tells.
+"""Finds secrets in the log: keys of known formats anywhere, and values of secret names outside
+conversations.
 
-The log is read as it lies, batch by batch, so memory is bounded whatever its length. A value is never part of
-what is found: its digest is, the same one that stands in a secret's place where one was taken out.
+The log is read in its stored order, batch by batch, so memory is bounded whatever its length.
+Results never contain a secret's value, only its digest: the same one that replaces the secret
+where it was redacted.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from rollbook.store.events import (
 from rollbook.store.events.blobs import KEY
 from rollbook.store.events.erased import named_bodies
 from rollbook.store.log.store import Store
-from rollbook.store.redaction import ANY_KEY, Scrubber, conversation, find_keys, outside, secrets_in
+from rollbook.store.redaction import ANY_KEY, Scrubber, conversation, find_keys, replace_outside, secrets_in
 
 NAMED = "named"
 """The format of what only its name, or its place in an address, tells."""
@@ -53,7 +55,7 @@ _TELLING = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where a secret is, and which: two places of one digest hold the same."""
+    """The place of a secret, and its digest: equal digests mean the same secret."""
 
     format: str
     digest: str
@@ -66,7 +68,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Secrets:
-    """What was found: places with how often it is there; secrets of each format; events that were read."""
+    """The secrets that were found: each place with its count; secrets per format; events that were read."""
 
     places: Counter[Finding] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
@@ -89,8 +91,8 @@ class Secrets:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         places = [asdict(place) | {"count": count} for place, count in self.places.items()]
-        found = {"secrets": places, "formats": dict(self.formats), "unlisted": self.unlisted}
-        return found | {"trajectories": self.trajectories, "events": self.events}
+        values = {"secrets": places, "formats": dict(self.formats), "unlisted": self.unlisted}
+        return values | {"trajectories": self.trajectories, "events": self.events}
 
 
 def find_secrets(
@@ -106,23 +108,23 @@ def find_secrets(
         CutError: the cut holds more than the store.
         CorruptionError: acknowledged bytes are damaged.
     """
-    found = Secrets()
+    secrets = Secrets()
     bodies: dict[str, list[tuple[str, str]]] = {}
     """Digest of a body -> (format, digest) of the keys in it: whoever names the body holds them."""
     for _, batch in log.batches(cut):
         for row in _rows(batch):
-            for at, name, secret in _found(row):
+            for at, name, secret in _secrets_in_row(row):
                 place = (name, scrub.digest(secret))
                 if row["kind"] == BodyStored.KIND:
                     bodies.setdefault(row["extra"]["digest"], []).append(place)
                 else:
-                    found.add(_place(row, scrub.keys(at), *place))
+                    secrets.add(_place(row, scrub.keys(at), *place))
             for digest in set(named_bodies(row["text"])) & bodies.keys() if bodies else ():
                 for place in bodies[digest]:
-                    found.add(_place(row, KEY, *place))
-        found.events += batch.num_rows
+                    secrets.add(_place(row, KEY, *place))
+        secrets.events += batch.num_rows
         on_events(batch.num_rows)
-    return found
+    return secrets
 
 
 def _place(row: Mapping[str, Any], at: str, format_: str, digest: str) -> Finding:
@@ -140,7 +142,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
             yield row | {"extra": orjson.loads(row["extra"]), "text": row["extra"]}
 
 
-def _found(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _secrets_in_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(place in the record, format, secret) of one event."""
     keys = row["keys"]
     shown = _CONVERSATION.get(row["kind"], ())
@@ -150,7 +152,7 @@ def _found(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         elif name in _BODIES and isinstance(value, dict):
             yield from _keys(conversation(value), name) if keys else ()
             beside: list[tuple[str, Any]] = []
-            outside(value, lambda part, inner, beside=beside: beside.append((part, inner)) or inner)  # type: ignore[misc]
+            replace_outside(value, lambda part, inner, beside=beside: beside.append((part, inner)) or inner)  # type: ignore[misc]
             for part, inner in beside:
                 yield from _texts_of(part, inner, f"{name}.{part}")
         else:
@@ -160,9 +162,9 @@ def _found(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _texts_of(name: str, value: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """Secrets of a field that is no conversation."""
+    """Secrets of a field outside the conversation."""
     for secret in sorted(secrets_in({"": {name: value}})):
-        formats = [found.format for found in find_keys(secret)]
+        formats = [match.format for match in find_keys(secret)]
         yield path, formats[0] if formats else NAMED, secret
 
 

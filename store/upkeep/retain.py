@@ -17,7 +17,7 @@ from rollbook.store.log.consumer import RUN
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.leases import leased, removing
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder, write_manifest
-from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one, remove_derived, remove_files, remove_wal
+from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep, remove_derived, remove_files, remove_wal
 from rollbook.store.upkeep.compact import remove_superseded
 from rollbook.store.upkeep.retention_policy import LanePart, decide, scan
 from rollbook.store.upkeep.retention_spec import parse_keep
@@ -71,7 +71,7 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
         CorruptionError: a file that must be read is damaged; nothing was dropped.
     """
     wanted = parse_keep(keep)
-    with contextlib.nullcontext() if dry_run else only_one(log):
+    with contextlib.nullcontext() if dry_run else claim_upkeep(log):
         facts = scan(log)
         pending = set(_recorded(log))
         why = decide(facts, wanted, now_us(), leased(log.path), pending)
@@ -106,7 +106,8 @@ def _verdict(place: LanePart, why: list[str]) -> UnitVerdict:
 
 
 def _recorded(log: Store) -> Iterator[tuple[str, str]]:
-    """(lane, unit) whose dropping was recorded and not done: a run was stopped, or a reader had it open."""
+    """(lane, unit) whose drop was recorded but not carried out: a run was interrupted, or a reader
+    had it open."""
     cut = {lane: count for lane, count in log.head().items() if lane == UPKEEP_LANE}
     for event in log.events(cut):
         record = event.record

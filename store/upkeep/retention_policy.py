@@ -1,17 +1,18 @@
 """Which sealed units may go, and why each other one stays.
 
-What goes of a lane is a prefix of it, trajectories go whole, and so does what a policy's training wrote down
-(`docs/keeping.md` has the reasons). A unit stays that anything which stays needs.
+Units go from the beginning of a lane only, a trajectory goes as a whole, and so do the events of
+a policy's training (`docs/keeping.md` has the reasons). A unit stays if anything that stays
+needs it.
 
 The steps of a policy need the trajectories that they are replayed from.
 
-A step is replayed from the nearest checkpoint before it that has its optimizer's state, through all steps in
-between (`History.starts`); going on with the training begins in the same way.
+A step is replayed from the nearest checkpoint before it that has its optimizer's state, through
+all steps in between (`History.starts`); a training is resumed in the same way.
 
-The facts to decide by are scalars of every event, and a few kinds as a whole.
+The facts to decide by are scalars of every event, and a few kinds of events in full.
 
-`ended_by` says which steps could not be replayed, and which trainings not gone on with, without a
-trajectory's tokens.
+`ended_by` says which steps could no longer be replayed, and which trainings no longer resumed,
+without a trajectory's tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rollbook.store.wal.files import lane_folder, read_watermark, segment_number
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
-    """A sealed unit, or (`unit` is None) what is in none of a lane's units yet, and what it holds.
+    """A sealed unit, or (`unit` is None) the unsealed part of a lane, and what it holds.
 
     Attributes:
         bytes: on the disk, WAL copies and derived files included.
@@ -71,14 +72,16 @@ class LanePart:
 
     @property
     def wholes(self) -> set[str]:
-        """Names of what has events here and goes whole or not at all."""
+        """Names of the trajectories and trainings with events here, which are kept or dropped as a
+        whole."""
         trained = {f"the training of {p!r} in run {r!r}" for r, p in self.training if p is not None}
         return trained | {f"trajectory {t}" for t in self.trajectories}
 
 
 @dataclass(slots=True)
 class Cursor:
-    """What a consumer has dealt with: the union of all it said; and where it said so last, by lane."""
+    """What a consumer has processed: the union of all its cuts; and, by lane, where it last
+    recorded one."""
 
     cut: dict[str, int] = field(default_factory=dict)
     said: dict[str, int] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class Cursor:
 
 @dataclass(slots=True)
 class Facts:
-    """What the whole log says that decides what may go."""
+    """The facts about the whole log that decide what may go."""
 
     places: list[LanePart] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
@@ -120,7 +123,7 @@ def decide(
     """
     why: list[list[str]] = [[] for _ in facts.places]
     fresh = _kept_by(facts, keep, now_us)
-    needed = {t: reason for one in facts.training.values() for t, reason in needed_by(one)}
+    needed = {t: reason for history in facts.training.values() for t, reason in needed_by(history)}
     for i, place in enumerate(facts.places):
         unit = place.unit
         if unit is None:
@@ -142,8 +145,8 @@ def _kept_by(facts: Facts, keep: Keep, now_us: int) -> list[list[str]]:
     """Why the SPEC alone keeps each place."""
     match keep:
         case KeepAge():
-            kept = [p.newest_us >= now_us - keep.age_us for p in facts.places]
-            return [[f"--keep {keep.text}: its newest event is younger"] if k else [] for k in kept]
+            stays = [p.newest_us >= now_us - keep.age_us for p in facts.places]
+            return [[f"--keep {keep.text}: its newest event is younger"] if k else [] for k in stays]
         case KeepBytes():
             return _kept_by_size(facts.places, keep)
         case KeepVersions():
@@ -205,31 +208,32 @@ def _own_reasons(facts: Facts, place: LanePart, needed: Mapping[str, str]) -> It
 
 def _not_retired(facts: Facts, run: str, policy: str | None) -> str | None:
     """The policy, or one of the run, whose training is not over."""
-    found = [p for (r, p), one in facts.training.items() if r == run and policy in (None, p)]
-    if policy is not None and not found:
+    policies = [p for (r, p), history in facts.training.items() if r == run and policy in (None, p)]
+    if policy is not None and not policies:
         return policy  # published, but not trained here: nothing says that nobody wants it any more
-    return next((p for p in found if not facts.training[run, p].over), None)
+    return next((p for p in policies if not facts.training[run, p].over), None)
 
 
 def _kept_by_consumer(place: LanePart, consumer: str, cursor: Cursor) -> Iterator[str]:
-    done, said = cursor.cut.get(place.lane, 0), cursor.said.get(place.lane, -1)
+    done, cursor_seq = cursor.cut.get(place.lane, 0), cursor.said.get(place.lane, -1)
     if cursor.unreadable is not None:
         yield f"nobody knows what consumer {consumer!r} has dealt with: {cursor.unreadable}"
     elif done < place.next_seq:
         yield f"consumer {consumer!r} has dealt with {done} events of lane {place.lane} only"
-    elif place.unit is not None and place.unit.first_seq <= said < place.next_seq:
+    elif place.unit is not None and place.unit.first_seq <= cursor_seq < place.next_seq:
         yield f"it says where consumer {consumer!r} is"
 
 
-def _more(found: Sequence[str]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 # What stays keeps more ------------------------------------------------------------------------------
 
 
 def _close(places: Sequence[LanePart], why: list[list[str]], pending: Collection[tuple[str, str]]) -> None:
-    """Add what follows: a lane goes up to the first unit that stays, and some things go whole or not."""
+    """Add the reasons that follow: a lane is dropped only up to the first unit that stays, and some
+    things only as a whole."""
     bound = [p.unit is None or (p.lane, p.unit.name) not in pending for p in places]
     while True:
         stays: dict[str, str] = {}
@@ -258,8 +262,8 @@ class Ended:
 
     Attributes:
         steps: that could no longer be replayed.
-        resume: the version of the checkpoint whose following steps could not be run again to go on with the
-            training; None where going on needs nothing of what is erased.
+        resume: the version of the checkpoint whose following steps could not be run again to
+            resume the training; None if resuming needs nothing that is erased.
     """
 
     steps: tuple[int, ...]
@@ -267,11 +271,11 @@ class Ended:
 
 
 def needed_by(history: History) -> Iterator[tuple[str, str]]:
-    """(trajectory, who needs it) of every step that is not retired, and of going on with the training."""
-    of = f"of policy {history.policy!r} in run {history.run!r}"
+    """(trajectory, who needs it) for every step that is not retired, and for resuming the training."""
+    owner = f"of policy {history.policy!r} in run {history.run!r}"
     for step, plan in sorted(history.pending.items()):
         if step not in history.retired:
-            yield from ((t, f"planned step {step} {of}") for t in _trajectories(plan))
+            yield from ((t, f"planned step {step} {owner}") for t in _trajectories(plan))
     plans, starts = _plans(history), _starts(history)
     reach, who = 1 << 62, ""
     last = max(plans, default=None)
@@ -284,11 +288,11 @@ def needed_by(history: History) -> Iterator[tuple[str, str]]:
         if step not in history.retired and base <= reach:
             reach, who = base, f"step {step}"
         if plan.policy_version >= reach:
-            yield from ((t, f"{who} {of}") for t in _trajectories(plan))
+            yield from ((t, f"{who} {owner}") for t in _trajectories(plan))
 
 
 def ended_by(history: History, trajectory: str) -> Ended:
-    """What could not be done any more without the tokens of a trajectory."""
+    """What could no longer be done without the tokens of a trajectory."""
     plans, starts = _plans(history), _starts(history)
     using = sorted(plan.policy_version for plan in plans.values() if trajectory in _trajectories(plan))
 
@@ -325,9 +329,9 @@ def _starts(history: History) -> dict[str, list[int]]:
 
 
 def _base(starts: list[int], version: int) -> int:
-    """Version of the checkpoint that the state before an update of `version` is restored from.
+    """Version of the checkpoint from which the state before an update of `version` is restored.
 
-    Where there is none the step cannot be replayed, and needs its own samples only.
+    Without one the step cannot be replayed, and needs its own samples only.
     """
     at = bisect_right(starts, version)
     return starts[at - 1] if at else version
@@ -392,7 +396,7 @@ def _unsealed_bytes(log: Store, lane: str, units: list[Unit]) -> int:
 
 
 def _parts_of(what: str) -> list[str]:
-    return kinds_where(lambda said: said.of == what)
+    return kinds_where(lambda properties: properties.of == what)
 
 
 def _is_in(column: Any, kinds: Iterable[str]) -> Any:
@@ -405,7 +409,7 @@ def _place(
     table = pa.concat_tables(tables)
     kind = table["kind"]
     ids = table["trajectory_id"].filter(_is_in(kind, _parts_of("trajectory"))).unique().drop_null()
-    lasting = kind.filter(_is_in(kind, kinds_where(lambda said: said.lasting)))
+    lasting = kind.filter(_is_in(kind, kinds_where(lambda properties: properties.lasting)))
     ends = table["trajectory_id"].filter(pc.equal(kind, "trajectory.finished")).unique()
     facts.finished |= set(ends.to_pylist())
     for key, version in _newest(table.filter(pc.equal(kind, "policy.published"))).items():
@@ -448,18 +452,18 @@ class EndedTraining:
 
 
 def trainings_ended_by(log: Store, trajectory: str, run: str | None = None) -> list[EndedTraining]:
-    """What an erasure with its tokens would end; nothing where one was done, or begun, before.
+    """The trainings that an erasure with its tokens would end; empty if one was done, or begun, before.
 
     Raises:
         UpkeepError: no such trajectory, or several of that name.
         CorruptionError: a file is missing or damaged.
     """
-    found = find_trajectory(log, trajectory, run)
+    target = find_trajectory(log, trajectory, run)
     erasures = (erasure for unit in live_units(log) for erasure in unit.erased)
-    if any(e.trajectory_id == found.trajectory_id and not e.tokens_kept for e in erasures):
+    if any(e.trajectory_id == target.trajectory_id and not e.tokens_kept for e in erasures):
         return []
     ended = [
-        EndedTraining(*key, ended_by(history, found.trajectory_id))
+        EndedTraining(*key, ended_by(history, target.trajectory_id))
         for key, history in sorted(training_histories(log).items())
     ]
-    return [one for one in ended if one.ended.steps or one.ended.resume is not None]
+    return [training for training in ended if training.ended.steps or training.ended.resume is not None]

@@ -33,8 +33,8 @@ def parse_steps(text: str) -> tuple[int, int]:
     Raises:
         UpkeepError: it is neither.
     """
-    found = _RANGE.fullmatch(text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    match = _RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first:
         raise UpkeepError(f"--steps {text!r}: write a step or a range with its end, such as 7 or 0-99")
     return first, last

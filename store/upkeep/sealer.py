@@ -1,9 +1,10 @@
 """The sealer: maintains a lane's files after segments are closed, one pass at a time.
 
-In each lane: remove what an interrupted pass left; seal closed segments, and the last one too where its
-writer is gone; merge small units; derive; note it in the catalog; remove units that were replaced, and WAL
-files beyond `keep_wal_bytes`; move units to object storage where `[remote] uri` is set. Wherever a pass is
-stopped, the next one goes on: a unit appears whole, and nothing goes before what replaces it is durable.
+In each lane it removes what an interrupted pass left; seals closed segments, and the last one
+too if its writer is gone; merges small units; builds derived files; notes the units in the
+catalog; removes units that were replaced, and WAL files beyond `keep_wal_bytes`; and moves units
+to object storage where `[remote] uri` is set. If a pass is interrupted anywhere, the next one
+continues: a unit appears as a whole, and nothing is removed before its replacement is durable.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Sealer:
             tally.damage = str(error)
 
     def _derive(self, lane: str, units: list[Unit]) -> None:
-        """Make the derived files that are missing; a unit that refuses is tried once."""
+        """Build the missing derived files; a unit that fails is tried only once."""
         from rollbook.store.sealed.derived import build_derived
 
         for unit in units:
@@ -240,7 +241,7 @@ class Sealer:
 
 @contextlib.contextmanager
 def adopted(store: Path, lane: str) -> Iterator[bool]:
-    """Hold a lane whose writer is gone, recovered; False where there is one, or nothing to seal.
+    """Hold a recovered lane whose writer is gone; False if it has a writer, or nothing to seal.
 
     Raises:
         CorruptionError: acknowledged events of the lane are damaged.
@@ -263,7 +264,7 @@ def adopted(store: Path, lane: str) -> Iterator[bool]:
 
 
 def check_files(store: Path, units: list[Unit]) -> None:
-    """See that units whose WAL may go have their files, by name and size.
+    """Check that units whose WAL files may go have their files, by name and size.
 
     Raises:
         CorruptionError: one is missing, or has another size.

@@ -1,8 +1,9 @@
 """Moves sealed units to object storage at `[remote] uri`; unsealed events stay local.
 
-A unit's files are stored, read back and compared by size and sha256; then its manifest is stored, then the
-manifest here names the address, and only then do the files here go, unless a reader has leased them.
-Whatever this is stopped at, the next call goes on: a file that is there whole is not sent again.
+A unit's files are stored, read back and compared by size and sha256; then its manifest is
+stored, then the local manifest names the address, and only then are the local files removed,
+unless a reader has leased them. Wherever this is interrupted, the next call continues: a file
+that is complete there is not sent again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rollbook.store.sealed.unit import (
     write_manifest,
 )
 from rollbook.store.settings import RemoteSettings
-from rollbook.store.upkeep.claim import only_one
+from rollbook.store.upkeep.claim import claim_upkeep
 from rollbook.store.upkeep.compact import GONE, remove_superseded
 
 CHUNK = 8 << 20
@@ -80,8 +81,8 @@ def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, 
     Raises:
         ConfigError: `[remote] uri` is not set, or cannot be used.
         RemoteError: object storage does not answer or refuses; what was not moved is still here.
-        CorruptionError: a file here is not what its manifest says; it was not moved.
-        LaneLockedError: another process changes sealed units, and went on for too long.
+        CorruptionError: a local file does not match its manifest; it was not moved.
+        LaneLockedError: another process changed sealed units for too long.
     """
     if log.settings().remote.uri is None:
         raise ConfigError(
@@ -89,7 +90,7 @@ def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, 
             "[remote]"
         )
     report = UploadReport()
-    with only_one(log):
+    with claim_upkeep(log):
         for lane in log.lanes():
             upload_lane(log, lane, report, on_unit=on_unit)
     return report
@@ -140,7 +141,7 @@ def upload_lane(
 
 
 def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit:
-    """Store one unit and say so in its manifest here; of a dropped unit only the manifest is stored."""
+    """Store one unit and note that in its local manifest; of a dropped unit only the manifest is stored."""
     folder = unit_folder(log.path, unit)
     address = f"{base}/sealed/{unit.lane}/{unit.name}"
     moved = with_remote(unit, address)
@@ -191,8 +192,8 @@ def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
     base = f"{remote_folder(settings.uri or '', log.store_id)}/sealed/{lane}"
     with explained(base, settings):
         system, path = remote_place(base, settings)
-        found = system.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-        whole = {Path(info.path).parent.name for info in found if info.base_name == MANIFEST}
+        infos = system.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+        whole = {Path(info.path).parent.name for info in infos if info.base_name == MANIFEST}
         for name in whole & {unit.name for unit in all_units(log.path, lane) if unit.remote is None}:
             _refuse_another(system, f"{path}/{name}/{MANIFEST}", log, lane, name)
     # The local folder of a replaced unit is kept until its remote files are removed.
@@ -220,10 +221,10 @@ def _two_copies(address: str) -> StoreError:
 
 def _check_local(path: Path, file: SealedFile) -> None:
     try:
-        found = sha256_of(path)
+        digest = sha256_of(path)
     except FileNotFoundError:
         raise CorruptionError(f"{path}: a sealed file is missing: restore it from a copy") from None
-    if found != file.sha256:
+    if digest != file.sha256:
         raise CorruptionError(f"{path}: its sha256 is not its manifest's: restore it from a copy")
 
 

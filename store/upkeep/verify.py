@@ -1,25 +1,27 @@
 """`rollbook store verify`: reads every byte of the log and reports damage, lane by lane.
 
-Of a sealed unit: its place among the others (segments, sequence numbers, chain), each file's size and
-sha256, its Parquet pages, and that it holds each sequence number once. Of a WAL file, sealed or not: every
-frame's checksum, chain and sequence numbers, and where it was sealed that it is what the manifest says. A
-lane's first fault is reported, and noted in the lane; the note is taken away when the lane is whole again.
-A fault of a WAL file whose events are in a unit that is whole says so: `repair_store` takes the unit's.
+Of a sealed unit it verifies the place among the others (segments, sequence numbers, chain), each
+file's size and sha256, the Parquet pages, and that it holds each sequence number once. Of a WAL
+file, sealed or not, it verifies every frame's checksum, chain and sequence numbers and, if it
+was sealed, that it agrees with the manifest. A lane's first fault is reported, and noted in the
+lane; the note is removed when the lane is whole again. For a fault of a WAL file whose events
+are in an undamaged unit the report says so: `repair_store` uses the unit.
 
-No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
-a lease keeps the unit that is being read.
+No lock is taken. Beside a live writer, each lane is verified up to what is durable when its turn
+comes; beside a sealer, a lease keeps the unit that is being read.
 
 `rollbook store repair` removes a damaged WAL file if a sealed unit holds its events undamaged.
 
-After sealing, the newest WAL files stay (`seal.keep_wal_bytes`) and are read before the unit. So readers meet
-damage to one of them, although nothing is lost: without the file they read the unit. That the unit holds the
-same events is verified: the chain runs from the lane's first event through its manifest, its files match
-their sha256, and they hold every sequence number once.
+After sealing, the newest WAL files stay (`seal.keep_wal_bytes`) and are read before the unit. So
+readers meet damage to one of them, although nothing is lost: without the file they read the
+unit. That the unit holds the same events is verified: the chain runs from the lane's first event
+through its manifest, its files match their sha256, and they hold every sequence number once.
 
-A removal is recorded as `segment.repaired` before it is done. Any other damaged file is left unchanged, since
-no copy of its events is known.
+A removal is recorded as `segment.repaired` before it is done. Any other damaged file is left
+unchanged, since no copy of its events is known.
 
-Turns that are answered, but without their request or their trajectory's opening in the log, are reported too.
+Turns that are answered, but without their request or their trajectory's opening in the log, are
+reported too.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged
 from rollbook.store.sealed.remote import is_outage, place
 from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit, current_units, unit_folder
 from rollbook.store.sql.query import connect_at
-from rollbook.store.upkeep.claim import UPKEEP_LANE, only_one
+from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep
 from rollbook.store.wal.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
 from rollbook.store.wal.frame import EMPTY_CHAIN
 from rollbook.store.wal.segment import verify_segment
@@ -74,10 +76,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class LaneVerified:
-    """What was verified of a lane, up to its fault if it has one.
+    """What was verified of a lane, up to its first fault.
 
     Attributes:
-        events: events that are there; of units that retention dropped, none are.
+        events: events that are there; none of units that retention dropped.
         bytes: bytes read.
         left_out: events that an excerpt was made without: they count among none of these.
     """
@@ -126,39 +128,40 @@ def verify_lane(
 
     Args:
         on_bytes: called with the number of bytes read.
-        on_copy: called with a damaged WAL file whose events this unit holds, which is whole, as is
-            all before it; the lane is verified further. By default it is a fault like any other.
+        on_copy: called with an undamaged unit, before which all is undamaged too, and the fault
+            of a WAL file whose events it holds; verification then continues. By default that is
+            a fault like any other.
     """
-    found = LaneVerified(lane, 0, 0, 0, 0, None)
+    result = LaneVerified(lane, 0, 0, 0, 0, None)
     try:
         mark = read_watermark(lane_folder(store, lane))
         at = _Place()
         while at.segment <= mark.segment:
-            at, found = _step(store, at, mark, found, on_bytes, on_copy)
+            at, result = _step(store, at, mark, result, on_bytes, on_copy)
         if at.next_seq < mark.next_seq:
             file = str(lane_folder(store, lane) / "WATERMARK")
             raise _FaultError(
                 Fault(file, f"{mark.next_seq} events were acknowledged, the lane holds {at.next_seq}")
             )
     except _FaultError as error:
-        return replace(found, fault=error.fault)
+        return replace(result, fault=error.fault)
     except RemoteError:
         raise  # nothing is known to be damaged
     except StoreError as error:
-        return replace(found, fault=Fault(str(lane_folder(store, lane)), str(error)))
-    return found
+        return replace(result, fault=Fault(str(lane_folder(store, lane)), str(error)))
+    return result
 
 
 def verify_store(
     log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
 ) -> list[LaneVerified]:
     """Verify every lane, and write or remove each lane's damage note."""
-    found: list[LaneVerified] = []
+    results: list[LaneVerified] = []
     for lane in log.lanes():
         result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
         note_fault(log.path, lane, result.fault)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def note_fault(store: Path, lane: str, fault: Fault | None) -> None:
@@ -187,15 +190,15 @@ def _step(
     store: Path,
     at: _Place,
     mark: Watermark,
-    found: LaneVerified,
+    result: LaneVerified,
     on_bytes: Callable[[int], None],
     on_copy: Callable[[Unit, Fault], None],
 ) -> tuple[_Place, LaneVerified]:
     """Verify the unit that holds the next segment, or the segment's WAL file."""
-    lane = found.lane
+    lane = result.lane
     unit = next((u for u in current_units(store, lane) if u.first <= at.segment <= u.last), None)
     if unit is None:
-        return _open_step(store, at, mark, found, on_bytes)
+        return _open_step(store, at, mark, result, on_bytes)
     with take_lease(store, {lane: [unit.name]}) as lease:
         try:
             if not lease.missing:
@@ -205,40 +208,40 @@ def _step(
             # If the unit was dropped, erased or moved meanwhile, its replacement is verified.
             if unit in current_units(store, lane):
                 raise
-            return at, found
+            return at, result
     if lease.missing:
-        return at, found
-    kept = unit.dropped_us is None
+        return at, result
+    present = unit.dropped_us is None
     return _Place(unit.last + 1, unit.next_seq, unit.chain), replace(
-        found,
-        events=found.events + (unit.next_seq - unit.first_seq - unit.left_out if kept else 0),
-        left_out=found.left_out + unit.left_out,
-        units=found.units + 1,
-        wal_files=found.wal_files + wal,
-        bytes=found.bytes + unit.bytes,
+        result,
+        events=result.events + (unit.next_seq - unit.first_seq - unit.left_out if present else 0),
+        left_out=result.left_out + unit.left_out,
+        units=result.units + 1,
+        wal_files=result.wal_files + wal,
+        bytes=result.bytes + unit.bytes,
     )
 
 
 def _open_step(
-    store: Path, at: _Place, mark: Watermark, found: LaneVerified, on_bytes: Callable[[int], None]
+    store: Path, at: _Place, mark: Watermark, result: LaneVerified, on_bytes: Callable[[int], None]
 ) -> tuple[_Place, LaneVerified]:
-    path = segment_path(lane_folder(store, found.lane), at.segment)
+    path = segment_path(lane_folder(store, result.lane), at.segment)
     stop = mark.offset if at.segment == mark.segment else None
     try:
         info, bad = verify_segment(path, bytes.fromhex(at.chain), at.next_seq, stop)
     except FileNotFoundError:
-        if any(u.first <= at.segment <= u.last for u in current_units(store, found.lane)):
-            return at, found  # sealed and removed meanwhile: the unit is verified instead
+        if any(u.first <= at.segment <= u.last for u in current_units(store, result.lane)):
+            return at, result  # sealed and removed meanwhile: the unit is verified instead
         raise _FaultError(Fault(str(path), "the segment is missing", at.segment)) from None
     if bad is not None or info is None:
         offset, reason = (bad.offset, bad.reason) if bad else (0, "it holds no frame")
         raise _FaultError(Fault(str(path), reason, at.segment, offset))
     on_bytes(info.bytes)
     return _Place(at.segment + 1, at.next_seq + info.events, info.chain.hex()), replace(
-        found,
-        events=found.events + info.events,
-        wal_files=found.wal_files + 1,
-        bytes=found.bytes + info.bytes,
+        result,
+        events=result.events + info.events,
+        wal_files=result.wal_files + 1,
+        bytes=result.bytes + info.bytes,
     )
 
 
@@ -269,12 +272,12 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
     held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
     if not _holds(unit, held):
         but = f", but for {unit.left_out} left out" if unit.left_out else ""
-        said = f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each{but}"
-        raise _FaultError(Fault(manifest, said))
+        problem = f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each{but}"
+        raise _FaultError(Fault(manifest, problem))
 
 
 def _holds(unit: Unit, held: npt.NDArray[np.int64]) -> bool:
-    """Whether these sequence numbers, which rise, are those that a unit has once each."""
+    """Whether these ascending sequence numbers are exactly those that the unit must have, once each."""
     # Compared first, because a damaged manifest may give an impossible array size.
     if len(held) != unit.next_seq - unit.first_seq - unit.left_out:
         return False
@@ -310,10 +313,10 @@ def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.in
         if is_outage(error):
             raise damaged(store, unit, file.name, error) from error
         raise _FaultError(Fault(path, f"it cannot be read: {error}")) from error
-    found = np.concatenate(seqs)
-    if len(found) != file.rows:
-        raise _FaultError(Fault(path, f"{len(found)} rows, not its manifest's {file.rows}"))
-    return found
+    held = np.concatenate(seqs)
+    if len(held) != file.rows:
+        raise _FaultError(Fault(path, f"{len(held)} rows, not its manifest's {file.rows}"))
+    return held
 
 
 def _verify_copies(
@@ -351,8 +354,8 @@ class LaneRepaired:
     """The result of a repair of one lane.
 
     Attributes:
-        repaired: damaged WAL files that are gone; each names the unit that is read instead.
-        fault: the first damage that cannot be repaired; what lies behind it was not looked at.
+        repaired: damaged WAL files that were removed; each names the unit that is read instead.
+        fault: the first damage that cannot be repaired; nothing after it was checked.
     """
 
     lane: str
@@ -374,13 +377,13 @@ def repair_store(
         UpkeepError: the store only reads what another one uploaded.
         RemoteError: object storage does not answer.
     """
-    with only_one(log):
+    with claim_upkeep(log):
         return [_repair(log, lane, on_bytes) for lane in log.lanes()]
 
 
 def _repair(log: Store, lane: str, on_bytes: Callable[[str, int], None]) -> LaneRepaired:
     damaged: list[tuple[Unit, Fault]] = []
-    found = verify_lane(
+    result = verify_lane(
         log.path, lane, lambda count: on_bytes(lane, count), lambda unit, fault: damaged.append((unit, fault))
     )
     if damaged:
@@ -389,8 +392,8 @@ def _repair(log: Store, lane: str, on_bytes: Callable[[str, int], None]) -> Lane
         for _, fault in damaged:
             Path(fault.file).unlink(missing_ok=True)
         fsync_folder(Path(damaged[0][1].file).parent)
-    note_fault(log.path, lane, found.fault)
-    return LaneRepaired(lane, tuple(fault for _, fault in damaged), found.fault)
+    note_fault(log.path, lane, result.fault)
+    return LaneRepaired(lane, tuple(fault for _, fault in damaged), result.fault)
 
 
 def _record(unit: Unit, fault: Fault) -> SegmentRepaired:
@@ -433,6 +436,6 @@ class Incomplete:
 def incomplete_turns(log: Store) -> Iterator[Incomplete]:
     """The log's incomplete turns, in bounded memory."""
     with connect_at(log) as connection:
-        found = connection.execute(_QUERY)
-        while rows := found.fetchmany(_ROWS):
+        cursor = connection.execute(_QUERY)
+        while rows := cursor.fetchmany(_ROWS):
             yield from (Incomplete(*row) for row in rows)

@@ -107,7 +107,7 @@ def _field(data: memoryview, table: int, number: int) -> int | None:
 
 
 def _arrow(read: Callable[..., Any], *args: Any) -> Any:
-    """What pyarrow reads; some of what is no Arrow message it calls an OSError."""
+    """The result of a pyarrow reader; OSErrors, which some invalid messages cause, become ArrowInvalid."""
     try:
         return read(*args)
     except (OSError, EOFError) as error:

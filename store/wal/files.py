@@ -1,10 +1,10 @@
 """The files of one lane: its folder, lock, watermark and segments.
 
-`head` is a closed cut: the durable ends of all lanes at one instant. An event may name one of another lane
-that was durable before it: a parent, the adopted part of a trajectory, a superseded reward. Reading one
-watermark after the other could see the later event and not the earlier one. So all are read, again and again,
-until two passes agree: watermarks only grow, hence every lane stood where it stands in the instant between
-the two.
+`head` is a closed cut: the durable ends of all lanes at one instant. An event may name an event
+of another lane that was durable before it: a parent, the adopted part of a trajectory, a
+superseded reward. Reading one watermark after the other could see the later event but miss the
+earlier one. So all are read repeatedly until two passes agree: watermarks only grow, hence every
+lane had its value at the instant between the two passes.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """Numbers of the segments present, rising; none where there is no such folder.
+    """Numbers of the segments present, ascending; empty if there is no such folder.
 
     Raises:
-        OSError: the folder cannot be read, so what it holds is not known.
+        OSError: the folder cannot be read, so its content is unknown.
     """
     try:
         names = os.listdir(folder)
@@ -80,11 +80,11 @@ def segment_numbers(folder: Path) -> list[int]:
 
 
 def folders_of_lanes(store: Path) -> list[str]:
-    """Names of what is in the folder of lanes.
+    """Names of the entries in the folder of lanes.
 
     Raises:
-        CorruptionError: a store without it.
-        OSError: it cannot be read, so the lanes are not known.
+        CorruptionError: the store has no such folder.
+        OSError: it cannot be read, so the lanes are unknown.
     """
     try:
         return os.listdir(store / "lanes")
@@ -140,7 +140,7 @@ def write_watermark(folder: Path, mark: Watermark) -> None:
 
 
 def quarantine(folder: Path, reason: str) -> None:
-    """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
+    """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` removes it."""
     # The caller raises the damage as an error, so a failure to write the note is ignored.
     with contextlib.suppress(OSError):
         replace_small(folder / "QUARANTINED", f"{reason}\n".encode(errors="backslashreplace"))
@@ -269,20 +269,21 @@ def closed_head(store: Path) -> dict[str, int]:
     )
 
 
-def without(head: Cut, lanes: Container[str]) -> dict[str, int]:
-    """The head without some lanes."""
+def without_lanes(head: Cut, lanes: Container[str]) -> dict[str, int]:
+    """A cut without some lanes."""
     return {lane: count for lane, count in head.items() if lane not in lanes}
 
 
 def wait_for_growth(store: Path, head: Cut, timeout_s: float, skip: Container[str] = ()) -> dict[str, int]:
-    """The head but for the lanes in `skip`, once it differs from `head` or `timeout_s` seconds have passed.
+    """The head without the lanes in `skip`, once it differs from `head` or `timeout_s` seconds have
+    passed.
 
     Looks at the watermarks every 1 to 20 ms, which costs about 1 % of a core.
     """
     deadline = time.monotonic() + timeout_s
     pause = FIRST_SLEEP_S
     while True:
-        now = without(closed_head(store), skip)
+        now = without_lanes(closed_head(store), skip)
         left = deadline - time.monotonic()
         if now != head or left <= 0:
             return now

@@ -1,14 +1,16 @@
 """The half of a lane's writer that touches the disk: write, `fdatasync`, watermark, acknowledge.
 
-It runs in a thread of its own, so that the next frame is encoded while this one is flushed; where nothing
-else waits, in the thread that encoded the frame, since to wake another one costs more than it saves. One
-frame is on its way to the disk at a time: of several, a power cut may leave a later one whole and an earlier
-one torn, and recovery could not distinguish that from damage.
+It runs in a thread of its own, so that the next frame is encoded while this one is flushed; if
+nothing else waits, it runs in the thread that encoded the frame, since waking another thread
+would cost more than it saves. Only one frame is in flight to the disk: of several, a power cut
+may leave a later one whole and an earlier one torn, and recovery could not distinguish that from
+damage.
 
-Where descriptors or memory are short, opening and writing are tried again: that is no fault of the disk, and
-a repeated write puts the same bytes in the same place. After any other failure nothing more is acknowledged:
-what comes is failed, and fsync is never tried again on that descriptor (its dirty pages may be gone). A
-flusher does not go on after that; `log.writer` checks the lane and begins with another one.
+If descriptors or memory run short, opening and writing are retried: that is no fault of the
+disk, and a repeated write puts the same bytes in the same place. After any other failure nothing
+more is acknowledged: later appends fail, and fsync is never retried on that descriptor (its
+dirty pages may be gone). A flusher does not continue after that; `log.writer` checks the lane
+and begins with another one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The frame format of segment files: encoding and decoding. Pure.
 
-A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
-of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
-every other one carries events: as an Arrow IPC record batch message, or, where they are few, as rows.
-`docs/format.md` draws every byte.
+A segment is a sequence of frames, each a 64-byte header and a payload padded to 64 bytes. The
+first frame of a segment carries the Arrow schema (with the lane, segment number and store id as
+its metadata), every other one carries events: as an Arrow IPC record batch message or, if they
+are few, as rows. `docs/format.md` specifies every byte.
 
-Building and serializing an Arrow batch costs about the same for one event as for ten. A commit of fewer than
-`FEW` events is therefore written row by row, and made into a batch by whoever reads it. As a batch, an append
-of one event would take a fifth longer (`rollbook bench append`).
+Building and serializing an Arrow batch costs about the same for one event as for ten. A commit
+of fewer than `FEW` events is therefore written row by row, and converted to a batch by its
+readers. As a batch, an append of one event would take a fifth longer (`rollbook bench append`).
 """
 
 from __future__ import annotations

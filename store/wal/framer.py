@@ -1,8 +1,9 @@
 """Encodes groups of appends as frames, and decides where segments begin.
 
-No file is touched here; the jobs it makes are for `wal.flusher`, in the order they were made.
+No file is touched here; `wal.flusher` executes the resulting jobs in the order in which they
+were made.
 
-The newest event ids of a lane are held beside it, which make appends idempotent.
+The newest event ids of a lane are held in memory, which makes appends idempotent.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Framer:
         return jobs
 
     def _commits(self, group: Appends) -> list[Job]:
-        """The group in frames. An append that has no stored form is refused before a frame is made of it."""
+        """The group as frames. An append without a stored form is refused before a frame is made of it."""
         jobs: list[Job] = []
         part: list[_Append] = []
         size = 0
@@ -106,7 +107,7 @@ class Framer:
         return [*jobs, *self._framed(part)] if part else jobs
 
     def _framed(self, appends: Sequence[_Append]) -> list[Job]:
-        """The appends in one frame or, where one of them has no place in it, one by one."""
+        """The appends in one frame or, if one of them does not fit into it, one by one."""
         try:
             return [self._commit(appends)]
         except Exception as error:
@@ -151,12 +152,12 @@ class Framer:
         return rows, acknowledged, new
 
     def _known(self, event_id: str, new: dict[str, int]) -> int | None:
-        """Where the event is, if an earlier append, or this group, has brought it."""
+        """Where the event is, if an earlier append, or this group, brought it."""
         seq = new.get(event_id)
         return self._window.find(event_id) if seq is None else seq
 
     def _event_rows(self, event: Event, row: Row) -> list[Row]:
-        """The event's row, after those of the bodies that it is the first of this segment to name."""
+        """The event's row, preceded by rows of the bodies that it is the first in this segment to name."""
         record = event.record
         limit = self._settings.body_bytes
         match record:
@@ -194,7 +195,7 @@ class Framer:
 
 
 def _with_rows(append: tuple[Sequence[Event], Future[int]]) -> _Append | None:
-    """The append with its events' rows; None, and its future failed, where it has no stored form."""
+    """The append with its events' rows; None, with its future failed, if it has no stored form."""
     events, future = append
     try:
         rows = [row_of(event) for event in events]
@@ -209,7 +210,7 @@ def _with_rows(append: tuple[Sequence[Event], Future[int]]) -> _Append | None:
 
 
 def _check_rewards(rows: Sequence[Row]) -> None:
-    """See that rewards are numbers to learn from.
+    """Check that rewards are finite numbers.
 
     Raises:
         ValueError: one is not finite.
@@ -217,8 +218,8 @@ def _check_rewards(rows: Sequence[Row]) -> None:
     for row in rows:
         reward = row[_REWARD_AT]
         if reward is not None and not math.isfinite(reward):
-            of = row[_TRAJECTORY_AT]
-            raise ValueError(f"the reward of trajectory {of} is {reward}: give a finite number")
+            trajectory_id = row[_TRAJECTORY_AT]
+            raise ValueError(f"the reward of trajectory {trajectory_id} is {reward}: give a finite number")
 
 
 def _row_bytes(row: Row) -> int:
@@ -241,10 +242,10 @@ _ABOVE_ALL = "~"
 class EventWindow:
     """The newest event ids of a lane, and their sequence numbers.
 
-    Ids are UUIDv7, so they rise with the time they were made. An id above all that the lane holds is new,
-    and one above all that were forgotten cannot be one of those: the window alone decides. For an older one
-    `search` looks in the log; that happens only when somebody repeats an append after tens of thousands of
-    others.
+    Ids are UUIDv7, so they increase with the time they were made. An id above every id in the
+    lane is new, and one above every forgotten id cannot be a forgotten one: in both cases the
+    window alone decides. For an older one `search` looks in the log; that happens only when
+    somebody repeats an append after tens of thousands of others.
 
     Args:
         search: finds the sequence number of an event id in the whole lane, or None.
@@ -302,8 +303,9 @@ class EventWindow:
         """Fill with (id, sequence number) of the lane's newest events, in order.
 
         Args:
-            complete: whether these are all the lane has. If not, what came before is unknown; ids do not
-                rise strictly, so everything up to the highest of the older half is searched for.
+            complete: whether these are all the lane has. If not, earlier ids are unknown; since
+                ids do not rise strictly, everything up to the highest of the older half is
+                searched for.
         """
         if not complete:
             older = ids[: len(ids) // 2 + 1]

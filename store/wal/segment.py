@@ -1,6 +1,6 @@
-"""One segment's WAL file as record batches, zero-copy out of the memory-mapped file.
+"""One segment's WAL file as record batches, zero-copy from the memory-mapped file.
 
-Segments are verified (frames, chain, sequence numbers), which says what state a lane is in.
+Verifying segments (frames, chain, sequence numbers) yields the state of a lane.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Segment:
             return memoryview(file.read_buffer(file.size() if stop is None else stop))
 
     def batches(self, stop: int | None, start_seq: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
-        """(batch, its first sequence number, offset behind it) from where reading stands.
+        """(batch, its first sequence number, offset after it) from the current position.
 
         Raises:
             BadFrameError, pa.ArrowException, FormatError, FileNotFoundError
@@ -87,7 +87,7 @@ class Segment:
             yield _rows_batch(waiting)
 
     def bodies(self) -> Iterator[pa.RecordBatch]:
-        """The batches before the offset, out of what is mapped: the file may be gone."""
+        """The batches before the offset, from the mapping, since the file may be gone."""
         before = self._view[: self.offset]
         for batch, _, _ in self._batches(before, skip_frame(before, 0).end):
             yield batch

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.cassettes.asked import BY_CHANCE, Asked, differs, read_asked
+from rollbook.cassettes.asked import BY_CHANCE, ComparedRequest, differs, read_request
 from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.registry import APIS
 
@@ -54,8 +54,8 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def _read(body: Any, path: str = CHAT) -> Asked:
-    return read_asked(APIS[path], body, no_history)
+def _read(body: Any, path: str = CHAT) -> ComparedRequest:
+    return read_request(APIS[path], body, no_history)
 
 
 def _same(one: Any, other: Any) -> bool:

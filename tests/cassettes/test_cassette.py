@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.cassettes.asked import Asked, read_asked
-from rollbook.cassettes.cassette import Cassette, Found, Missed
+from rollbook.cassettes.asked import ComparedRequest, read_request
+from rollbook.cassettes.cassette import Cassette, Hit, Miss
 from rollbook.cassettes.tape import read_tapes
 from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.chat import API
@@ -20,10 +20,10 @@ from rollbook.store.errors import ReplayError
 NONE = np.empty(0, np.int32)
 
 
-def _asked(*messages: Any, **more: Any) -> Asked:
+def _asked(*messages: Any, **more: Any) -> ComparedRequest:
     """A chat request; a text is what the user says."""
     said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
-    return read_asked(API, {"model": "m", "messages": said} | more, no_history)
+    return read_request(API, {"model": "m", "messages": said} | more, no_history)
 
 
 def _called(call_id: str) -> list[Any]:
@@ -80,10 +80,10 @@ def told(store: Store) -> Told:
     return Told(store)
 
 
-def _says(cassette: Cassette, asked: Asked, named: str | None = None, **how: Any) -> Any:
+def _says(cassette: Cassette, asked: ComparedRequest, named: str | None = None, **how: Any) -> Any:
     """The text of the answer, or the status of the failure, and whether it was given before."""
     found = cassette.answer(asked, named, **how)
-    assert isinstance(found, Found)
+    assert isinstance(found, Hit)
     request = found.request
     said = request.failure.status if request.failure else [t.reply["content"] for t in request.turns]
     return said, found.answer, found.answers, found.repeated
@@ -174,7 +174,7 @@ def test_a_trajectory_is_chosen_by_its_name_or_by_what_it_has(told: Told) -> Non
     assert [_says(cassette, _asked("hi"))[0] for _ in range(2)] == [["hi from a"], ["hi from b"]]
     assert _says(cassette, _asked("b's own"), "anybody")[0] == ["b's own"]
     assert _says(cassette, _asked("same"), "anybody") == (["same from b"], 1, 1, False)
-    assert isinstance(cassette.answer(_asked("b's own"), "a"), Missed)
+    assert isinstance(cassette.answer(_asked("b's own"), "a"), Miss)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_a_trajectory_is_chosen_by_its_name_or_by_what_it_has(told: Told) -> Non
     ],
 )
 def test_the_nearest_is_the_one_that_shares_most(
-    told: Told, asked: Callable[[], Asked], number: int, wheres: list[str]
+    told: Told, asked: Callable[[], ComparedRequest], number: int, wheres: list[str]
 ) -> None:
     """Of a conversation that grows, the turn at which the request is; and only what differs is told."""
     told.opens("t")
     for count in range(1, 5):
         told.turn(*"abcd"[:count], says="x")
     missed = told.cassette().answer(asked())
-    assert isinstance(missed, Missed)
+    assert isinstance(missed, Miss)
     assert missed.near is not None
     assert missed.near.request.number == number
     assert [d.where for d in missed.near.differences] == wheres
@@ -210,7 +210,7 @@ def test_of_roots_the_nearest_is_the_one_whose_text_is_most_alike(told: Told) ->
     told.turn("something else", says="x")
     told.turn(text, says="x")
     near = told.cassette().answer(_asked(text.replace("line 50", "line fifty")))
-    assert isinstance(near, Missed)
+    assert isinstance(near, Miss)
     assert near.near is not None
     assert near.near.request.number == 2
     assert near.near.differences[0].diff[3:] == (
@@ -226,7 +226,7 @@ def test_ignored_fields_do_not_count(told: Told) -> None:
     other = {"model": "another", "tools": [{"type": "web_search"}]}
     assert _says(cassette, _asked("hi", **other))[0] == ["x"]
     missed = cassette.answer(_asked("ho", **other))
-    assert isinstance(missed, Missed)
+    assert isinstance(missed, Miss)
     assert missed.near is not None
     assert [d.where for d in missed.near.differences] == ["messages[0]"]
 

@@ -23,7 +23,7 @@ from rollbook import store as rb
 from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.guard import Guard, add_guards
 from rollbook.edge.keys import Keys
-from rollbook.edge.web_pages import Own
+from rollbook.edge.web_pages import AllowedHosts
 from rollbook.ingest.access import ROUTES
 from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.recording.recorder import Recorder
@@ -63,7 +63,7 @@ def url(here: Store) -> Iterator[str]:
     recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
     streams = add_event_routes(app, recorder, BodyBudget())
-    add_guards(app, Guard(Keys(), ROUTES, recorder.run, None), Own(), lambda error: None, error_body)
+    add_guards(app, Guard(Keys(), ROUTES, recorder.run, None), AllowedHosts(), lambda error: None, error_body)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit
     thread = threading.Thread(target=server.run)

@@ -17,17 +17,31 @@ from hypothesis import strategies as st
 from tests.fakes.clients.streamed import PATHS, asked
 from tests.fakes.proxies.in_process import InProcess
 
-from rollbook.edge.web_pages import Own, WebPages, check_page, host_of, is_loopback, origin_of, own
+from rollbook.edge.web_pages import (
+    AllowedHosts,
+    WebPages,
+    allowed_hosts,
+    check_page,
+    host_of,
+    is_loopback,
+    origin_of,
+)
 from rollbook.ingest.endpoints.registry import error_body
 from rollbook.ingest.serve.serve import forwarding
 from rollbook.store.errors import ConfigError, RequestError
 
-LOOPBACK = own("127.0.0.1", "Machine.example", ["Proxy.example.", "[2001:db8::1]"], ["http://localhost:3000"])
-BEYOND = own("0.0.0.0", "machine")
+LOOPBACK = allowed_hosts(
+    "127.0.0.1", "Machine.example", ["Proxy.example.", "[2001:db8::1]"], ["http://localhost:3000"]
+)
+BEYOND = allowed_hosts("0.0.0.0", "machine")
 
 
 def _refused(
-    mine: Own, *headers: tuple[str, str], method: str = "POST", path: str = "/v1/x", version: str = "1.1"
+    mine: AllowedHosts,
+    *headers: tuple[str, str],
+    method: str = "POST",
+    path: str = "/v1/x",
+    version: str = "1.1",
 ) -> int | None:
     """The status that refuses a request of these headers; None: it passes."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
@@ -213,7 +227,7 @@ def test_bodies_that_pages_send_unasked_are_refused(kind: str | None, status: in
 def test_settings_that_cannot_be_meant(hosts: list[str], origins: list[str]) -> None:
     """Refused at the start, with an example."""
     with pytest.raises(ConfigError, match="such as"):
-        own("127.0.0.1", "m", hosts, origins)
+        allowed_hosts("127.0.0.1", "m", hosts, origins)
 
 
 def test_loopback_addresses_are_known_in_any_form() -> None:
@@ -228,7 +242,7 @@ def test_loopback_addresses_are_known_in_any_form() -> None:
 @pytest.fixture(scope="module")
 def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy with one origin of its own."""
-    return played(own=own("127.0.0.1", "m", [], ["http://localhost:3000"]))
+    return played(own=allowed_hosts("127.0.0.1", "m", [], ["http://localhost:3000"]))
 
 
 ROUTES = [("POST", p) for p in PATHS.values()] + [
@@ -289,7 +303,7 @@ def test_websockets_and_lifespans() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    pages = WebPages(app, Own(), lambda error: None, error_body)
+    pages = WebPages(app, AllowedHosts(), lambda error: None, error_body)
     headers = [(b"host", b"localhost"), (b"origin", b"http://evil.test")]
     asyncio.run(pages({"type": "websocket", "path": "/", "headers": headers}, None, send))
     assert (reached, sent) == ([], [{"type": "websocket.close", "code": 1008}])

@@ -22,7 +22,7 @@ from rollbook.online.part import Part, Spec
 from rollbook.rollouts.proxy import Proxy
 from rollbook.store.config import PORT
 from rollbook.store.errors import ConfigError, RolloutError
-from rollbook.store.whose import ASKS, PROVES, Whose, proof
+from rollbook.store.whose import ASKS, PROVES, ProxyIdentity, proof
 
 THEIRS = {"status": "ok", "run": "theirs", "store": "store-2"}
 
@@ -109,13 +109,17 @@ def test_a_proxy_that_is_started_elsewhere(config: Callable[..., WholeConfig], t
 def test_rollouts_go_to_no_other_run(theirs: int) -> None:
     """They begin nothing."""
 
-    async def asked(wanted: Whose) -> str:
+    async def asked(wanted: ProxyIdentity) -> str:
         async with Proxy(f"http://127.0.0.1:{theirs}", wanted=wanted) as proxy:
             return await proxy.run_name()
 
-    assert asyncio.run(asked(Whose())) == asyncio.run(asked(Whose("store-2", "theirs"))) == "theirs"
+    assert (
+        asyncio.run(asked(ProxyIdentity()))
+        == asyncio.run(asked(ProxyIdentity("store-2", "theirs")))
+        == "theirs"
+    )
     with pytest.raises(RolloutError, match="is of run 'theirs' of store store-2, and not of run 'mine'"):
-        asyncio.run(asked(Whose(run="mine")))
+        asyncio.run(asked(ProxyIdentity(run="mine")))
 
 
 def test_a_part_is_ready_once_it_answers_itself(
@@ -123,7 +127,7 @@ def test_a_part_is_ready_once_it_answers_itself(
 ) -> None:
     """What answers at its address in its place is none."""
     monkeypatch.setattr(parts, "LOOK_S", 0.1)
-    own = Proof(b"secret", Whose("store-1", "mine", "start"))
+    own = Proof(b"secret", ProxyIdentity("store-1", "mine", "start"))
     health = f"http://127.0.0.1:{theirs}/healthz"
     spec = Spec("proxy", ("sleep", "600"), tmp_path / "log", health=health, proof=own)
 

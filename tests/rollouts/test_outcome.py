@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rollbook.rollouts.outcome import Ended, Outcome, Seen, Status, unsure, verdict
+from rollbook.rollouts.outcome import Ended, Observed, Outcome, Status, unsure, verdict
 from rollbook.rollouts.rollouts import Breaker
 
-ASKED = Seen(requests=2)
+ASKED = Observed(requests=2)
 AWAY = "the proxy was away"
 
 
@@ -16,54 +16,54 @@ AWAY = "the proxy was away"
     [
         (Ended(), ASKED, "done", None),
         (Ended(outcome=Outcome(truncated=True)), ASKED, "truncated", None),
-        (Ended(), Seen(), "agent_error", "it ended without a request"),
-        (Ended(), Seen(finished="completed"), "done", None),
+        (Ended(), Observed(), "agent_error", "it ended without a request"),
+        (Ended(), Observed(finished="completed"), "done", None),
         (Ended(code=3), ASKED, "agent_error", "it exited with 3"),
         (Ended(code=None, signal=11), ASKED, "agent_error", "signal 11 ended it"),
         (Ended(code=1, error="KeyError('x')"), ASKED, "agent_error", "KeyError('x')"),
         # What failed under it is no fault of its own.
-        (Ended(code=1), Seen(2, failed=True), "infra_error", "its last request failed; it exited with 1"),
-        (Ended(), Seen(2, failed=True), "done", None),
+        (Ended(code=1), Observed(2, failed=True), "infra_error", "its last request failed; it exited with 1"),
+        (Ended(), Observed(2, failed=True), "done", None),
         (Ended(infrastructure="no such host"), ASKED, "infra_error", "no such host"),
         # It had finished: what came later changes nothing.
-        (Ended(code=1), Seen(2, failed=True, finished="completed"), "done", None),
-        (Ended(code=1), Seen(2, finished="truncated"), "truncated", None),
+        (Ended(code=1), Observed(2, failed=True, finished="completed"), "done", None),
+        (Ended(code=1), Observed(2, finished="truncated"), "truncated", None),
         (Ended(code=None, signal=15, stopped="idle"), ASKED, "timeout", "its idle clock ran out"),
-        (Ended(stopped="total"), Seen(2, failed=True), "timeout", "its total clock ran out"),
+        (Ended(stopped="total"), Observed(2, failed=True), "timeout", "its total clock ran out"),
         # Where nobody answers, nobody can ask.
         (
             Ended(stopped="idle"),
-            Seen(2, away=True),
+            Observed(2, away=True),
             "infra_error",
             f"{AWAY}; its idle clock ran out",
         ),
         (
             Ended(stopped="start"),
-            Seen(away=True),
+            Observed(away=True),
             "infra_error",
             f"{AWAY}; its start clock ran out",
         ),
-        (Ended(stopped="total"), Seen(2, away=True), "timeout", "its total clock ran out"),
+        (Ended(stopped="total"), Observed(2, away=True), "timeout", "its total clock ran out"),
         (Ended(stopped="cancelled"), ASKED, "cancelled", "nobody waits for it any more"),
     ],
 )
-def test_a_verdict(ended: Ended, seen: Seen, status: str, why: str | None) -> None:
+def test_a_verdict(ended: Ended, seen: Observed, status: str, why: str | None) -> None:
     """By how it ended, and by what the proxy saw of it."""
     assert verdict(ended, seen) == (status, why)
 
 
 def test_what_more_of_the_log_may_change() -> None:
     """A failure may be the engine's, and who seems not to have asked may have; nothing else."""
-    asked = Seen(requests=1)
-    assert unsure(Ended(), Seen())
+    asked = Observed(requests=1)
+    assert unsure(Ended(), Observed())
     assert unsure(Ended(code=3), asked)
     assert unsure(Ended(code=None, signal=6), asked)
     assert unsure(Ended(error="KeyError"), asked)
     assert not unsure(Ended(), asked)
-    assert not unsure(Ended(answered=True), Seen())
-    assert not unsure(Ended(code=1, infrastructure="no node"), Seen())
+    assert not unsure(Ended(answered=True), Observed())
+    assert not unsure(Ended(code=1, infrastructure="no node"), Observed())
     assert not unsure(Ended(code=None, signal=9, stopped="idle"), asked)
-    assert verdict(Ended(answered=True), Seen()) == (Status.done, None)
+    assert verdict(Ended(answered=True), Observed()) == (Status.done, None)
 
 
 def test_only_what_ended_well_has_a_reward() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rollbook.store.config import first_refused, refused, told
+from rollbook.store.config import describe_invalid, first_invalid_value, invalid_values
 
 
 def _small(value: float) -> float:
@@ -75,7 +75,12 @@ def test_the_key_is_whole_and_the_users_own(values: Any, said: str) -> None:
     """No inner part of a model is in it, and of a union's branches the one that was meant is told."""
     with pytest.raises(ValidationError) as caught:
         _Whole.model_validate_json(json.dumps(values))
-    assert "; ".join(f"{one.key}: {told(_Whole, one)}" for one in refused(caught.value, values)) == said
+    assert (
+        "; ".join(
+            f"{one.key}: {describe_invalid(_Whole, one)}" for one in invalid_values(caught.value, values)
+        )
+        == said
+    )
 
 
 def test_one_line_holds_no_value() -> None:
@@ -83,6 +88,6 @@ def test_one_line_holds_no_value() -> None:
     with pytest.raises(ValidationError) as caught:
         _Whole.model_validate({"marks": ["secret"], "other": 1})
     assert (
-        first_refused(caught.value, {"marks": ["secret"], "other": 1})
+        first_invalid_value(caught.value, {"marks": ["secret"], "other": 1})
         == "marks.0: Input should be a valid number"
     )

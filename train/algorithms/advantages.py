@@ -1,9 +1,9 @@
-"""Advantages of trajectories from their rewards: rewards are shaped, then compared with a baseline of their
-group. Pure numpy, without a loop over groups.
+"""Advantages of trajectories from their rewards: rewards are shaped, then compared with a baseline
+of their group. Pure numpy, without a loop over groups.
 
-A trajectory counts once in its group, however many samples it was split into; all of them get its advantage.
-Steps are recorded with the bits of these sums: the numbers of a group are added in the order in which numpy
-adds those of an array of one axis.
+A trajectory counts once in its group, however many samples it was split into; all of them get
+its advantage. Recorded steps depend on the exact bits of these sums, so the numbers of a group
+are added in the order in which numpy sums a one-dimensional array.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def group_advantages(rewards_G: Floats, std_epsilon: float) -> Floats:
     size = len(rewards_G)
     if size < 2:
         return np.zeros_like(rewards_G)
-    found = rewards_G - _added(rewards_G) / size
-    deviation = np.sqrt(_added(found * found) / (size - 1))
-    found /= deviation + std_epsilon
-    return found
+    advantages = rewards_G - _added(rewards_G) / size
+    deviation = np.sqrt(_added(advantages * advantages) / (size - 1))
+    advantages /= deviation + std_epsilon
+    return advantages
 
 
 def _added(values: Floats) -> Floats:
-    """The sums over the first axis, with the bits of numpy's over an array of one axis: up to 7 numbers one
-    after the other, up to 128 in eight sums, which are then added in pairs, and more by halves.
-    """
+    """The sums over the first axis, with the same bits as numpy's sum of a one-dimensional array:
+    up to 7 numbers one after the other, up to 128 in eight sums, which are then added in pairs,
+    and more by halves."""
     count = len(values)
     if count > 128:
         return np.asarray(np.ascontiguousarray(values.T).sum(axis=-1))
@@ -68,24 +68,24 @@ def trajectory_advantages(
     Args:
         groups_N, trajectories_N: numbers from 0.
     """
-    of = grouped(rewards_N, groups_N, trajectories_N)
+    grouping = grouped(rewards_N, groups_N, trajectories_N)
     rewards_M = rewards_N
-    if len(of.groups) < len(rewards_N):
-        rewards_M = np.empty(len(of.groups))
-        rewards_M[of.of_sample] = rewards_N
-    found = np.empty_like(rewards_M)
-    order, sizes = _in_order(of.groups), of.sizes.astype(np.int64)
+    if len(grouping.groups) < len(rewards_N):
+        rewards_M = np.empty(len(grouping.groups))
+        rewards_M[grouping.of_sample] = rewards_N
+    advantages_M = np.empty_like(rewards_M)
+    order, sizes = _in_order(grouping.groups), grouping.sizes.astype(np.int64)
     begins = np.cumsum(sizes) - sizes
     for size in np.flatnonzero(np.bincount(sizes)).tolist():
         of_size, columns = begins[sizes == size], max(_AT_ONCE // size, 1)
         for at in range(0, len(of_size), columns):
             members = order[of_size[at : at + columns] + np.arange(size)[:, None]]
-            found[members] = group_advantages(rewards_M[members], std_epsilon)
-    return of.for_samples(found)
+            advantages_M[members] = group_advantages(rewards_M[members], std_epsilon)
+    return grouping.for_samples(advantages_M)
 
 
 def _in_order(numbers: Ints) -> Ints:
-    """Where the least numbers are, and so on, [M]; of equal ones the first comes first."""
+    """The indexes that sort the numbers in ascending order, [M]; equal numbers keep their order."""
     if np.count_nonzero(numbers[1:] < numbers[:-1]) < _FEW_RUNS:
         return np.argsort(numbers, kind="stable")
     order = np.argsort(numbers.astype(np.uint16), kind="stable")  # of 16 bits it is a radix sort
@@ -112,11 +112,12 @@ class Grouped:
     sums: Floats
 
     def for_samples(self, values: Floats) -> Floats:
-        """Values of trajectories [M] for the samples of each, [N]."""
+        """Values of trajectories [M], repeated for the samples of each, [N]."""
         return values if len(values) == len(self.of_sample) else values[self.of_sample]
 
     def for_members(self, values: Floats) -> Floats:
-        """Values of groups [G] for the members of each, [M]; or [1], where all groups have the same."""
+        """Values of groups [G], repeated for the members of each, [M]; or [1], where all groups
+        have the same."""
         return values[:1] if (values == values[:1]).all() else values[self.groups]
 
 
@@ -139,19 +140,21 @@ def grouped(rewards: Floats, groups: Ints, trajectories: Ints) -> Grouped:
 
 
 def _first(codes: Ints) -> Ints:
-    """Where each number comes first, [N]."""
+    """The index at which each distinct number first occurs, [N]."""
     at = np.empty(codes.max() + 1, np.int64)
     at[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of equal ones the last to be written stays
     return at[codes]
 
 
-def with_others(of: Grouped, others: GroupPeers | None) -> Grouped:
-    """The trajectories of samples, and after them those that are only compared with."""
+def with_others(members: Grouped, others: GroupPeers | None) -> Grouped:
+    """The trajectories of samples, followed by those that are only compared with."""
     if others is None:
-        return of
-    groups = of.groups[of.of_sample[others.beside]]
+        return members
+    groups = members.groups[members.of_sample[others.beside]]
     return _members(
-        np.concatenate([of.rewards, others.rewards]), np.concatenate([of.groups, groups]), of.of_sample
+        np.concatenate([members.rewards, others.rewards]),
+        np.concatenate([members.groups, groups]),
+        members.of_sample,
     )
 
 
@@ -164,30 +167,30 @@ def _members(rewards: Floats, groups: Ints, of_sample: Ints) -> Grouped:
     return Grouped(rewards, groups, of_sample, sizes.astype(np.float64), sums)
 
 
-def group_mean(of: Grouped) -> Floats:
+def group_mean(members: Grouped) -> Floats:
     """r - mean of its group, [M]; 0 in a group of one. Source: GRPO, Shao et al. 2024 (arXiv:2402.03300)."""
-    means = (of.sums / of.sizes)[of.groups]
-    return np.subtract(of.rewards, means, out=means)
+    means = (members.sums / members.sizes)[members.groups]
+    return np.subtract(members.rewards, means, out=means)
 
 
-def leave_one_out(of: Grouped) -> Floats:
+def leave_one_out(members: Grouped) -> Floats:
     """r - mean of the others of its group, [M]; 0 in a group of one.
 
     Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), equation 8. It is n / (n - 1) times `group_mean`.
     A singleton has advantage 0, as in verl's `rloo_vectorized`; verl's `rloo` gives it its reward.
     """
-    others = of.sums[of.groups]
-    others -= of.rewards
-    others /= of.for_members(np.maximum(of.sizes - 1, 1))
-    found = np.subtract(of.rewards, others, out=others)
-    if (of.sizes == 1).any():
-        found[of.sizes[of.groups] == 1] = 0.0
-    return found
+    others = members.sums[members.groups]
+    others -= members.rewards
+    others /= members.for_members(np.maximum(members.sizes - 1, 1))
+    advantages = np.subtract(members.rewards, others, out=others)
+    if (members.sizes == 1).any():
+        advantages[members.sizes[members.groups] == 1] = 0.0
+    return advantages
 
 
-def no_baseline(of: Grouped) -> Floats:
+def no_baseline(members: Grouped) -> Floats:
     """The reward itself, [M]. Source: REINFORCE, Williams 1992."""
-    return of.rewards.copy()
+    return members.rewards.copy()
 
 
 BASELINES: Mapping[str, Callable[[Grouped], Floats]] = {
@@ -197,17 +200,17 @@ BASELINES: Mapping[str, Callable[[Grouped], Floats]] = {
 }
 
 
-def deviations(of: Grouped, ddof: int) -> Floats:
+def deviations(members: Grouped, ddof: int) -> Floats:
     """Standard deviation of each trajectory's group, [M]; 1 in a group of at most `ddof` trajectories.
 
     Args:
         ddof: 1 for the unbiased variance (verl, OpenRLHF, TRL), 0 for the biased one.
     """
-    squares = group_mean(of)
+    squares = group_mean(members)
     squares *= squares
-    total = np.bincount(of.groups, squares, len(of.sizes))
-    deviation = np.where(of.sizes > ddof, np.sqrt(total / np.maximum(of.sizes - ddof, 1)), 1.0)
-    return deviation[of.groups]
+    total = np.bincount(members.groups, squares, len(members.sizes))
+    deviation = np.where(members.sizes > ddof, np.sqrt(total / np.maximum(members.sizes - ddof, 1)), 1.0)
+    return deviation[members.groups]
 
 
 def overlong_penalty(lengths: Ints, longest: int, buffer: int) -> Floats:

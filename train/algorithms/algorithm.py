@@ -81,8 +81,8 @@ class LossInputs:
         mask: torch.Tensor,
         **others: torch.Tensor | None,
     ) -> LossInputs:
-        """Of a whole batch in one micro-batch, which the old policy sampled unless `behaviour` says
-        otherwise."""
+        """The inputs of a whole batch as one micro-batch, which the old policy sampled unless
+        `behaviour` says otherwise."""
         behaviour = others.pop("behaviour", None)
         return LossInputs(
             logprobs,
@@ -139,8 +139,8 @@ class Algorithm(Table):
 
     @property
     def cycles(self) -> bool:
-        """Whether training goes over the samples of a cut again and again; if not, each batch of them is used
-        once."""
+        """Whether training goes over the samples of a cut again and again; if not, each batch is
+        used once."""
         return False
 
     @property
@@ -181,7 +181,7 @@ class Algorithm(Table):
         loss."""
         return True
 
-    def advantages(self, of: Rollouts) -> Advantages:
+    def advantages(self, rollouts: Rollouts) -> Advantages:
         """Advantages of a rollout batch."""
         raise NotImplementedError
 
@@ -223,7 +223,8 @@ class Algorithm(Table):
         return False
 
     def after(self, metrics: Json) -> Algorithm:
-        """The algorithm of the next step, given the metrics of this one: itself, but for what adapts."""
+        """The algorithm of the next step, given the metrics of this one: the same, except for what
+        adapts."""
         return self
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
@@ -232,11 +233,12 @@ class Algorithm(Table):
         return {}
 
     def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:
-        """Likewise, of an algorithm that trains a reward model."""
+        """The same as `measures`, for an algorithm that trains a reward model."""
         return {}
 
     def fitted(self, measured: Mapping[str, Floats]) -> Json:
-        """Metrics of an evaluation that are fitted to what was measured of all held-out samples or pairs."""
+        """Metrics of an evaluation that are fitted to the measures of all held-out samples or
+        pairs."""
         return {}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Corrections: weights of tokens where the trainer's policy is not quite the one that sampled them. Pure
-numpy.
+"""Importance-sampling corrections: token weights where the trainer's policy is not exactly the one
+that sampled the tokens. Pure numpy.
 
-An engine and a trainer compute the same weights' probabilities with other kernels, and an agent's tokens may
-be older than the step. With w = exp(old - rollout), the ratio of the trainer's probability of a token before
-the step to the engine's, a correction gives each token a weight; 0 rejects it. Tokens of samples lie one
-after the other, [P]. Log-ratios are clamped to +-20, as in verl.
+An engine and a trainer compute the same weights' probabilities with different kernels, and an
+agent's tokens may be older than the step. With w = exp(old - rollout), the ratio of the
+trainer's probability of a token before the step to the engine's, a correction gives each token a
+weight; 0 rejects it. Tokens of samples lie one after the other, [P]. Log-ratios are clamped to
++-20, as in verl.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a ratio is held against: least and greatest."""
+    """The least and the greatest value that a ratio may have."""
 
     low: float
     high: float
 
 
 def token_truncated(log_ratios: Floats, lengths: Ints, bounds: Bounds) -> Floats:
-    """min(w, high) of each token: truncated importance sampling (TIS). `low` bounds it from below, 0 not at
-    all.
+    """min(w, high) of each token: truncated importance sampling (TIS). `low` is a lower bound; 0
+    means none.
 
-    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". verl,
-    OpenRLHF and slime (whose bounds are both used) have it.
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training". verl, OpenRLHF and slime (whose bounds are both used) have it.
     """
     return _ratios(log_ratios).clip(bounds.low, bounds.high)
 
@@ -53,10 +54,11 @@ def sequence_truncated(log_ratios: Floats, lengths: Ints, bounds: Bounds) -> Flo
 
 
 def sequence_masked(log_ratios: Floats, lengths: Ints, bounds: Bounds) -> Floats:
-    """That product where it is within the bounds, else 0: masked importance sampling (MIS) of whole samples.
+    """The product of a sample's w where it is within the bounds, else 0: masked importance sampling
+    (MIS) of whole samples.
 
-    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-    Mismatch".
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch".
     """
     product = _ratios(_sums(log_ratios, lengths))
     kept = (product >= bounds.low) & (product <= bounds.high)

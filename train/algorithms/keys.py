@@ -1,7 +1,7 @@
-"""The keys of a policy gradient; and the types of those whose default is another in some combination.
+"""The keys of a policy gradient, and the types of those whose default differs in some combination.
 
-The names that a key may have are those of its registry: a function that is added there is a legal value, in a
-CONFIG and on the page of all keys.
+The names that a key may have are those in its registry: a function added there becomes a legal
+value, in a CONFIG and on the page of all keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _key(description: str) -> object:
 
 
 def part_key(names: Iterable[str], description: str) -> Any:
-    """The type of a key that names a part: one of a registry, or one's own."""
+    """The type of a key that names a part: one in a registry, or the user's own."""
     return Annotated[Literal[tuple(names)] | OwnPart, _key(description)]
 
 

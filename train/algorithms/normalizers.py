@@ -1,6 +1,7 @@
-"""Normalizers: from the losses of tokens to the loss of a batch, the same for any micro-batches. Pure torch.
+"""Normalizers: how token losses become the loss of a batch, whatever its micro-batches. Pure torch.
 
-The loss is a sum over micro-batches, divided by a number of the whole batch. Names follow verl's `agg_loss`.
+The loss is a sum over micro-batches, divided by a number that belongs to the whole batch. Names
+follow verl's `agg_loss`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A user's own functions and algorithms, which a CONFIG names as `module:name`.
 
-They are imported when a CONFIG is read, or when a replay is told to trust what a manifest names: a log by
-itself runs no code. The digest of their source is recorded. What a function gives is checked against the
-shape that was asked of it, since another shape would silently be spread over the batch.
+They are imported when a CONFIG is read, or when a replay is told to trust the names in a
+manifest: a log by itself runs no code. The digest of their source is recorded. What a function
+returns is checked for its shape, since a wrong one would silently be broadcast over the batch.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ _loaded: dict[str, Any] = {}
 
 
 def named_parts(algorithm: Json) -> list[str]:
-    """The parts of one's own that an algorithm's keys name."""
+    """The user's own parts that an algorithm's keys name."""
     values = (algorithm.get(key) for key in KEYS)
     return [value for value in values if isinstance(value, str) and NAMED.fullmatch(value)]
 
 
 def declared_needs(algorithm: Json) -> dict[tuple[str, str], frozenset[str]]:
-    """(Key, name) of each part of one's own, without the algorithm itself -> what it declares to need.
+    """(Key, name) of each of the user's own parts, without the algorithm itself -> what it declares
+    to need.
 
-    A part declares it by an attribute `needs`: names as `algorithm.Need` has them. Without one it needs what
-    every part of its kind is given.
+    A part declares this in an attribute `needs`, with names as in `algorithm.Need`. Without the
+    attribute it needs what every part of its kind is given.
 
     Raises:
         TrainError: a part was not loaded.
-        ValueError: its `needs` are no names.
+        ValueError: its `needs` are not such names.
     """
     return {
         (key, name): _declared(key, name)
@@ -80,14 +81,14 @@ def check_declared(declared: Mapping[tuple[str, str], frozenset[str]], remedies:
 
 
 def _declared(key: str, name: str) -> frozenset[str]:
-    needs = getattr(loaded(name), "needs", ())
+    needs = getattr(loaded_part(name), "needs", ())
     if isinstance(needs, str) or not all(isinstance(need, str) for need in needs):
         raise ValueError(f"{key} {name!r}: its `needs` are {needs!r}; write a set of names")
     return frozenset(needs)
 
 
 def load_part(name: str) -> Any:
-    """Import a part, from what is installed or lies in the current folder.
+    """Import a part from an installed package or the current folder.
 
     Raises:
         TrainError: there is none of that name, or it cannot be imported.
@@ -104,19 +105,19 @@ def load_part(name: str) -> Any:
 
 
 def part(table: Mapping[str, _T], name: str) -> _T:
-    """The part of a name: one of a table, or one that was loaded.
+    """The part with a name: one in the table, or one that was loaded.
 
     Raises:
-        TrainError: it is another's, and was not loaded.
+        TrainError: it is not in the table, and was not loaded.
     """
-    return table[name] if name in table else loaded(name)
+    return table[name] if name in table else loaded_part(name)
 
 
-def loaded(name: str) -> Any:
+def loaded_part(name: str) -> Any:
     """A part that was loaded before.
 
     Raises:
-        TrainError: it was not.
+        TrainError: it was not loaded.
     """
     if name not in _loaded:
         raise TrainError(
@@ -127,55 +128,57 @@ def loaded(name: str) -> Any:
 
 
 def sources(algorithm: Json) -> dict[str, str]:
-    """Part -> sha256 of the file that it is defined in; of loaded ones."""
-    found = {}
+    """Part -> sha256 of the file that defines it, for the loaded parts."""
+    digests = {}
     for name in named_parts(algorithm):
-        file = inspect.getsourcefile(loaded(name))
-        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no source"
-    return found
+        file = inspect.getsourcefile(loaded_part(name))
+        digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no source"
+    return digests
 
 
-def called(key: str, name: str, function: Callable[..., _T], asked: tuple[int, ...], *given: Any) -> _T:
-    """What the part that a key names gives, of the shape that was asked.
+def call_part(key: str, name: str, function: Callable[..., _T], expected: tuple[int, ...], *args: Any) -> _T:
+    """Call the part that a key names, and check that its result has the expected shape.
 
     Raises:
-        TrainError: it gave something else; or, of one's own, it raised an error.
+        TrainError: the result is something else; or a part of the user's own raised an error.
     """
     what = f"{key} {name!r}"
     try:
-        found = function(*given)
+        result = function(*args)
     except RollbookError:
         raise
     except Exception as error:
         if not NAMED.fullmatch(name):
             raise
         raise TrainError(f"{what} failed: {error!r}") from error
-    return shaped(what, found, asked)
+    return check_shape(what, result, expected)
 
 
-def shaped(what: str, found: _T, asked: tuple[int, ...]) -> _T:
-    """The numbers that were found, if they are of the shape that was asked.
-
-    Raises:
-        TrainError: they are not; it names what gave them.
-    """
-    shape = getattr(found, "shape", None)
-    if shape is None or tuple(shape) != asked:
-        gave = f"a {type(found).__name__}" if shape is None else f"shape {list(shape)}"
-        raise TrainError(f"{what} gave {gave} where shape {list(asked)} was asked")
-    return found
-
-
-def held_advantages(what: str, found: Any, of: Rollouts) -> Advantages:
-    """The advantages of a rollout batch, if there is one for each sample, or for each trained token.
+def check_shape(what: str, values: _T, expected: tuple[int, ...]) -> _T:
+    """The values, if they have the expected shape.
 
     Raises:
-        TrainError: there is not.
+        TrainError: they have not; it names what returned them.
     """
-    if not isinstance(found, Advantages):
-        raise TrainError(f"{what} gave a {type(found).__name__} where `Advantages` were asked")
-    tokens = int(np.sum(of.lengths))
-    shaped(f"{what}: advantages", found.values, (tokens if found.per_token else len(of.lengths),))
-    if found.returns is not None:
-        shaped(f"{what}: returns", found.returns, (tokens,))
-    return found
+    shape = getattr(values, "shape", None)
+    if shape is None or tuple(shape) != expected:
+        gave = f"a {type(values).__name__}" if shape is None else f"shape {list(shape)}"
+        raise TrainError(f"{what} gave {gave} where shape {list(expected)} was asked")
+    return values
+
+
+def check_advantages(what: str, advantages: Any, rollouts: Rollouts) -> Advantages:
+    """The advantages of a rollout batch, checked to be one per sample or one per trained token.
+
+    Raises:
+        TrainError: they are neither.
+    """
+    if not isinstance(advantages, Advantages):
+        raise TrainError(f"{what} gave a {type(advantages).__name__} where `Advantages` were asked")
+    tokens = int(np.sum(rollouts.lengths))
+    check_shape(
+        f"{what}: advantages", advantages.values, (tokens if advantages.per_token else len(rollouts.lengths),)
+    )
+    if advantages.returns is not None:
+        check_shape(f"{what}: returns", advantages.returns, (tokens,))
+    return advantages

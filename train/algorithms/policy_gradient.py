@@ -1,9 +1,9 @@
-"""Policy gradients without a critic, such as GRPO: what their keys mean, and how the parts that they name
-make one loss.
+"""Policy gradients without a critic, such as GRPO: what their keys mean, and how the parts that the
+keys name are combined into one loss.
 
-Two things are carried from step to step: a KL coefficient that follows a target, and the moments of all
-rewards so far. Both are keys of the algorithm, so the manifest of each step holds the values that it used,
-and the next ones follow from it and from the step's metrics.
+Two things are carried from step to step: a KL coefficient that follows a target, and the moments
+of all rewards so far. Both are keys of the algorithm, so the manifest of each step holds the
+values that it used, and the next ones follow from it and from the step's metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollbook.train.algorithms.algorithm import Demand, LossInputs, Need
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
 from rollbook.train.algorithms.keys import PolicyGradientKeys
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
-from rollbook.train.algorithms.parts import PART_KEYS, called, check_declared, declared_needs, part
+from rollbook.train.algorithms.parts import PART_KEYS, call_part, check_declared, declared_needs, part
 from rollbook.train.algorithms.returns import (
     at_last_tokens,
     discounted_returns,
@@ -57,7 +57,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GroupPolicyGradient(PolicyGradientKeys):
-    """What the keys mean that all combinations have."""
+    """What the keys that all combinations have mean."""
 
     @model_validator(mode="after")
     def _met(self) -> GroupPolicyGradient:
@@ -65,7 +65,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
         return self
 
     def _can_meet(self) -> None:
-        """Check that parts of one's own can be given what they declare to need."""
+        """Check that the user's own parts can be given what they declare to need."""
         remedies = {
             "old": 'set old = "trainer"' if self.old != "trainer" else "",
             "groups": "set group_size above 1" if self.group_size == 1 else "",
@@ -75,7 +75,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """By its keys, and what parts of one's own declare to need."""
+        """What the keys need, and what the user's own parts declare to need."""
         declared = frozenset[str]().union(*self._declared.values())
         return self._own_needs | cast("frozenset[Need]", declared)
 
@@ -85,7 +85,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
 
     @property
     def _own_needs(self) -> frozenset[Need]:
-        """Logprobs and rewards; groups and the other policies by its keys."""
+        """Logprobs and rewards; groups and the other policies if the keys need them."""
         wanted: dict[Need, bool] = {
             "logprobs": True,
             "rewards": True,
@@ -104,7 +104,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
 
     @property
     def reference(self) -> int | None:
-        """Its key's, where a KL term asks for one."""
+        """The version that its key names, where a KL term needs one."""
         return self.reference_version if "reference" in self.needs else None
 
     @property
@@ -117,51 +117,53 @@ class GroupPolicyGradient(PolicyGradientKeys):
         """As its key says."""
         return self.count_rejected
 
-    def advantages(self, of: Rollouts) -> Advantages:
-        """Reward less baseline, divided by the group's deviation; by tokens where a key speaks of tokens."""
-        seen = self._moments(of)
-        if (others := of.others) is not None:
+    def advantages(self, rollouts: Rollouts) -> Advantages:
+        """Reward less baseline, divided by the group's deviation; per token where a key is about
+        tokens."""
+        moments = self._moments(rollouts)
+        if (others := rollouts.others) is not None:
             rewards = self._penalized(
-                self._normalized(others.rewards, seen), others.truncated, others.lengths
+                self._normalized(others.rewards, moments), others.truncated, others.lengths
             )
-            of = replace(of, others=replace(others, rewards=rewards))
-        rewards = self._shaped(of, seen)
+            rollouts = replace(rollouts, others=replace(others, rewards=rewards))
+        rewards = self._shaped(rollouts, moments)
         if self._kl_first:
-            rewards = rewards - of_trajectories(self.reward_kl * self._divergences(of), of)
-        scores = self.scores(rewards, of)
+            rewards = rewards - of_trajectories(self.reward_kl * self._divergences(rollouts), rollouts)
+        scores = self.scores(rewards, rollouts)
         if self._at_ends and self.whitening == "none" and "values" not in self.needs:
             return Advantages(scores)
-        return self.of_tokens(self._token_rewards(scores, of), of)
+        return self.of_tokens(self._token_rewards(scores, rollouts), rollouts)
 
     @property
     def _at_ends(self) -> bool:
-        """Whether all that a sample's tokens have is the trajectory's reward, at the last one, in full."""
+        """Whether the only reward in a sample is the trajectory's, at its last token, undiscounted."""
         of_tokens = self.turn_rewards or (self.reward_kl > 0 and not self._kl_first)
         return not of_tokens and self.discount == 1
 
-    def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
+    def of_tokens(self, rewards: Floats, rollouts: Rollouts) -> Advantages:
         """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
         if self._at_ends:
-            returns = whole_returns(from_last_tokens(rewards, of.lengths), of.lengths)
+            returns = whole_returns(from_last_tokens(rewards, rollouts.lengths), rollouts.lengths)
         elif self.discount_unit == "turn":
-            returns = turn_returns(rewards, of, self.discount)
+            returns = turn_returns(rewards, rollouts, self.discount)
         else:
-            returns = discounted_returns(rewards, of.lengths, self.discount)
+            returns = discounted_returns(rewards, rollouts.lengths, self.discount)
         return Advantages(self.whitened(returns, out=returns), per_token=True)
 
-    def _shaped(self, of: Rollouts, seen: Moments | None) -> Floats:
-        """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
-        rewards = self._normalized(np.asarray(of.rewards, np.float64), seen)
-        truncated, lengths = of.truncated, of.lengths
+    def _shaped(self, rollouts: Rollouts, moments: Moments | None) -> Floats:
+        """The reward of each sample's trajectory, lowered if cut off or overlong, then clipped,
+        [N]."""
+        rewards = self._normalized(np.asarray(rollouts.rewards, np.float64), moments)
+        truncated, lengths = rollouts.truncated, rollouts.lengths
         if self.truncated_reward is not None or self.overlong_length is not None:
-            of_sample = grouped(rewards, of.groups, of.trajectories).of_sample
-            lengths = np.bincount(of_sample, of.lengths)[of_sample].astype(np.int64)
+            of_sample = grouped(rewards, rollouts.groups, rollouts.trajectories).of_sample
+            lengths = np.bincount(of_sample, rollouts.lengths)[of_sample].astype(np.int64)
             if truncated is not None:
                 truncated = (np.bincount(of_sample, truncated) > 0)[of_sample]
         return self._penalized(rewards, truncated, lengths)
 
     def _penalized(self, rewards: Floats, truncated: Bools | None, lengths: Ints) -> Floats:
-        """Rewards of trajectories, of so many tokens each, less their penalties, and clipped."""
+        """Rewards of trajectories with the given token counts, less their penalties, and clipped."""
         if self.truncated_reward is not None and truncated is not None:
             rewards = stopped_properly(rewards, truncated, self.truncated_reward)
         if self.overlong_length is not None:
@@ -169,27 +171,30 @@ class GroupPolicyGradient(PolicyGradientKeys):
             rewards = rewards + self.overlong_factor * penalty
         return rewards if self.reward_clip is None else rewards.clip(*self.reward_clip)
 
-    def _moments(self, of: Rollouts) -> Moments | None:
-        """The moments that rewards are normalized by, which include those of these samples; None: by none."""
+    def _moments(self, rollouts: Rollouts) -> Moments | None:
+        """The moments to normalize rewards by, these samples included; None: rewards are not
+        normalized."""
         if self.reward_normalization == "none":
             return None
-        seen = Moments(*(self.reward_moments or ())) if self.reward_normalization == "running" else Moments()
-        once, rewards = self.reward_moments_of == "trajectories", np.asarray(of.rewards, np.float64)
-        counted = grouped(rewards, of.groups, of.trajectories).rewards if once else rewards
-        return seen.with_more(Moments.of(counted))
+        moments = (
+            Moments(*(self.reward_moments or ())) if self.reward_normalization == "running" else Moments()
+        )
+        once, rewards = self.reward_moments_of == "trajectories", np.asarray(rollouts.rewards, np.float64)
+        counted = grouped(rewards, rollouts.groups, rollouts.trajectories).rewards if once else rewards
+        return moments.with_more(Moments.of(counted))
 
-    def _normalized(self, rewards: Floats, seen: Moments | None) -> Floats:
+    def _normalized(self, rewards: Floats, moments: Moments | None) -> Floats:
         """Rewards as the key `reward_normalization` says."""
-        return rewards if seen is None else seen.normalized(rewards)
+        return rewards if moments is None else moments.normalized(rewards)
 
     @property
     def adapts(self) -> bool:
-        """KL coefficients, the moments of rewards and the reference may."""
+        """KL coefficients, the moments of rewards and the reference may change."""
         follows = self.kl_target is not None or self.reward_normalization == "running"
         return follows or self.ref_update_interval is not None
 
     def after(self, metrics: Json) -> GroupPolicyGradient:
-        """With the KL coefficients and the reward's moments that follow from a step."""
+        """The algorithm with the KL coefficients and the reward moments that follow from a step."""
         changes: dict[str, Any] = {}
         kl, samples = metrics.get("kl"), int(metrics["samples"])
         if self.kl_target is not None and kl is not None:
@@ -197,20 +202,20 @@ class GroupPolicyGradient(PolicyGradientKeys):
                 key: adapted(value, kl, self.kl_target, samples, self.kl_horizon)
                 for key, value in (("kl", self.kl), ("reward_kl", self.reward_kl))
             }
-        seen = moments_of(metrics, self.reward_moments_of)
-        if self.reward_normalization == "running" and seen is not None:
+        moments = moments_of(metrics, self.reward_moments_of)
+        if self.reward_normalization == "running" and moments is not None:
             before = Moments(*(self.reward_moments or ()))
-            changes["reward_moments"] = astuple(before.with_more(seen))
+            changes["reward_moments"] = astuple(before.with_more(moments))
         return self.model_copy(update=changes) if changes else self
 
-    def scores(self, rewards: Floats, of: Rollouts) -> Floats:
-        """What becomes of each sample's reward, [N]."""
-        members = grouped(np.asarray(rewards, np.float64), of.groups, of.trajectories)
-        return members.for_samples(self._compared(with_others(members, of.others)))
+    def scores(self, rewards: Floats, rollouts: Rollouts) -> Floats:
+        """The score that each sample's reward becomes, [N]."""
+        members = grouped(np.asarray(rewards, np.float64), rollouts.groups, rollouts.trajectories)
+        return members.for_samples(self._compared(with_others(members, rollouts.others)))
 
     def _compared(self, members: Grouped) -> Floats:
-        baseline, asked = part(BASELINES, self.baseline), members.rewards.shape
-        scores = called("baseline", self.baseline, baseline, asked, members)
+        baseline, shape = part(BASELINES, self.baseline), members.rewards.shape
+        scores = call_part("baseline", self.baseline, baseline, shape, members)
         alone = (members.sizes == 1)[members.groups] if self.group_of_one == "reward" else None
         if alone is not None:
             scores = np.where(alone, members.rewards, scores)
@@ -222,14 +227,14 @@ class GroupPolicyGradient(PolicyGradientKeys):
         scale += self.std_epsilon
         return np.divide(scores, scale, out=scale)
 
-    def _token_rewards(self, scores: Floats, of: Rollouts) -> Floats:
+    def _token_rewards(self, scores: Floats, rollouts: Rollouts) -> Floats:
         """The rewards of tokens, [P]: of the trajectory at its last one, of turns at theirs, and the KL
         penalty."""
-        rewards = at_last_tokens(scores, of.lengths)
-        if self.turn_rewards and of.turn_rewards is not None:
-            rewards += of.turn_rewards
+        rewards = at_last_tokens(scores, rollouts.lengths)
+        if self.turn_rewards and rollouts.turn_rewards is not None:
+            rewards += rollouts.turn_rewards
         if self.reward_kl and not self._kl_first:
-            rewards -= self.reward_kl * self._divergences(of)
+            rewards -= self.reward_kl * self._divergences(rollouts)
         return rewards
 
     @property
@@ -237,16 +242,16 @@ class GroupPolicyGradient(PolicyGradientKeys):
         """Whether the KL penalty comes before the baseline."""
         return self.reward_kl > 0 and self.reward_kl_order == "before_baseline"
 
-    def _divergences(self, of: Rollouts) -> Floats:
+    def _divergences(self, rollouts: Rollouts) -> Floats:
         """k1 of the old policy to the reference, [P]."""
-        assert of.old_logprobs is not None
-        assert of.reference_logprobs is not None
-        found = of.old_logprobs.astype(np.float64) - of.reference_logprobs
-        return found.clip(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if self.kl_bound == "all" else found
+        assert rollouts.old_logprobs is not None
+        assert rollouts.reference_logprobs is not None
+        gaps = rollouts.old_logprobs.astype(np.float64) - rollouts.reference_logprobs
+        return gaps.clip(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if self.kl_bound == "all" else gaps
 
     def whitened(self, values: Floats, out: Floats | None = None) -> Floats:
-        """Advantages of all tokens [P], as the key `whitening` says; in `out`, which may be these, or a new
-        array."""
+        """Advantages of all tokens [P], whitened as the key `whitening` says; written to `out`,
+        which may be the same array, or to a new array."""
         if self.whitening == "none" or not len(values):
             return values
         if self.whitening == "mean":
@@ -254,16 +259,16 @@ class GroupPolicyGradient(PolicyGradientKeys):
         return whitened(values, int(self.whitening == "unbiased"), out=out)
 
     def weights(self, log_ratios: Floats, lengths: Ints) -> Floats | None:
-        """The correction's, or None without one."""
+        """The weights of the correction, or None without one."""
         if self.correction == "none":
             return None
-        correction, asked = part(CORRECTIONS, self.correction), log_ratios.shape
+        correction, shape = part(CORRECTIONS, self.correction), log_ratios.shape
         bounds = Bounds(self.correction_low, self.correction_high)
-        return called("correction", self.correction, correction, asked, log_ratios, lengths, bounds)
+        return call_part("correction", self.correction, correction, shape, log_ratios, lengths, bounds)
 
     @property
     def clips(self) -> Clips:
-        """What the surrogate is given beside its inputs."""
+        """The clips that the surrogate gets beside its inputs."""
         tokens, samples = (
             None if bound == "none" else bound
             for bound in (self.log_ratio_bound, self.sequence_log_ratio_bound)
@@ -272,8 +277,8 @@ class GroupPolicyGradient(PolicyGradientKeys):
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """The surrogate of each token times the correction's weight, plus the KL term, less the entropy."""
-        surrogate, asked = part(SURROGATES, self.surrogate), tuple(inputs.logprobs.shape)
-        loss = called("surrogate", self.surrogate, surrogate, asked, inputs, self.clips)
+        surrogate, shape = part(SURROGATES, self.surrogate), tuple(inputs.logprobs.shape)
+        loss = call_part("surrogate", self.surrogate, surrogate, shape, inputs, self.clips)
         if inputs.weights is not None:
             loss = loss * inputs.weights
         if self.kl:
@@ -290,14 +295,14 @@ class GroupPolicyGradient(PolicyGradientKeys):
         return clipped(self.surrogate, inputs, self.clips)
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        """Of each trained token whether the dual clip is at work, where there is one."""
-        found = dual_clipped(self.surrogate, inputs, self.clips)
-        return {} if found is None else {"clipped_dual": found[inputs.mask]}
+        """For each trained token, whether the dual clip is active, where there is one."""
+        dual = dual_clipped(self.surrogate, inputs, self.clips)
+        return {} if dual is None else {"clipped_dual": dual[inputs.mask]}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that the normalizer takes."""
         normalizer = part(NORMALIZERS, self.normalizer)
-        return called("normalizer", self.normalizer, normalizer.add, (), losses, mask)
+        return call_part("normalizer", self.normalizer, normalizer.add, (), losses, mask)
 
     def divisor(self, totals: Totals) -> int:
         """The number that the normalizer divides by."""
@@ -314,13 +319,13 @@ class Grpo(GroupPolicyGradient):
     name: Literal["grpo"]
     """The algorithm that the other keys of the table belong to."""
 
-    def scores(self, rewards: Floats, of: Rollouts) -> Floats:
-        """As any combination's; of its own baseline and deviation with the bits that the first release
-        had."""
+    def scores(self, rewards: Floats, rollouts: Rollouts) -> Floats:
+        """As for any combination; with its own baseline and deviation, with the same bits as in the
+        first release."""
         own = (self.baseline, self.deviation, self.group_of_one)
-        if own != ("group_mean", "unbiased", "zero") or of.others is not None:
-            return super().scores(rewards, of)
-        return trajectory_advantages(rewards, of.groups, of.trajectories, self.std_epsilon)
+        if own != ("group_mean", "unbiased", "zero") or rollouts.others is not None:
+            return super().scores(rewards, rollouts)
+        return trajectory_advantages(rewards, rollouts.groups, rollouts.trajectories, self.std_epsilon)
 
 
 LARGEST_ERROR = 0.2
@@ -340,7 +345,7 @@ def adapted(coefficient: float, kl: float, target: float, samples: int, horizon:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of `count` numbers the mean and the variance, over n."""
+    """The count, mean and variance (over n) of some numbers."""
 
     count: int = 0
     mean: float = 0.0
@@ -348,11 +353,11 @@ class Moments:
 
     @staticmethod
     def of(values: Floats) -> Moments:
-        """Of an array."""
+        """The moments of an array."""
         return Moments(len(values), float(values.mean()), float(values.var())) if len(values) else Moments()
 
     def with_more(self, other: Moments) -> Moments:
-        """Of both together. Source: Chan, Golub and LeVeque 1979, equation 2.1."""
+        """The moments of both together. Source: Chan, Golub and LeVeque 1979, equation 2.1."""
         count = self.count + other.count
         if not count:
             return self
@@ -367,7 +372,7 @@ class Moments:
 
 
 def moments_of(metrics: Json, what: str) -> Moments | None:
-    """Of a step's rewards, by its metrics; None where it had none.
+    """The moments of a step's rewards, from its metrics; None where it had none.
 
     Args:
         what: `trajectories`, each counted once, or `samples`.

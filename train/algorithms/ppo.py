@@ -38,15 +38,17 @@ class Ppo(GroupPolicyGradient):
         """The critic's values too."""
         return super()._own_needs | {"values"}
 
-    def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
+    def of_tokens(self, rewards: Floats, rollouts: Rollouts) -> Advantages:
         """Advantages by GAE, whitened; the critic's targets are the advantages before that plus the
         values."""
-        assert of.values is not None
-        values = of.values.astype(float)
+        assert rollouts.values is not None
+        values = rollouts.values.astype(float)
         if self.discount_unit == "turn":
-            advantages = turn_advantages(rewards, values, of, self.discount, self.gae_decay)
+            advantages = turn_advantages(rewards, values, rollouts, self.discount, self.gae_decay)
         else:
-            advantages = generalized_advantages(rewards, values, of.lengths, self.discount, self.gae_decay)
+            advantages = generalized_advantages(
+                rewards, values, rollouts.lengths, self.discount, self.gae_decay
+            )
         return Advantages(self.whitened(advantages), per_token=True, returns=advantages + values)
 
     def value_loss(

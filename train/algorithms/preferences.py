@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Pairs(Algorithm):
-    """Where pairs come from, and how many a step takes. The chosen sample of a pair lies before the rejected
-    one."""
+    """Where pairs come from, and how many a step takes. The chosen sample of a pair comes before
+    the rejected one."""
 
     pairs: Literal["preferences", "rewards"] = "preferences"
     """Which pairs there are: the recorded preferences, in epochs; or of each group the trajectory of the
@@ -42,7 +42,7 @@ class Pairs(Algorithm):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Pairs; of groups their rewards."""
+        """Pairs; and groups and rewards, where the pairs are made of them."""
         return frozenset({"pairs"} if self.pairs == "preferences" else {"pairs", "groups", "rewards"})
 
     @property
@@ -50,9 +50,9 @@ class Pairs(Algorithm):
         """A step uses `batch_size` pairs, each of them a group."""
         return Demand(self.batch_size, self.group_size)
 
-    def advantages(self, of: Rollouts) -> Advantages:
+    def advantages(self, rollouts: Rollouts) -> Advantages:
         """1 for chosen samples and -1 for rejected ones, [N]."""
-        return Advantages(np.where(np.arange(len(of.rewards)) % 2 == 0, 1.0, -1.0))
+        return Advantages(np.where(np.arange(len(rollouts.rewards)) % 2 == 0, 1.0, -1.0))
 
     def divisor(self, totals: Totals) -> int:
         """The number of pairs."""
@@ -105,7 +105,7 @@ class Dpo(Pairs):
 
     @property
     def adapts(self) -> bool:
-        """The reference may."""
+        """The reference may change."""
         return self.ref_update_interval is not None
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator
 
-from rollbook.store.config import refused
+from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
@@ -28,7 +28,7 @@ from rollbook.train.algorithms.keys import (
     Surrogate,
     Whitening,
 )
-from rollbook.train.algorithms.parts import NAMED, load_part, loaded, named_parts
+from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient, Grpo
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import Dpo
@@ -151,7 +151,7 @@ else:
 
 
 def _own_or(value: Any, built_in: Callable[[Any], Algorithm]) -> Algorithm:
-    """The algorithm of a CONFIG; one of the user's own and its parts are imported here.
+    """The algorithm of a CONFIG. The user's own algorithm and parts are imported here.
 
     Raises:
         ValueError: a part cannot be loaded, or what `name` names is no algorithm.
@@ -163,31 +163,31 @@ def _own_or(value: Any, built_in: Callable[[Any], Algorithm]) -> Algorithm:
             load_part(name)
     except TrainError as error:
         raise ValueError(str(error)) from error
-    return _own(value) if _is_own(value) else built_in(value)
+    return _own_algorithm(value) if _is_own(value) else built_in(value)
 
 
 def _is_own(values: Json) -> bool:
     return NAMED.fullmatch(str(values.get("name"))) is not None
 
 
-def _own(values: Json) -> Algorithm:
-    """An algorithm of the user's own, which was loaded.
+def _own_algorithm(values: Json) -> Algorithm:
+    """The user's own algorithm, which was loaded.
 
     Raises:
-        ValueError: it is no algorithm, has not these keys, or needs what nothing gives.
+        ValueError: it is no algorithm, does not have these keys, or needs what nothing gives.
     """
-    kind = loaded(str(values["name"]))
+    kind = loaded_part(str(values["name"]))
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ValueError(
             f"{values['name']!r} is no subclass of rollbook.train.algorithms.algorithm.Algorithm"
         )
-    made = kind.model_validate_json(json.dumps(values))
-    if unknown := sorted(made.needs - set(NEEDS)):
+    algorithm = kind.model_validate_json(json.dumps(values))
+    if unknown := sorted(algorithm.needs - set(NEEDS)):
         raise ValueError(
             f"{values['name']!r} needs {', '.join(map(repr, unknown))}, which nothing gives: choose of "
             f"{', '.join(NEEDS)}"
         )
-    return made
+    return algorithm
 
 
 def recorded_algorithm(values: Json) -> Algorithm:
@@ -200,7 +200,7 @@ def recorded_algorithm(values: Json) -> Algorithm:
         values = values | {"reward_moments_of": "samples"}
     name = str(values.get("name"))
     for own in named_parts(values):
-        loaded(own)
+        loaded_part(own)
     if name not in ALGORITHMS and not _is_own(values):
         raise TrainError(
             f"algorithm {name!r} is unknown to this release ({', '.join(ALGORITHMS)}): use the release that "
@@ -208,11 +208,11 @@ def recorded_algorithm(values: Json) -> Algorithm:
         )
     try:
         if _is_own(values):
-            return _own(values)
+            return _own_algorithm(values)
         # JSON mode: a list that was read from the log serves as a tuple.
         return ALGORITHMS[name].model_validate_json(json.dumps(values))
     except ValidationError as error:
-        first = refused(error, values)[0]
+        first = invalid_values(error, values)[0]
         text = f"algorithm {name!r}, key {first.key!r}: {first.text or 'unknown key'}"
         raise TrainError(text) from error
     except ValueError as error:

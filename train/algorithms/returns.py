@@ -1,10 +1,10 @@
-"""Returns and advantages of tokens, from the rewards of tokens, where each token or each turn takes a step of
-discount. Pure numpy.
+"""Returns and advantages of tokens, from the rewards of tokens, discounted by token or by turn.
+Pure numpy.
 
-Tokens of samples lie one after the other, [P]; `lengths` [N] says how many are of each sample. Only trained
-tokens count: what a tool or a user said in between takes no step of discount, as in verl. A turn is what a
-policy sampled in answer to one request. Its tokens are discounted alike: the reward of the next turn counts
-`discount` times at each of them.
+Tokens of samples lie one after the other, [P]; `lengths` [N] is the number of tokens of each
+sample. Only trained tokens count: the text of a tool or a user in between takes no step of
+discount, as in verl. A turn is what a policy sampled in answer to one request. Its tokens are
+discounted alike: the reward of the next turn counts `discount` times at each of them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def discounted_returns(rewards: Floats, lengths: Ints, discount: float) -> Float
 
 
 def whole_returns(values: Floats, lengths: Ints) -> Floats:
-    """Without a discount, what follows each token where a sample's value [N] stands at its last one, [P]: the
-    value itself. It has the bits of `discounted_returns` of `at_last_tokens`.
-    """
+    """The undiscounted return of each token where a sample's value [N] is the reward of its last
+    token, [P]: the value itself. It has the same bits as `discounted_returns` of
+    `at_last_tokens`."""
     least = np.iinfo(np.int64).min
     if values.view(np.int64).min(initial=0) == least:  # -0.0, which is 0.0 once another token's 0 is added
         return discounted_returns(at_last_tokens(values, lengths), lengths, 1.0)
@@ -85,9 +85,9 @@ def whitened(values: Floats, ddof: int, *, epsilon: float = 1e-8, out: Floats | 
 
 
 def _squares(values: Floats, mean: np.float64) -> np.float64:
-    """The sum of the squared distances from the mean, with the bits of `((values - mean) ** 2).sum()`: numpy
-    adds halves by themselves, the first a multiple of eight long, down to pieces shorter than these.
-    """
+    """The sum of the squared distances from the mean, with the bits of `((values - mean) **
+    2).sum()`: numpy sums halves separately, the first a multiple of eight long, down to pieces
+    shorter than these."""
     if len(values) > _AT_ONCE:
         half = len(values) // 2
         half -= half % 8
@@ -98,7 +98,7 @@ def _squares(values: Floats, mean: np.float64) -> np.float64:
 
 
 def of_tokens(values: npt.NDArray[_T], lengths: Ints) -> npt.NDArray[_T]:
-    """A value of each sample [N] for each of its tokens, [P]."""
+    """The value of each sample [N], repeated for each of its tokens, [P]."""
     return np.repeat(values, lengths)
 
 
@@ -111,46 +111,50 @@ def at_last_tokens(values: Floats, lengths: Ints) -> Floats:
 
 
 def from_last_tokens(values: Floats, lengths: Ints) -> Floats:
-    """The value at each sample's last token [N], of values of tokens [P]; 0 of a sample without a token."""
-    found = np.zeros(len(lengths))
+    """The value at each sample's last token [N], from values of tokens [P]; 0 for a sample without
+    a token."""
+    last = np.zeros(len(lengths))
     has = lengths > 0
-    found[has] = values[(np.cumsum(lengths) - 1)[has]]
-    return found
+    last[has] = values[(np.cumsum(lengths) - 1)[has]]
+    return last
 
 
 def _places(lengths: Ints) -> Bools:
-    """Where the tokens are in an array [N, longest], row by row; rows end at the last column."""
+    """A mask of where the tokens are in an array [N, longest], row by row; rows are right-aligned."""
     longest = max(int(lengths.max(initial=0)), 1)
     places: Bools = np.arange(longest) >= (longest - lengths)[:, None]
     return places
 
 
 def _padded(values: Floats, places: Bools) -> Floats:
-    """Values [P] at their places in [N, longest], with zeros elsewhere."""
+    """Values [P] as [N, longest]; shorter samples are padded with zeros in front, so that all end
+    together."""
     padded = np.zeros(places.shape)
     padded[places] = values
     return padded
 
 
-def turn_returns(rewards: Floats, of: Rollouts, discount: float) -> Floats:
+def turn_returns(rewards: Floats, rollouts: Rollouts, discount: float) -> Floats:
     """G_t = r_t + c_t G_{t+1} within each sample, [P]; c_t is 1 within a turn, and `discount` at its end.
 
     Source: Sutton and Barto 2018, equation 3.8, with a turn as the step, as an agent's environment has it.
     """
-    places = _turn_places(of)
-    found, steps = _padded(rewards, places), _padded(_steps(of, discount), places)
-    for column in range(found.shape[1] - 2, -1, -1):
-        found[:, column] += steps[:, column] * found[:, column + 1]
-    return found[places]
+    places = _turn_places(rollouts)
+    returns, steps = _padded(rewards, places), _padded(_steps(rollouts, discount), places)
+    for column in range(returns.shape[1] - 2, -1, -1):
+        returns[:, column] += steps[:, column] * returns[:, column + 1]
+    return returns[places]
 
 
-def turn_advantages(rewards: Floats, values: Floats, of: Rollouts, discount: float, decay: float) -> Floats:
+def turn_advantages(
+    rewards: Floats, values: Floats, rollouts: Rollouts, discount: float, decay: float
+) -> Floats:
     """Advantages by GAE, [P]: A_t = d_t + c_t * decay * A_{t+1}, d_t = r_t + c_t V_{t+1} - V_t.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438), equation 16.
     """
-    places = _turn_places(of)
-    value, steps = _padded(values, places), _padded(_steps(of, discount), places)
+    places = _turn_places(rollouts)
+    value, steps = _padded(values, places), _padded(_steps(rollouts, discount), places)
     delta = _padded(rewards, places) - value
     delta[:, :-1] += steps[:, :-1] * value[:, 1:]
     for column in range(delta.shape[1] - 2, -1, -1):
@@ -158,27 +162,27 @@ def turn_advantages(rewards: Floats, values: Floats, of: Rollouts, discount: flo
     return delta[places]
 
 
-def of_trajectories(values: Floats, of: Rollouts) -> Floats:
-    """Of each sample the sum over all tokens of its trajectory, [N] of [P]."""
-    lengths = np.asarray(of.lengths)
+def of_trajectories(values: Floats, rollouts: Rollouts) -> Floats:
+    """For each sample, the sum over all tokens of its trajectory, [N] of [P]."""
+    lengths = np.asarray(rollouts.lengths)
     sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, len(lengths))
-    members = grouped(np.zeros(len(lengths)), of.groups, of.trajectories).of_sample
-    found: Floats = np.bincount(members, sums)[members].astype(np.float64)
-    return found
+    members = grouped(np.zeros(len(lengths)), rollouts.groups, rollouts.trajectories).of_sample
+    totals: Floats = np.bincount(members, sums)[members].astype(np.float64)
+    return totals
 
 
-def _steps(of: Rollouts, discount: float) -> Floats:
-    """What the token after each counts at it, [P]: 1 within a turn, the discount at a turn's end, and 0 at a
-    sample's."""
-    assert of.turns is not None
-    steps = np.ones(len(of.turns))
-    steps[:-1][of.turns[1:] != of.turns[:-1]] = discount
-    steps[of.last] = 0.0
+def _steps(rollouts: Rollouts, discount: float) -> Floats:
+    """The factor by which what follows a token counts at it, [P]: 1 within a turn, the discount at
+    a turn's end, and 0 at a sample's end."""
+    assert rollouts.turns is not None
+    steps = np.ones(len(rollouts.turns))
+    steps[:-1][rollouts.turns[1:] != rollouts.turns[:-1]] = discount
+    steps[rollouts.last] = 0.0
     return steps
 
 
-def _turn_places(of: Rollouts) -> Bools:
-    """Where tokens are in an array [N, longest], row by row; rows begin at the first column."""
-    lengths = np.asarray(of.lengths)
+def _turn_places(rollouts: Rollouts) -> Bools:
+    """A mask of where the tokens are in an array [N, longest], row by row; rows are left-aligned."""
+    lengths = np.asarray(rollouts.lengths)
     places: Bools = np.arange(max(int(lengths.max(initial=0)), 1)) < lengths[:, None]
     return places

@@ -26,8 +26,8 @@ none."""
 
 
 class RewardModel(Pairs):
-    """A reward model of the preferences by Bradley and Terry: the probability that a sample is preferred to
-    another is the sigmoid of the difference of their scores (Ouyang et al. 2022, arXiv:2203.02155)."""
+    """A Bradley-Terry reward model: the probability that a sample is preferred to another is the
+    sigmoid of the difference of their scores (Ouyang et al. 2022, arXiv:2203.02155)."""
 
     name: Literal["reward_model"]
     """The algorithm that the other keys of the table belong to."""
@@ -50,16 +50,16 @@ class RewardModel(Pairs):
 
     @property
     def head_width(self) -> int:
-        """1, or 2 of a distribution."""
+        """1; 2 where a score is a distribution."""
         return 1 if self.head == "score" else 2
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What pairs need, and what its margin and its regularizer do."""
-        found = set(super().needs)
-        found |= {"margins"} if self.margin == "recorded" else set()
-        found |= {"rewards"} if self.margin == "rewards" else set()
-        return frozenset(found | ({"batch_score"} if self.batch_sum_to_zero else set()))
+        """What pairs, its margin and its regularizer need."""
+        needs = set(super().needs)
+        needs |= {"margins"} if self.margin == "recorded" else set()
+        needs |= {"rewards"} if self.margin == "rewards" else set()
+        return frozenset(needs | ({"batch_score"} if self.batch_sum_to_zero else set()))
 
     def score_loss(self, inputs: ScoreInputs) -> torch.Tensor:
         """The loss of a pair, in equal shares on both its samples, [B]."""
@@ -75,15 +75,16 @@ class RewardModel(Pairs):
         return shares
 
     def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:
-        """Of each pair, whether its scores are in the order of the preference, and their difference; of each
-        sample its score, and the standard deviation of one that is a distribution."""
+        """For each pair, whether its scores are in the order of the preference, and their
+        difference; for each sample its score, and its standard deviation where a score is a
+        distribution."""
         gaps = _gaps(inputs.scores[:, 0])
-        found = {
+        measures = {
             "preference_accuracy": (gaps > 0).float(),
             "preference_margin": gaps,
             "score_mean": inputs.scores[:, 0],
         }
-        return found | ({"score_deviation": inputs.scores[:, 1].exp()} if self.head_width == 2 else {})
+        return measures | ({"score_deviation": inputs.scores[:, 1].exp()} if self.head_width == 2 else {})
 
     def fitted(self, measured: Mapping[str, Floats]) -> Json:
         """The temperature by which scores of `head = "score"` are calibrated, and the loss with it."""
@@ -97,7 +98,7 @@ class RewardModel(Pairs):
         return {"calibration_temperature": temperature, "calibrated_loss": loss}
 
     def _margins(self, inputs: ScoreInputs) -> torch.Tensor:
-        """What each pair's difference is to exceed, [B / 2]."""
+        """The margin that each pair's difference is to exceed, [B / 2]."""
         if self.margin == "rewards":
             return _gaps(inputs.rewards)
         return inputs.margins[0::2] if self.margin == "recorded" else inputs.margins.new_zeros(())
@@ -115,10 +116,12 @@ def bradley_terry(gaps: torch.Tensor) -> torch.Tensor:
 
 
 def uncertain(gaps: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
-    """-log of the mean of sigma(z) over z, normal around the gap with this standard deviation, [B / 2].
+    """-log of the mean of sigma(z) over z, normal around the gap with this standard deviation, [B /
+    2].
 
-    Source: PURM, Sun et al. 2025 (arXiv:2503.22480), whose mean is one of drawn z. Here it is the trapezoid
-    rule's, so that the same weights give the same bits: its error is below float32's for deviations up to 30.
+    Source: PURM, Sun et al. 2025 (arXiv:2503.22480), which takes the mean over samples of z.
+    Here it is computed by the trapezoid rule, so that the same weights give the same bits: its
+    error is below float32's for deviations up to 30.
     """
     import torch
     from torch.nn.functional import logsigmoid
@@ -139,11 +142,11 @@ def centring(scores: torch.Tensor) -> torch.Tensor:
 
 
 def sum_to_zero(scores: torch.Tensor, batch_score: float) -> torch.Tensor:
-    """The batch's squared mean score, as a loss of each of its samples, [B]: their mean is the square, and
-    its gradient is the square's, whatever the micro-batches.
+    """The batch's squared mean score as a loss of each of its samples, [B]: their mean equals that
+    square and has its gradient, whatever the micro-batches.
 
-    Source: batch-wise sum-to-zero regularization, Hong et al. 2025 (arXiv:2505.07271). The published code
-    multiplies its weight by the pairs of a micro-batch.
+    Source: batch-wise sum-to-zero regularization, Hong et al. 2025 (arXiv:2505.07271). The
+    published code multiplies its weight by the pairs of a micro-batch.
 
     Args:
         batch_score: the mean, by the same weights, without a gradient.
@@ -152,11 +155,11 @@ def sum_to_zero(scores: torch.Tensor, batch_score: float) -> torch.Tensor:
 
 
 def calibration_temperature(gaps: Floats) -> float | None:
-    """The temperature T that makes the mean of -log sigma(gap / T) least; None where none between the bounds
-    does.
+    """The temperature T that minimizes the mean of -log sigma(gap / T); None if none within the
+    bounds does.
 
-    Source: temperature scaling, Guo et al. 2017 (arXiv:1706.04599), section 4.2. The loss is convex in 1 / T,
-    so that the zero of its derivative is found by bisection.
+    Source: temperature scaling, Guo et al. 2017 (arXiv:1706.04599), section 4.2. The loss is
+    convex in 1 / T, so the zero of its derivative is found by bisection.
     """
     low, high = (math.log(1 / bound) for bound in reversed(TEMPERATURES))
     if _slope(gaps, math.exp(low)) >= 0 or _slope(gaps, math.exp(high)) <= 0:
@@ -173,7 +176,7 @@ def _slope(gaps: Floats, inverse: float) -> float:
 
 
 def _gaps(values: torch.Tensor) -> torch.Tensor:
-    """Of each pair the chosen sample's value less the rejected one's, [B / 2]."""
+    """For each pair, the chosen sample's value less the rejected one's, [B / 2]."""
     return values[0::2] - values[1::2]
 
 

@@ -1,6 +1,5 @@
-"""What estimators see of a batch: rewards of samples, and what is known of each of their trained tokens.
-Pure.
-"""
+"""The input of advantage estimators: rewards of samples, and what is known of each of their trained
+tokens. Pure."""
 
 from __future__ import annotations
 

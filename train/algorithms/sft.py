@@ -32,9 +32,9 @@ class Sft(Algorithm):
         """A step uses `batch_size` samples, each as a group of one."""
         return Demand(self.batch_size)
 
-    def advantages(self, of: Rollouts) -> Advantages:
+    def advantages(self, rollouts: Rollouts) -> Advantages:
         """1 for every sample: all have the same weight."""
-        return Advantages(np.ones(len(of.rewards), np.float64))
+        return Advantages(np.ones(len(rollouts.rewards), np.float64))
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """Cross-entropy of the recorded token."""

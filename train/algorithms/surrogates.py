@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rollbook.train.algorithms.parts import called, part
+from rollbook.train.algorithms.parts import call_part, part
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +95,9 @@ SURROGATES: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
 
 
 def clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where the lower and the upper clip are at work, bool [B, T - 1]; None without clips.
+    """Where the lower and the upper clip are active, bool [B, T - 1]; None without clips.
 
-    They leave a token without a gradient; of CISPO they clip its weight.
+    A clipped token has no gradient; with CISPO only its weight is clipped.
     """
     if surrogate not in _RATIOS:
         return None
@@ -138,8 +138,8 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, clips: Clips) -> torch.Ten
     import torch
 
     advantages = inputs.advantages
-    kept = ratio.clamp(1 - clips.low, 1 + clips.high)
-    loss = -(ratio * advantages).minimum(kept * advantages)
+    clamped = ratio.clamp(1 - clips.low, 1 + clips.high)
+    loss = -(ratio * advantages).minimum(clamped * advantages)
     if clips.dual is None:
         return loss
     return torch.where(advantages < 0, loss.minimum(-clips.dual * advantages), loss)
@@ -186,13 +186,14 @@ KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1,
 
 
 def estimate(estimator: str, bound: KlBound, difference: torch.Tensor) -> torch.Tensor:
-    """What an estimator, which may be one's own, makes of each token's difference, [B, T - 1].
+    """The value of a KL estimator, possibly the user's own, for each token's difference, [B, T -
+    1].
 
     Raises:
         TrainError: it gives another shape.
     """
     if (estimator, bound) == ("k3", "none"):
         return unbounded_k3(difference)
-    of = part(KL_ESTIMATORS, estimator)
-    found = called("kl_estimator", estimator, of, tuple(difference.shape), difference)
-    return found.clamp(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if bound == "all" else found
+    function = part(KL_ESTIMATORS, estimator)
+    estimates = call_part("kl_estimator", estimator, function, tuple(difference.shape), difference)
+    return estimates.clamp(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if bound == "all" else estimates

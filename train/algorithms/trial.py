@@ -1,6 +1,5 @@
-"""A trial of an algorithm on a batch that is made up: whatever is wrong with its parts shows before a step is
-planned.
-"""
+"""A trial of an algorithm on a made-up batch, so that a fault in any of its parts shows before a
+step is planned."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 from rollbook.store.errors import RollbookError, TrainError
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs, ScoreInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.parts import held_advantages, shaped
+from rollbook.train.algorithms.parts import check_advantages, check_shape
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ REWARDS = np.array([1.0, 0.0, 0.5, 2.0])
 
 
 def try_out(algorithm: Algorithm) -> None:
-    """Call all that an algorithm is made of, once.
+    """Call each part of an algorithm once.
 
     Raises:
         TrainError: a part gives another shape than is asked of it, gives no gradient, or fails.
@@ -47,10 +46,10 @@ def try_out(algorithm: Algorithm) -> None:
 
 
 def _estimated(algorithm: Algorithm) -> Advantages:
-    """Its advantages and its correction, of six samples."""
+    """Its advantages for six samples; its correction is tried, too."""
     lengths, count = np.array(LENGTHS), sum(LENGTHS)
     tokens = np.linspace(-1.0, 1.0, count)
-    of = Rollouts(
+    rollouts = Rollouts(
         rewards=REWARDS[TRAJECTORIES],
         groups=GROUPS,
         trajectories=TRAJECTORIES,
@@ -63,13 +62,13 @@ def _estimated(algorithm: Algorithm) -> Advantages:
         turns=np.arange(count) // 2,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
-    found = held_advantages(what, algorithm.advantages(of), of)
-    if "values" in algorithm.needs and found.returns is None:
+    advantages = check_advantages(what, algorithm.advantages(rollouts), rollouts)
+    if "values" in algorithm.needs and advantages.returns is None:
         raise TrainError(f"{what} needs values, and gave no returns for the critic to learn")
     weights = algorithm.weights(tokens, lengths)
     if weights is not None:
-        shaped(f"{what}: weights", weights, (count,))
-    return found
+        check_shape(f"{what}: weights", weights, (count,))
+    return advantages
 
 
 def _token_loss(algorithm: Algorithm, advantages: Advantages) -> torch.Tensor:
@@ -93,11 +92,11 @@ def _token_loss(algorithm: Algorithm, advantages: Advantages) -> torch.Tensor:
         values=near if "values" in algorithm.needs else None,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
-    losses = shaped(f"{what}: loss", algorithm.loss(inputs), shape)
+    losses = check_shape(f"{what}: loss", algorithm.loss(inputs), shape)
     algorithm.measures(inputs)
     algorithm.clipped(inputs)
     if "values" in algorithm.needs:
-        shaped(f"{what}: value_loss", algorithm.value_loss(logprobs, near, near.flip(-1)), shape)
+        check_shape(f"{what}: value_loss", algorithm.value_loss(logprobs, near, near.flip(-1)), shape)
     return _total(algorithm, torch.where(mask, losses, 0.0), mask, inputs.totals)
 
 
@@ -109,14 +108,14 @@ def _score_loss(algorithm: Algorithm) -> torch.Tensor:
     none = torch.zeros(2)
     mean = 0.5 if "batch_score" in algorithm.needs else None
     losses = algorithm.score_loss(ScoreInputs(scores, none, none, mean))
-    shaped(f"algorithm {algorithm.algorithm_name!r}: score_loss", losses, (2,))
+    check_shape(f"algorithm {algorithm.algorithm_name!r}: score_loss", losses, (2,))
     return _total(algorithm, losses, torch.ones(2, 1, dtype=torch.bool), Totals(2, 2))
 
 
 def _total(algorithm: Algorithm, losses: torch.Tensor, mask: torch.Tensor, totals: Totals) -> torch.Tensor:
     """The loss of a batch of one micro-batch."""
     what = f"algorithm {algorithm.algorithm_name!r}"
-    total = shaped(f"{what}: the sum of a micro-batch's losses", algorithm.add(losses, mask), ())
+    total = check_shape(f"{what}: the sum of a micro-batch's losses", algorithm.add(losses, mask), ())
     divisor = algorithm.divisor(totals)
     if not isinstance(divisor, int | float):
         raise TrainError(f"{what}: its divisor is a {type(divisor).__name__}, not a number")

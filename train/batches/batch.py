@@ -37,16 +37,18 @@ def shares_of(parts: Partition) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """B samples padded to the longest (T), all [B, T]; tokens, versions int64, loss_mask bool, else float32.
+    """B samples padded to the longest (T), all [B, T]; tokens, versions int64, loss_mask bool, else
+    float32.
 
-    `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples without
-    logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
-    and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
-    `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and
-    `batch_score` of the whole batch: for reward models. `lengths`, int64 [B], are how many tokens the samples
-    have, of a micro-batch that the model is given packed, without the padding; None: it is given [B, T].
-    `experts`, int16 [B, T, layers, topk], are those that each token is sent to, `FREE` where routers choose;
-    None: they always do.
+    `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples
+    without logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`,
+    `reference_logprobs` and `weights` are None where the algorithm needs none; ratios are then
+    taken to the engine's logprobs. `old_values` and `returns` are for the critic. `margins` and
+    `rewards` are per sample, [B], and `batch_score` is of the whole batch: for reward models.
+    `lengths`, int64 [B], are the samples' token counts where the model is given the micro-batch
+    packed, without the padding; None: it is given [B, T]. `experts`, int16 [B, T, layers, topk],
+    are the experts that each token is sent to, `FREE` where routers choose; None: they always
+    do.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -81,7 +83,7 @@ class Batch:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many micro-batches are each rank's."""
+        """How many micro-batches each rank has."""
         return shares_of(self.partition)
 
     @property
@@ -113,9 +115,9 @@ class Batch:
         arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.samples) for name in what}
         layout = {f"micro.{i}": m.tokens for i, m in enumerate(self.micro_batches)}
         routed = {f"micro.{i}": m.experts for i, m in enumerate(self.micro_batches) if m.experts is not None}
-        found = {"samples": digest_arrays(arrays | layout)}
-        found |= {"routed_experts": digest_arrays(routed)} if routed else {}
-        return found | self.experience.digests()
+        digests = {"samples": digest_arrays(arrays | layout)}
+        digests |= {"routed_experts": digest_arrays(routed)} if routed else {}
+        return digests | self.experience.digests()
 
 
 def partition(count: int, micro_batch_size: int | None, ranks: int = 1, unit: int = 1) -> Partition:
@@ -138,8 +140,8 @@ def partition(count: int, micro_batch_size: int | None, ranks: int = 1, unit: in
 def packed_partition(
     samples: Sequence[Sample], most: int, work: Callable[[int], int], unit: int, ranks: int = 1
 ) -> Partition:
-    """Ranks of about equal work, and on each micro-batches of at most `most` tokens, of about equal work, as
-    many on each rank. A longer sample is one of its own.
+    """Ranks of about equal work, each with the same number of micro-batches of about equal work and
+    at most `most` tokens. A longer sample is a micro-batch of its own.
 
     Args:
         work: of a forward pass over a sample of so many tokens.
@@ -147,7 +149,7 @@ def packed_partition(
     """
     starts = range(0, len(samples), unit)
     units = [[len(sample) for sample in samples[start : start + unit]] for start in starts]
-    lengths, works = [sum(one) for one in units], [sum(map(work, one)) for one in units]
+    lengths, works = [sum(sizes) for sizes in units], [sum(map(work, sizes)) for sizes in units]
     return [
         [[at * unit + i for at in part for i in range(unit)] for part in parts]
         for parts in packs_of_ranks(lengths, works, most, ranks)
@@ -174,12 +176,14 @@ def collate_tokens(
     packed: bool = False,
     mixture: Mixture | None = None,
 ) -> MicroBatch:
-    """Samples as one micro-batch for a forward pass alone: advantages are 0.
+    """Samples as one micro-batch for a forward pass only: advantages are 0.
 
     Args:
-        masks: the trained tokens of each sample, bool [T]; never the first, which nothing precedes.
+        masks: the trained tokens of each sample, bool [T]; never the first, which nothing
+            precedes.
         packed: the model is given the samples one after the other, without padding.
-        mixture: of a model that replays the routing that the samples' turns record; None: it does not.
+        mixture: of a model that replays the routing that the samples' turns record; None: it
+            does not.
     """
     shape = (len(samples), max(len(s) for s in samples))
     micro = MicroBatch(
@@ -211,41 +215,43 @@ def _experts(samples: Sequence[Sample], shape: tuple[int, int], mixture: Mixture
     return placed
 
 
-def free(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches for a model whose routers choose for themselves."""
+def without_experts(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches without recorded routing: the model's routers choose for themselves."""
     return [replace(micro, experts=None) for micro in micro_batches]
 
 
-def _collate(of: Experience, part: list[int], packed: bool, mixture: Mixture | None) -> MicroBatch:
-    samples, masks = [of.samples[i] for i in part], [of.masks[i] for i in part]
+def _collate(experience: Experience, part: list[int], packed: bool, mixture: Mixture | None) -> MicroBatch:
+    samples, masks = [experience.samples[i] for i in part], [experience.masks[i] for i in part]
     micro = collate_tokens(samples, masks, packed=packed, mixture=mixture)
     for row, i in enumerate(part):
-        if not of.advantages.per_token:
-            micro.advantages[row, : len(of.masks[i])] = of.advantages.values[i]
-    by_token = _spread(of, part, micro, of.advantages.values if of.advantages.per_token else None)
+        if not experience.advantages.per_token:
+            micro.advantages[row, : len(experience.masks[i])] = experience.advantages.values[i]
+    by_token = _spread(
+        experience, part, micro, experience.advantages.values if experience.advantages.per_token else None
+    )
     return replace(
         micro,
         advantages=micro.advantages if by_token is None else by_token,
-        old_logprobs=_spread(of, part, micro, of.scores.old_logprobs),
-        reference_logprobs=_spread(of, part, micro, of.scores.reference_logprobs),
-        weights=_spread(of, part, micro, of.weights),
-        old_values=_spread(of, part, micro, of.scores.values),
-        returns=_spread(of, part, micro, of.advantages.returns),
-        margins=of.margins[part].astype(np.float32),
-        rewards=of.rewards[part].astype(np.float32),
-        batch_score=of.scores.batch_score,
+        old_logprobs=_spread(experience, part, micro, experience.scores.old_logprobs),
+        reference_logprobs=_spread(experience, part, micro, experience.scores.reference_logprobs),
+        weights=_spread(experience, part, micro, experience.weights),
+        old_values=_spread(experience, part, micro, experience.scores.values),
+        returns=_spread(experience, part, micro, experience.advantages.returns),
+        margins=experience.margins[part].astype(np.float32),
+        rewards=experience.rewards[part].astype(np.float32),
+        batch_score=experience.scores.batch_score,
     )
 
 
 def _spread(
-    of: Experience, part: list[int], micro: MicroBatch, values: npt.NDArray[np.floating] | None
+    experience: Experience, part: list[int], micro: MicroBatch, values: npt.NDArray[np.floating] | None
 ) -> Singles | None:
     """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere."""
     if values is None:
         return None
     placed = np.zeros(micro.tokens.shape, np.float32)
     for row, i in enumerate(part):
-        placed[row, np.flatnonzero(of.masks[i])] = of.of(values, i)
+        placed[row, np.flatnonzero(experience.masks[i])] = experience.of(values, i)
     return placed
 
 
@@ -257,14 +263,14 @@ def in_sample_order(
     Args:
         values: of each micro-batch float32 [B, T - 1]; column t is of token t + 1.
     """
-    found: dict[int, Singles] = {}
-    for micro, part, of in zip(micro_batches, micro_batches_of(parts), values, strict=True):
-        found |= zip(part, token_values(micro, of), strict=True)
-    return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
+    by_sample: dict[int, Singles] = {}
+    for micro, part, array in zip(micro_batches, micro_batches_of(parts), values, strict=True):
+        by_sample |= zip(part, token_values(micro, array), strict=True)
+    return np.concatenate([np.zeros(0, np.float32), *(by_sample[i] for i in sorted(by_sample))])
 
 
 def token_values(micro: MicroBatch, values: npt.NDArray[np.float32]) -> list[Singles]:
-    """Of each sample of a micro-batch the values of its trained tokens.
+    """For each sample of a micro-batch, the values of its trained tokens.
 
     Args:
         values: float32 [B, T - 1]; column t is of token t + 1.
@@ -293,38 +299,41 @@ T = TypeVar("T")
 
 
 def balanced(work: Sequence[int], parts: int) -> list[list[int]]:
-    """Places of the items in `parts` parts whose sums of work are about equal; parts may be empty.
+    """Distribute items over `parts` parts with about equal sums of work; parts may be empty.
 
-    The largest differencing method (Karmarkar and Karp 1982): each item begins as a partition of its own,
-    and the two partitions whose parts differ most are joined, the heaviest part of one with the lightest of
-    the other. Ties are decided by place.
+    The largest differencing method (Karmarkar and Karp 1982): each item begins as a partition of
+    its own, and the two partitions whose parts differ most are joined, the heaviest part of one
+    with the lightest of the other. Ties are decided by index.
 
     Returns:
-        Parts by their first place, empty ones last; the places of each in order.
+        The indexes of each part, in order; parts are sorted by their first index, empty ones
+        last.
     """
     none: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
-    heap = [(-of, place, [(of, [place]), *none]) for place, of in enumerate(work)]
+    heap = [(-load, place, [(load, [place]), *none]) for place, load in enumerate(work)]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, first, one = heapq.heappop(heap)
+        _, first, this = heapq.heappop(heap)
         _, second, other = heapq.heappop(heap)
-        joined = [(a + b, [*held, *more]) for (a, held), (b, more) in zip(one, reversed(other), strict=True)]
+        joined = [(a + b, [*held, *more]) for (a, held), (b, more) in zip(this, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
-    found = [sorted(places) for _, places in heap[0][2]] if heap else []
-    found += [[] for _ in range(parts - len(found))]
-    return sorted(found, key=lambda places: (not places, places))
+    bins = [sorted(places) for _, places in heap[0][2]] if heap else []
+    bins += [[] for _ in range(parts - len(bins))]
+    return sorted(bins, key=lambda places: (not places, places))
 
 
 def evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """The items in order, in `parts` parts of as equal size as can be; the first ones are the larger."""
+    """The items in order, split into `parts` parts as equal in size as can be; the first ones are
+    the larger."""
     each, more = divmod(len(items), parts)
     ends = [at * each + min(at, more) for at in range(parts + 1)]
     return [items[start:end] for start, end in pairwise(ends)]
 
 
 def packs(lengths: Sequence[int], work: Sequence[int], most: int, least: int = 1) -> list[list[int]]:
-    """Places of the items in few parts of at most `most` tokens each, of about equal work.
+    """Distribute items over few parts of at most `most` tokens each, of about equal work; returns
+    indexes.
 
     An item that is longer is a part of its own.
 
@@ -346,16 +355,16 @@ def packs(lengths: Sequence[int], work: Sequence[int], most: int, least: int = 1
 def packs_of_ranks(
     lengths: Sequence[int], work: Sequence[int], most: int, ranks: int
 ) -> list[list[list[int]]]:
-    """Places of the items by rank, of about equal work, and for each rank in parts as of `packs`: as many on
-    every rank that has so many items."""
+    """Distribute items over ranks of about equal work, and each rank's over parts as `packs` does:
+    the same number of parts on every rank that has so many items; returns indexes."""
     places = balanced(work, ranks) if ranks > 1 else [list(range(len(lengths)))]
-    least, found = 1, list[list[list[int]]]()
+    least, packed = 1, list[list[list[int]]]()
     while True:
-        found = [packs([lengths[i] for i in own], [work[i] for i in own], most, least) for own in places]
-        fullest = max(map(len, found), default=0)
+        packed = [packs([lengths[i] for i in own], [work[i] for i in own], most, least) for own in places]
+        fullest = max(map(len, packed), default=0)
         if all(
-            len(parts) == fullest or len(parts) == len(own) for parts, own in zip(found, places, strict=True)
+            len(parts) == fullest or len(parts) == len(own) for parts, own in zip(packed, places, strict=True)
         ):
             break
         least = fullest
-    return [[[own[i] for i in part] for part in parts] for parts, own in zip(found, places, strict=True)]
+    return [[[own[i] for i in part] for part in parts] for parts, own in zip(packed, places, strict=True)]

@@ -1,8 +1,9 @@
-"""What a rollout batch is trained with beside its tokens: advantages, and what models said of its tokens.
+"""What a rollout batch is trained with beside its tokens: advantages, and the scores that models
+gave its tokens.
 
-It is computed once for a rollout batch, before its first optimizer step, and shared by all of its steps.
-Tokens of samples lie one after the other, [P]; only trained ones count, and never the first of a path, which
-nothing precedes.
+It is computed once for a rollout batch, before its first optimizer step, and shared by all of
+its steps. Tokens of samples lie one after the other, [P]; only trained ones count, and never the
+first of a path, which nothing precedes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.parts import held_advantages, shaped
+from rollbook.train.algorithms.parts import check_advantages, check_shape
 from rollbook.train.algorithms.rollouts import Advantages, Floats, GroupPeers, Ints, Rollouts, Singles
 from rollbook.train.select.sample_ref import numbered
 from rollbook.train.select.samples import Sample
@@ -28,7 +29,8 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What models say of each trained token, float32 [P]; None where the algorithm does not ask.
+    """The values that models give each trained token, float32 [P]; None where the algorithm does
+    not ask.
 
     `batch_score` is the mean score of the samples by a reward model, before the step.
     """
@@ -39,7 +41,7 @@ class Scores:
     batch_score: float | None = None
 
     def cut(self, at: Ints | Bools) -> Scores:
-        """Those of some tokens."""
+        """The scores of some tokens."""
         all_of = (self.old_logprobs, self.reference_logprobs, self.values)
         old, reference, own = (None if values is None else values[at] for values in all_of)
         return Scores(old, reference, own, self.batch_score)
@@ -93,17 +95,18 @@ class Experience:
 
     @property
     def margins(self) -> Floats:
-        """By how much each sample was recorded as better, float64 [N]; 0 where that was not said."""
+        """By how much each sample was recorded as better, float64 [N]; 0 where no margin was
+        recorded."""
         return np.array([sample.margin or 0.0 for sample in self.samples], np.float64)
 
     def of(self, values: npt.NDArray[_T], at: int) -> npt.NDArray[_T]:
-        """The values [P] of a sample's tokens."""
+        """The part of values [P] that belongs to a sample's tokens."""
         return values[self.ends[at] : self.ends[at + 1]]
 
     def digests(self) -> Json:
         """Digests of the stages that come before the loss; each holds what the others do not."""
         advantages = self.advantages
-        found = {
+        digests = {
             "rewards": digest_arrays({"rewards": self.rewards}),
             "advantages": digest_arrays(
                 self._by_sample(advantages.values)
@@ -113,9 +116,9 @@ class Experience:
             "old_logprobs": digest_arrays({f"{i}": s.logprobs for i, s in enumerate(self.samples)}),
         }
         if any(sample.margin is not None for sample in self.samples):
-            found["margins"] = digest_arrays({"margins": self.margins})
+            digests["margins"] = digest_arrays({"margins": self.margins})
         if self.scores.batch_score is not None:
-            found["batch_score"] = digest_arrays({"batch_score": np.array([self.scores.batch_score])})
+            digests["batch_score"] = digest_arrays({"batch_score": np.array([self.scores.batch_score])})
         optional = {
             "proximal_logprobs": self.scores.old_logprobs,
             "reference_logprobs": self.scores.reference_logprobs,
@@ -123,7 +126,7 @@ class Experience:
             "returns": advantages.returns,
             "importance_weights": self.weights,
         }
-        return found | {
+        return digests | {
             stage: digest_arrays(self._by_sample(values))
             for stage, values in optional.items()
             if values is not None
@@ -134,7 +137,7 @@ class Experience:
 
 
 def trained_masks(samples: Sequence[Sample], oldest: int | None = None) -> tuple[Bools, ...]:
-    """Of each sample its trained tokens, bool [T]: those with loss that something precedes.
+    """The trained tokens of each sample, bool [T]: those with loss, except the first of the path.
 
     Args:
         oldest: tokens of versions before this one are masked; None: no token is.
@@ -203,21 +206,21 @@ def experience_of(
     named = f"algorithm {algorithm.algorithm_name!r}"
     weights = algorithm.weights(old.astype(np.float64) - rollout, lengths)
     if weights is not None:
-        shaped(f"{named}: weights", weights, rollout.shape)
+        check_shape(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
     rollouts = _rollouts(samples, masks, rewards, old, scores, others)
-    made = Experience(
+    experience = Experience(
         samples=tuple(samples),
         rewards=rewards,
-        advantages=held_advantages(named, algorithm.advantages(rollouts), rollouts),
+        advantages=check_advantages(named, algorithm.advantages(rollouts), rollouts),
         scores=scores,
         weights=weights,
         masks=masks,
         ends=np.concatenate([[0], np.cumsum(lengths)]),
         left_out=np.zeros(len(lengths), np.int64),
     )
-    return made if weights is None or algorithm.counts_rejected else _without_rejected(made)
+    return experience if weights is None or algorithm.counts_rejected else _without_rejected(experience)
 
 
 def _rollouts(
@@ -228,7 +231,7 @@ def _rollouts(
     scores: Scores,
     others: GroupPeers | None,
 ) -> Rollouts:
-    """What the algorithm's advantages are made of.
+    """The input of the algorithm's advantages.
 
     Args:
         rewards: float64 [N]; old: float32 [P], logprobs of the policy that ratios are taken to.
@@ -248,29 +251,29 @@ def _rollouts(
     )
 
 
-def _without_rejected(of: Experience) -> Experience:
-    """The experience without the tokens of weight 0, whose loss is then counted nowhere."""
-    assert of.weights is not None
-    kept = of.weights > 0
+def _without_rejected(experience: Experience) -> Experience:
+    """The experience without the tokens of weight 0, which then count nowhere in the loss."""
+    assert experience.weights is not None
+    kept = experience.weights > 0
     masks = []
-    for i, mask in enumerate(of.masks):
+    for i, mask in enumerate(experience.masks):
         left = mask.copy()
-        left[np.flatnonzero(mask)] = of.of(kept, i)
+        left[np.flatnonzero(mask)] = experience.of(kept, i)
         masks.append(left)
-    values, left = of.advantages, np.array([int(mask.sum()) for mask in masks], np.int64)
+    values, left = experience.advantages, np.array([int(mask.sum()) for mask in masks], np.int64)
     return Experience(
-        samples=of.samples,
-        rewards=of.rewards,
+        samples=experience.samples,
+        rewards=experience.rewards,
         advantages=Advantages(
             values.values[kept] if values.per_token else values.values,
             values.per_token,
             None if values.returns is None else values.returns[kept],
         ),
-        scores=of.scores.cut(kept),
-        weights=of.weights[kept],
+        scores=experience.scores.cut(kept),
+        weights=experience.weights[kept],
         masks=tuple(masks),
         ends=np.concatenate([[0], np.cumsum(left)]),
-        left_out=np.diff(of.ends) - left,
+        left_out=np.diff(experience.ends) - left,
     )
 
 

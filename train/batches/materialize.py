@@ -1,6 +1,7 @@
-"""Samples from references: tokens gathered from the columns of the log, without an object per event or token.
+"""Builds samples from references: tokens are gathered from the columns of the log, without an
+object per event or token.
 
-What comes out equals `samples_of` of the folded trajectory, bit for bit.
+The result equals `samples_of` of the folded trajectory, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _T = TypeVar("_T", bound=np.generic)
 
 
 class Materializer:
-    """Makes samples of a cut.
+    """Materializes samples at a cut.
 
     Args:
         references: the samples that there are.
@@ -45,58 +46,67 @@ class Materializer:
         self._references, self._run = references, run
 
     def samples(self, wanted: Sequence[int]) -> list[Sample]:
-        """Samples by their numbers among the references, in this order.
+        """The samples with the given numbers among the references, in this order.
 
         Raises:
-            CorruptionError: a file is damaged, or a prompt does not fold to the ids that were sent.
+            CorruptionError: a file is damaged, or a prompt does not fold to the ids that were
+                sent.
             TrainError: one was erased since its reference was made.
         """
         if not len(wanted):
             return []
-        of, turns = self._references, self._references.turns
+        references, turns = self._references, self._references.turns
         numbers = np.asarray(wanted, np.int64)
-        counts = of.starts[numbers + 1] - of.starts[numbers]
-        entries = _ranges(of.starts[numbers], counts)
-        rows = of.path[entries]
-        found, back = np.unique(rows, return_inverse=True)
-        chosen = turns.take(pa.array(found))
-        ids = of.trajectories["trajectory_id"].take(chosen["place"])
+        counts = references.starts[numbers + 1] - references.starts[numbers]
+        entries = _ranges(references.starts[numbers], counts)
+        rows = references.path[entries]
+        unique, back = np.unique(rows, return_inverse=True)
+        chosen = turns.take(pa.array(unique))
+        ids = references.trajectories["trajectory_id"].take(chosen["place"])
         turn = self._tokens.read(
             chosen["completed_lane"].to_pylist(), chosen["completed_seq"].to_numpy(), ids.to_pylist()
         )
-        turn = _apart(turn, chosen["turn_id"].to_pylist(), of.others) if of.others else turn
+        turn = (
+            _mark_others(turn, chosen["turn_id"].to_pylist(), references.others)
+            if references.others
+            else turn
+        )
         temperature = chosen["temperature"].to_numpy()[back].astype(np.float32)
-        arrays = _assemble(turn, back.tolist(), of.sampled[entries], of.trained[entries], temperature)
+        arrays = _assemble(
+            turn, back.tolist(), references.sampled[entries], references.trained[entries], temperature
+        )
         ends = np.cumsum(np.add.reduceat(arrays.turn_lengths, np.cumsum(counts) - counts))
         self._check(numbers, arrays, ends)
         turn_ids = turns["turn_id"].take(pa.array(rows)).to_pylist()
         turn_ends = np.cumsum(arrays.turn_lengths)
         last, path_ends = 0, np.cumsum(counts).tolist()
-        made = []
+        samples = []
         for ref, start, end, path_end in zip(
-            of.refs(numbers), [0, *ends[:-1].tolist()], ends.tolist(), path_ends, strict=True
+            references.refs(numbers), [0, *ends[:-1].tolist()], ends.tolist(), path_ends, strict=True
         ):
             within = tuple((turn_ends[last:path_end] - start).tolist())
-            made.append(self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end]), within))
+            samples.append(
+                self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end]), within)
+            )
             last = path_end
-        return self._with_routing(made) if self._routing else made
+        return self._with_routing(samples) if self._routing else samples
 
     def _with_routing(self, samples: list[Sample]) -> list[Sample]:
         ids = [sample.trajectory_id for sample in samples]
         held = {turn_id: stored for turn_id, stored, _ in routed_turns(self._log, self._cut, ids)}
         return [
-            replace(one, routed={turn_id: held[turn_id] for turn_id in one.turn_ids if turn_id in held})
-            for one in samples
+            replace(s, routed={turn_id: held[turn_id] for turn_id in s.turn_ids if turn_id in held})
+            for s in samples
         ]
 
     def _check(self, numbers: Ints, arrays: _Arrays, ends: Ints) -> None:
-        """See that each sample's prompt is the ids that were sent, by length and sha256."""
-        of = self._references
-        leaves = of.turns.take(pa.array(of.leaf[numbers]))
+        """Check that each sample's prompt is the ids that were sent, by length and sha256."""
+        references = self._references
+        leaves = references.turns.take(pa.array(references.leaf[numbers]))
         lengths = leaves["prompt_length"].to_numpy()
         digests = leaves["prompt_sha256"].to_pylist()
         starts = np.concatenate([[0], ends[:-1]])
-        for i, (start, end, length) in enumerate(zip(starts, ends, of.length[numbers], strict=True)):
+        for i, (start, end, length) in enumerate(zip(starts, ends, references.length[numbers], strict=True)):
             prompt = arrays.tokens[start : start + lengths[i]]
             same = end - start == length
             if same and digests[i] and not (arrays.some_erased and (prompt == ERASED_TOKEN).any()):
@@ -118,7 +128,7 @@ class Materializer:
                 f"trajectory {ref.name!r} was erased while it was trained on: start again, and the training "
                 "goes on without it"
             )
-        of = self._references
+        references = self._references
         versions = arrays.versions[at]
         return Sample(
             run=ref.run,
@@ -135,7 +145,7 @@ class Materializer:
             versions=versions if ref.run == self._run else np.full_like(versions, NO_VERSION),
             temperatures=arrays.temperatures[at],
             reward=ref.reward,
-            rewards={t: of.turn_rewards[t] for t in turn_ids if t in of.turn_rewards},
+            rewards={t: references.turn_rewards[t] for t in turn_ids if t in references.turn_rewards},
             success=ref.success,
             truncated=ref.truncated,
             erased=ref.erased,
@@ -164,10 +174,10 @@ class _Arrays:
     some_erased: bool
 
 
-def _apart(
+def _mark_others(
     turns: TurnViews, ids: Sequence[str], others: Mapping[str, Sequence[tuple[int, int]]]
 ) -> TurnViews:
-    """The turns with what other policies sampled set apart: of them a version says nothing."""
+    """The turns with the tokens of other policies marked: a version says nothing of those."""
     spans = (
         [*held, *((OF_ANOTHER, start, end) for start, end in others.get(turn_id, ()))]
         for held, turn_id in zip(turns.spans, ids, strict=True)
@@ -207,7 +217,7 @@ def _assemble(
 
 
 def _in_turn(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]:
-    """Values of two arrays in turn: [2 N]."""
+    """Values of two arrays, interleaved: [2 N]."""
     return np.stack([first, second], axis=1).ravel()
 
 
@@ -227,7 +237,7 @@ def _versions(
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
-    """start, start + 1, ... of each, `count` of them, one after the other."""
+    """The ranges start, start + 1, ... with `count` numbers each, concatenated."""
     total = int(counts.sum())
     ends = np.cumsum(counts)
     return np.arange(total) + np.repeat(starts - (ends - counts), counts)

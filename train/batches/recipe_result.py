@@ -1,4 +1,5 @@
-"""What a recipe makes of a log at a cut: the samples that it keeps, and those that each rule drops."""
+"""The result of a recipe on a log at a cut: the samples that it keeps, and those that each rule
+drops."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def apply_recipe(
 
     Args:
         version: the policy's; absent: its newest at the cut.
-        limits: of the model; None where they are not known, and so not held against anything.
+        limits: of the model; None where they are not known, and so not checked.
 
     Raises:
         CorruptionError: a file is damaged.
@@ -60,16 +61,16 @@ def apply_recipe(
     """
     if version is None:
         version = fold_history(log.events_of(KINDS, cut), run, policy).version
-    found = find_references(log, cut, run, recipe, mixture=mixture_in(limits), policy=policy)
-    sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version, limits)
+    references = find_references(log, cut, run, recipe, mixture=mixture_in(limits), policy=policy)
+    sorted_out = sort_units(references, log, cut, run, recipe, algorithm, version, limits)
     kept = np.unique(sorted_out.units)
-    refs = dict(zip(kept.tolist(), found.refs(kept), strict=True))
+    refs = dict(zip(kept.tolist(), references.refs(kept), strict=True))
     pairs = None
     if "pairs" in algorithm.needs:
         pairs = [(refs[chosen], refs[rejected]) for chosen, rejected in sorted_out.units.tolist()]
     return Applied(
         list(refs.values()),
-        sorted_out.named(found),
+        sorted_out.named(references),
         version,
         pairs,
     )

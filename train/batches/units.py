@@ -1,4 +1,5 @@
-"""Units of training, at a cut: samples that a recipe keeps, or pairs of them from recorded preferences."""
+"""Units of training at a cut: the samples that a recipe keeps, or pairs of them from recorded
+preferences."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """What a recipe makes of the samples of a cut, by their numbers among the references.
+    """The samples or pairs that a recipe keeps at a cut, and its drops, by their numbers among the
+    references.
 
     Attributes:
-        units: int64 [U, 1], a sample each; or [U, 2], the chosen and the rejected sample of a pair.
+        units: int64 [U, 1], a sample each; or [U, 2], the chosen and the rejected sample of a
+            pair.
         drops: (number, rule, detail).
-        margins: float64 [U], by how much each pair's chosen sample was recorded as better, NaN where that was
-            not said; None where the algorithm does not ask.
+        margins: float64 [U], by how much each pair's chosen sample was recorded as better, NaN
+            where no margin was; None where the algorithm does not ask.
     """
 
     units: Ints
@@ -46,22 +49,22 @@ class Units:
         Raises:
             CorruptionError, TrainError: as `Materializer.samples`.
         """
-        found = materializer.samples(self.units[at].ravel().tolist())
+        samples = materializer.samples(self.units[at].ravel().tolist())
         if self.margins is None:
-            return found
+            return samples
         margins = np.nan_to_num(self.margins[at], nan=0.0).tolist()
-        chosen = (replace(s, margin=m) for s, m in zip(found[0::2], margins, strict=True))
-        return [sample for pair in zip(chosen, found[1::2], strict=True) for sample in pair]
+        chosen = (replace(s, margin=m) for s, m in zip(samples[0::2], margins, strict=True))
+        return [sample for pair in zip(chosen, samples[1::2], strict=True) for sample in pair]
 
-    def named(self, found: References) -> list[Drop]:
-        """The drops, by name."""
+    def named(self, references: References) -> list[Drop]:
+        """The drops, with references to their samples instead of numbers."""
         drops = list(self.drops)
-        refs = found.refs([number for number, _, _ in drops])
+        refs = references.refs([number for number, _, _ in drops])
         return [Drop(ref, rule, detail) for ref, (_, rule, detail) in zip(refs, drops, strict=True)]
 
 
 def sort_units(
-    found: References,
+    references: References,
     log: Store,
     cut: Cut,
     run: str,
@@ -79,19 +82,19 @@ def sort_units(
     Raises:
         CorruptionError: a file is damaged.
     """
-    numbers, candidates = found.candidates()
+    numbers, candidates = references.candidates()
     kept, drops = sort_out(candidates, recipe, algorithm, version, limits)
     drops = drops.called(numbers)
     if "pairs" not in algorithm.needs:
         return Units(numbers[kept][:, None], drops)
     if "groups" in algorithm.needs:
         return Units(numbers[kept].reshape(-1, 2), drops)
-    ids = found.trajectories["trajectory_id"].to_pylist()
-    of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
-    made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
-    concerned = [drop for drop in drops if ids[found.trajectory[drop[0]]] in made.named]
-    broken: list[tuple[int, str, Json]] = [(int(number), "pair_broken", {}) for number in made.alone]
-    return Units(made.pairs, concerned + broken, made.margins if "margins" in algorithm.needs else None)
+    ids = references.trajectories["trajectory_id"].to_pylist()
+    of_each = {ids[references.trajectory[number]]: int(number) for number in numbers[kept]}
+    pairing = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
+    concerned = [drop for drop in drops if ids[references.trajectory[drop[0]]] in pairing.named]
+    broken: list[tuple[int, str, Json]] = [(int(number), "pair_broken", {}) for number in pairing.alone]
+    return Units(pairing.pairs, concerned + broken, pairing.margins if "margins" in algorithm.needs else None)
 
 
 def _preferences(log: Store, cut: Cut, runs: Collection[str], recipe: RecipeConfig) -> list[PreferenceAdded]:
@@ -107,12 +110,13 @@ def _preferences(log: Store, cut: Cut, runs: Collection[str], recipe: RecipeConf
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paired:
-    """What became of preferences.
+    """The outcome of pairing by preferences.
 
     Attributes:
-        pairs: int64 [P, 2], numbers of the chosen and the rejected sample; in the order of first record.
+        pairs: int64 [P, 2], numbers of the chosen and the rejected sample; in the order of first
+            record.
         margins: float64 [P], as first recorded; NaN where none was.
-        alone: samples that are kept, and in preferences whose other side is not, in ascending order.
+        alone: kept samples of preferences whose other side is not kept, in ascending order.
         named: ids of all trajectories that preferences name.
     """
 
@@ -130,12 +134,12 @@ def paired(preferences: Iterable[PreferenceAdded], kept: Mapping[str, int]) -> P
     """
     pairs: dict[tuple[int, int], float | None] = {}
     named, alone = set[str](), set[int]()
-    for one in preferences:
-        ids = (one.trajectory_id, one.rejected_trajectory_id)
+    for preference in preferences:
+        ids = (preference.trajectory_id, preference.rejected_trajectory_id)
         named.update(ids)
         sides = [kept[i] for i in ids if i in kept]
         if len(sides) == 2:
-            pairs.setdefault((sides[0], sides[1]), one.margin)
+            pairs.setdefault((sides[0], sides[1]), preference.margin)
         else:
             alone.update(sides)
     alone -= {side for pair in pairs for side in pair}

@@ -1,7 +1,8 @@
-"""Puts the tensors of a checkpoint together from the pieces that ranks wrote, one tensor at a time.
+"""Assembles the tensors of a checkpoint from the pieces that ranks wrote, one tensor at a time.
 
-What the files claim is not believed: each part of a tensor is made only once its pieces are seen to be all of
-it, without gap or overlap, in the shape that the model's config.json asks for.
+What the files claim is not trusted: a part of a tensor is built only after its pieces are
+checked to cover all of it, without gap or overlap, in the shape that the model's config.json
+asks for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from rollbook.engines.weights.digests import Tensors, line_of
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.safe_paths import refuse_no_plain
 from rollbook.train.checkpoints.directory import hashes
-from rollbook.train.checkpoints.shards import CRITIC, FILE, POLICY, address_of, file_name, refused
+from rollbook.train.checkpoints.shards import CRITIC, FILE, POLICY, address_of, file_name, shard_error
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.model.lora import factors, merged
 from rollbook.train.model.reshard import Address, Given, joined
 from rollbook.train.model.score_head import critic_shape
 from rollbook.train.model.shape import ModelShape, read_shape
-from rollbook.train.model.weight_names import Weight, parts, plan, put_together, shard
+from rollbook.train.model.weight_names import Weight, fuse_experts, parts, plan, shard
 
 _Key = tuple[str, Given, str]
 """Whose tensor it is, what of it, and its name."""
@@ -45,48 +46,49 @@ class Piece:
     dtype: str
 
     def numbers(self) -> torch.Tensor:
-        """Its numbers, laid flat, read now."""
-        found: torch.Tensor = self.handle.get_tensor(self.name)
-        return found
+        """Its numbers as a flat tensor, read now."""
+        tensor: torch.Tensor = self.handle.get_tensor(self.name)
+        return tensor
 
 
 @contextlib.contextmanager
-def assembled(path: Path, said: Any, lora: LoraTraining | None) -> Iterator[Assembled]:
-    """The tensors of a checkpoint of shards, whose files are open meanwhile.
+def assembled(path: Path, shards: Any, lora: LoraTraining | None) -> Iterator[Assembled]:
+    """The tensors of a sharded checkpoint, whose files stay open within the context.
 
     Args:
-        said: the manifest's files, and the hash of each piece in them.
-        lora: the training of low-rank factors, if it is of one.
+        shards: the manifest's files, and the hash of each piece in them.
+        lora: the training of low-rank factors, if the checkpoint is of one.
 
     Raises:
         ModelError: a file is missing, damaged, or not what the manifest names.
     """
     with contextlib.ExitStack() as stack:
-        pieces = [piece for file in _files(path, said) for piece in _opened(file, said[file.name], stack)]
-        yield Assembled(path, said, lora, pieces)
+        pieces = [piece for file in _files(path, shards) for piece in _opened(file, shards[file.name], stack)]
+        yield Assembled(path, shards, lora, pieces)
 
 
-def _files(path: Path, said: Any) -> list[Path]:
-    """The files that a manifest names: all ranks' of the policy, and all or none of the critic."""
-    known = isinstance(said, dict) and all(isinstance(pieces, dict) for pieces in said.values())
-    found = [FILE.fullmatch(name) for name in said] if known else []
-    counts = {match[1]: int(match[3]) for match in found if match is not None}
+def _files(path: Path, shards: Any) -> list[Path]:
+    """The files that a manifest names: those of all ranks for the policy, and all or none for the
+    critic."""
+    known = isinstance(shards, dict) and all(isinstance(pieces, dict) for pieces in shards.values())
+    matches = [FILE.fullmatch(name) for name in shards] if known else []
+    counts = {match[1]: int(match[3]) for match in matches if match is not None}
     whole = {
         file_name(whose, rank, count)
         for whose, count in counts.items()
-        for rank in range(min(count, len(found)))
+        for rank in range(min(count, len(matches)))
     }
-    if not known or POLICY not in counts or None in found or set(said) != {*whole} & {*said}:
-        raise refused(path / MANIFEST, "its shards are not what ranks write")
-    if len(said) != sum(counts.values()):
-        raise refused(path / MANIFEST, f"names {len(said)} of {sum(counts.values())} shards")
-    return [path / name for name in sorted(said)]
+    if not known or POLICY not in counts or None in matches or set(shards) != {*whole} & {*shards}:
+        raise shard_error(path / MANIFEST, "its shards are not what ranks write")
+    if len(shards) != sum(counts.values()):
+        raise shard_error(path / MANIFEST, f"names {len(shards)} of {sum(counts.values())} shards")
+    return [path / name for name in sorted(shards)]
 
 
-def _opened(file: Path, said: dict[str, Any], stack: contextlib.ExitStack) -> Iterator[Piece]:
+def _opened(file: Path, expected: dict[str, Any], stack: contextlib.ExitStack) -> Iterator[Piece]:
     whose = file.name.rpartition("-of-")[0].rpartition("-")[0]
     if not file.exists():
-        raise refused(file, "is missing")
+        raise shard_error(file, "is missing")
     try:
         refuse_no_plain(file)
         handle = stack.enter_context(safe_open(file, framework="pt"))
@@ -94,14 +96,14 @@ def _opened(file: Path, said: dict[str, Any], stack: contextlib.ExitStack) -> It
     except OutsideError as error:
         raise ModelError(str(error)) from error
     except Exception as error:  # safetensors has errors of its own
-        raise refused(file, f"cannot be read: {error}") from error
-    if odd := sorted(names ^ set(said)):
-        raise refused(file, f"holds other pieces than {MANIFEST} names, such as {odd[0]!r}")
+        raise shard_error(file, f"cannot be read: {error}") from error
+    if odd := sorted(names ^ set(expected)):
+        raise shard_error(file, f"holds other pieces than {MANIFEST} names, such as {odd[0]!r}")
     for name in sorted(names):
         address, slice_ = address_of(name), handle.get_slice(name)
         dims = slice_.get_shape()
         if address is None or len(dims) != 1 or (whose == CRITIC and address.kind == "adapter"):
-            raise refused(file, f"{name!r} is no piece of a tensor")
+            raise shard_error(file, f"{name!r} is no piece of a tensor")
         yield Piece(file, handle, name, address, dims[0], slice_.get_dtype())
 
 
@@ -110,9 +112,13 @@ class Assembled:
     `adapter`."""
 
     def __init__(
-        self, path: Path, said: dict[str, dict[str, Any]], lora: LoraTraining | None, pieces: Sequence[Piece]
+        self,
+        path: Path,
+        shards: dict[str, dict[str, Any]],
+        lora: LoraTraining | None,
+        pieces: Sequence[Piece],
     ) -> None:
-        self._path, self._said, self._lora, self._pieces = path, said, lora, pieces
+        self._path, self._said, self._lora, self._pieces = path, shards, lora, pieces
         self._shape = read_shape(path)
         self._found: dict[_Key, dict[str, list[Piece]]] = {}
         for piece in pieces:
@@ -122,7 +128,7 @@ class Assembled:
         self._check_known()
 
     def _check_known(self) -> None:
-        """See that every piece is of a tensor that the model has."""
+        """Check that every piece belongs to a tensor of the model."""
         known: set[_Key] = set()
         for whose in (POLICY, CRITIC):
             shape, trained = self._shape_of(whose), self._trained(whose)
@@ -133,7 +139,7 @@ class Assembled:
         for key, of_fields in self._found.items():
             if key not in known:
                 piece = next(iter(of_fields.values()))[0]
-                raise refused(piece.file, f"the model has no tensor of which {piece.name!r} is a piece")
+                raise shard_error(piece.file, f"the model has no tensor of which {piece.name!r} is a piece")
 
     def _shape_of(self, whose: str) -> ModelShape:
         return critic_shape(self._shape) if whose == CRITIC else self._shape
@@ -162,16 +168,15 @@ class Assembled:
         return self._state(CRITIC if what.startswith("critic") else POLICY)
 
     def damage(self, what: str) -> str:
-        """The pieces, of what is damaged, whose hashes differ from those in the manifest, for an error
-        message."""
+        """The damaged pieces, whose hashes differ from those in the manifest, for an error message."""
         kinds = {"state"} if what.endswith("optimizer") else {"weights", "adapter"}
         odd = []
         for piece in self._pieces:
             of_critic = piece.file.name.startswith(CRITIC)
             if piece.address.kind not in kinds or of_critic != what.startswith("critic"):
                 continue
-            found = hashes({piece.name: line_of(piece.name, piece.numbers())})
-            if found[piece.name] != self._said[piece.file.name][piece.name]:
+            actual = hashes({piece.name: line_of(piece.name, piece.numbers())})
+            if actual[piece.name] != self._said[piece.file.name][piece.name]:
                 odd.append(f"{piece.name} in {piece.file.name}")
         if not odd:
             return f"no piece is, so {MANIFEST} itself changed"
@@ -184,7 +189,7 @@ class Assembled:
             zip(weight.huggingface, parts(weight, self._parts(whose, "weights", weight), shape), strict=True)
             for weight in plan(shape)
         )
-        return put_together((named for pair in each for named in pair), shape)
+        return fuse_experts((named for pair in each for named in pair), shape)
 
     def _adapter(self) -> Tensors:
         held: Tensors = {}
@@ -209,35 +214,39 @@ class Assembled:
         pieces = sorted(pieces, key=lambda piece: (piece.address.part, piece.address.start))
         first = pieces[0]
         expected = _dims_of_parts(weight, self._shape_of(whose), first.address)
-        found = []
+        tensors = []
         for piece in pieces:
-            said, known = piece.address, 0 <= piece.address.part < len(expected)
-            if said.parts != first.address.parts or not known or piece.dtype != first.dtype:
-                raise refused(piece.file, f"{piece.name!r} does not fit {first.name!r} in {first.file.name}")
-            if said.dims not in (expected[said.part], ()) or bool(said.dims) != bool(first.address.dims):
-                raise refused(piece.file, f"{piece.name!r} is not of the model's shape")
+            address, known = piece.address, 0 <= piece.address.part < len(expected)
+            if address.parts != first.address.parts or not known or piece.dtype != first.dtype:
+                raise shard_error(
+                    piece.file, f"{piece.name!r} does not fit {first.name!r} in {first.file.name}"
+                )
+            if address.dims not in (expected[address.part], ()) or bool(address.dims) != bool(
+                first.address.dims
+            ):
+                raise shard_error(piece.file, f"{piece.name!r} is not of the model's shape")
         for part, dims in enumerate(expected if first.address.dims else [()]):
-            found.append(self._whole([p for p in pieces if p.address.part == part], dims, part, first))
-        return found
+            tensors.append(self._whole([p for p in pieces if p.address.part == part], dims, part, first))
+        return tensors
 
     def _whole(self, pieces: Sequence[Piece], dims: tuple[int, ...], part: int, first: Piece) -> torch.Tensor:
-        """A part of a tensor, of pieces that are in order."""
+        """One part of a tensor, from its pieces in order."""
         at = 0
         for piece in pieces:
             if piece.address.start != at:
                 how = "again" if piece.address.start < at else "after a gap"
-                raise refused(piece.file, f"{piece.name!r} begins {how}, where number {at} comes")
+                raise shard_error(piece.file, f"{piece.name!r} begins {how}, where number {at} comes")
             at += piece.count
         if at != prod(dims):
             near = pieces[-1] if pieces else first
             lacks = f"part {part} of {first.address.weight} has {at} numbers of {prod(dims)}"
-            raise refused(near.file, f"{lacks}, up to {near.name!r}")
+            raise shard_error(near.file, f"{lacks}, up to {near.name!r}")
         numbers = [piece.numbers() for piece in pieces]
         return (numbers[0] if len(numbers) == 1 else torch.cat(numbers)).view(dims)
 
 
 def _dims_of_parts(weight: Weight, shape: ModelShape, some: Address) -> list[tuple[int, ...]]:
-    """The shape of each of a tensor's parts, where so many ranks share it; none where they cannot."""
+    """The shape of each part of a tensor that so many ranks share; empty where they cannot."""
     fits = 0 < some.parts <= max(shape.kv_heads, 1) and shape.kv_heads % some.parts == 0
     if not fits or (weight.kind == "replicated" and some.parts > 1):
         return []

@@ -1,9 +1,10 @@
-"""Checkpoints: Hugging Face directories in the store, with the optimizer's state beside the weights.
+"""Checkpoints: Hugging Face directories in the store, with the optimizer's state beside the
+weights.
 
-A directory is written under a temporary name, made durable and renamed, so an existing one is complete. Its
-`rollbook.json` holds the digests of all tensors together and of each tensor; loading checks them. Weights may
-come as a stream: then one tensor is in memory at a time. Ranks may write their pieces instead
-(`checkpoints.shards`): what is read is the same.
+A directory is written under a temporary name, made durable and renamed, so one that exists is
+complete. Its `rollbook.json` holds the digests of all tensors together and of each tensor;
+loading checks them. Weights may come as a stream, with one tensor in memory at a time. Ranks may
+write their pieces instead (`checkpoints.shards`): reading gives the same.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def write_checkpoint(
         weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
         like: a model directory whose other files (config, tokenizer, template) are copied.
         critic: weights and optimizer state of the critic.
-        adapter: the low-rank factors whose products the weights have in them.
-        scores: what the head of a reward model that is begun here gives; `like` may be a policy.
+        adapter: the low-rank factors whose products are merged into the weights.
+        scores: width of the head of a reward model that begins here; `like` may be a policy.
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
@@ -119,7 +120,9 @@ def write_checkpoint(
         beside = zip(_FILES.items(), own, strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
         size = size_of(building)
-        digests = [None if of is None else combine(of.values()) for of in (saved, lines.get("optimizer"))]
+        digests = [
+            None if part is None else combine(part.values()) for part in (saved, lines.get("optimizer"))
+        ]
         record = CheckpointWritten(policy, version, str(name), str(digests[0]), digests[1], phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
@@ -162,7 +165,7 @@ def _read(path: Path) -> Checkpoint:
 
 
 def weights_named(path: Path, digest: str) -> Tensors:
-    """The weights of a checkpoint, and nothing that it has beside them.
+    """The weights of a checkpoint alone.
 
     Args:
         digest: of them, as the log has it.
@@ -177,7 +180,7 @@ def weights_named(path: Path, digest: str) -> Tensors:
 
 
 def checkpoint_named(path: Path, digest: str) -> Checkpoint:
-    """A checkpoint, and all that it has beside its weights. Arguments and errors as of `weights_named`."""
+    """A whole checkpoint. Arguments and errors as of `weights_named`."""
     held = read_checkpoint(path)
     if digest_tensors(held.weights) != digest:
         raise ModelError(f"{path}: its weights are not those the log names")
@@ -185,7 +188,8 @@ def checkpoint_named(path: Path, digest: str) -> Checkpoint:
 
 
 def stream_checkpoint(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a checkpoint, whole or of shards, one at a time; they are not compared with anything.
+    """The weights of a checkpoint, whole or sharded, one at a time, without any check against
+    digests.
 
     Raises:
         ModelError: files are missing or damaged.
@@ -212,10 +216,10 @@ def _check(
     """Compare what was read with the manifest's digests.
 
     Args:
-        damage: says where that is, of what has another digest.
+        damage: says where the damage is, in what has another digest.
 
     Raises:
-        ModelError: something has.
+        ModelError: a digest differs.
     """
     for what, tensors in held.items():
         if digest_tensors(tensors) != digests[what]:
@@ -226,8 +230,8 @@ def _damage(tensors: Tensors, recorded: Any) -> str:
     """Which tensors differ from their digests in the manifest, for an error message."""
     if not isinstance(recorded, dict):
         return f"they are not what {MANIFEST} names"
-    found = hashes({name: line_of(name, tensor) for name, tensor in tensors.items()})
-    odd = sorted(name for name in found | recorded if found.get(name) != recorded.get(name))
+    actual = hashes({name: line_of(name, tensor) for name, tensor in tensors.items()})
+    odd = sorted(name for name in actual | recorded if actual.get(name) != recorded.get(name))
     if not odd:
         return f"their types, shapes or {MANIFEST} itself changed"
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
@@ -237,8 +241,8 @@ def _damage(tensors: Tensors, recorded: Any) -> str:
 def save_weights(
     weights: Tensors | Iterator[tuple[str, torch.Tensor]], building: Path, like: Path
 ) -> dict[str, str]:
-    """Write weights beside a config.json, which then names their type; returns the line of each in their
-    digest. Arguments and errors as of `write_checkpoint`."""
+    """Write weights beside a config.json, and make it name their type; returns the line of each
+    tensor in their digest. Arguments and errors as of `write_checkpoint`."""
     config = building / "config.json"
     if isinstance(weights, dict):
         name_dtype(config, next(iter(weights.values())).dtype)
@@ -249,13 +253,14 @@ def save_weights(
 
 
 def save_stream(file: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> dict[str, str]:
-    """Write a stream of weights, one of them in memory at a time; returns the line of each in their digest.
+    """Write a stream of weights with one tensor in memory at a time; returns each one's line in
+    their digest.
 
     Args:
         like: a model directory, whose config.json says which weights come.
 
     Raises:
-        ModelError: others do.
+        ModelError: other weights come.
     """
     first = next(weights)
     dtype = first[1].dtype  # one type for all tensors, since config.json names one

@@ -1,6 +1,7 @@
-"""A checkpoint's directory: its name, its manifest, and what it has beside tensors.
+"""A checkpoint's directory: its name, its manifest, and its files other than tensors.
 
-It is built in a folder that is made durable and renamed once it is complete, or removed if it never will be.
+It is built in a temporary folder, which is made durable and renamed once it is complete, and
+removed if it never will be.
 """
 
 from __future__ import annotations
@@ -57,17 +58,19 @@ def checkpoint_name(run: str, policy: str, version: int) -> Path:
 
 
 def free_name(store: Path, name: Path) -> Path:
-    """A checkpoint's path; another one, where an earlier attempt at its version is, which is kept."""
+    """A free path for a checkpoint: another one if an earlier attempt at its version, which is
+    kept, has the name."""
     return name.with_name(f"{name.name}-{new_id()[-8:]}") if (store / name).exists() else name
 
 
 def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str, str]]) -> Json:
-    """What `rollbook.json` says: the digest of all that is held, together and by tensor."""
-    said: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
-    said |= {"optimizer_digest": None, TENSORS["optimizer"]: {}}
+    """The content of `rollbook.json`: digests of everything the checkpoint holds, together and by
+    tensor."""
+    manifest: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
+    manifest |= {"optimizer_digest": None, TENSORS["optimizer"]: {}}
     for what, of_tensors in lines.items():
-        said |= {f"{what}_digest": combine(of_tensors.values()), TENSORS[what]: hashes(of_tensors)}
-    return said
+        manifest |= {f"{what}_digest": combine(of_tensors.values()), TENSORS[what]: hashes(of_tensors)}
+    return manifest
 
 
 def hashes(lines: Mapping[str, str]) -> dict[str, str]:
@@ -75,13 +78,13 @@ def hashes(lines: Mapping[str, str]) -> dict[str, str]:
     return {name: line.rsplit(" ", 1)[1] for name, line in lines.items()}
 
 
-def write_manifest(building: Path, said: Json) -> None:
+def write_manifest(building: Path, manifest: Json) -> None:
     """Write `rollbook.json`."""
-    make_empty(building / MANIFEST).write_bytes(orjson.dumps(said, option=orjson.OPT_INDENT_2))
+    make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
 
 def manifest_in(path: Path) -> Json:
-    """What the manifest of a checkpoint's directory says.
+    """The content of the manifest in a checkpoint's directory.
 
     Raises:
         ModelError: there is none, or it cannot be read.
@@ -90,12 +93,12 @@ def manifest_in(path: Path) -> Json:
     if not file.exists():
         raise ModelError(f"{path}: holds no {MANIFEST}, so it is no checkpoint")
     try:
-        said = orjson.loads(read_small(file, MANIFEST_BYTES))
+        manifest = orjson.loads(read_small(file, MANIFEST_BYTES))
     except ValueError as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from error
-    if not isinstance(said, dict):
+    if not isinstance(manifest, dict):
         raise ModelError(f"{file}: cannot be read: it is no JSON object")
-    return said
+    return manifest
 
 
 def copy_along(like: Path, building: Path) -> None:
@@ -133,7 +136,7 @@ def size_of(building: Path) -> int:
 
 
 def make_durable(building: Path, target: Path) -> None:
-    """Give a finished folder its name, every byte of it on disk first."""
+    """Give a finished folder its name, once every byte of it is on disk."""
     for file in building.iterdir():
         fsync_file(file)
     fsync_folder(building)
@@ -194,11 +197,12 @@ def remove_left_over(folder: Path) -> list[Path]:
 
 
 def _is_left(building: Path) -> bool:
-    """Whether no process builds it: its process has ended, and no process on any machine holds its lock."""
-    found = _NAME.fullmatch(building.name)
-    assert found is not None
+    """Whether a folder is abandoned: the process that built it ended, and none on any machine locks
+    it."""
+    match = _NAME.fullmatch(building.name)
+    assert match is not None
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(match[1]), 0)
     except (ProcessLookupError, OverflowError):
         pass
     except PermissionError:

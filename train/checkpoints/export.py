@@ -1,5 +1,5 @@
-"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone,
-with its files as if only weights had been written."""
+"""Exports a checkpoint as a directory for others: a model with configuration and tokenizer, or its
+adapter alone, with its files as if only weights had been written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, Json
-from rollbook.store.fold.checkpoints import held_and_removed, removed_said
+from rollbook.store.fold.checkpoints import held_and_removed, removal_message
 from rollbook.store.interchange.destination import destination
 from rollbook.store.permissions import make_folder
 from rollbook.store.safe_paths import place_inside, reading
@@ -51,8 +51,9 @@ PEFT_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """What was exported: `checkpoint` is the folder it comes from, `to` where it is, of `bytes` in all.
-    `weights_digest` is that of the version's weights; with an adapter they have its products in them."""
+    """An exported model: `checkpoint` is the folder it comes from, `to` where it is, of `bytes` in
+    all. `weights_digest` is that of the version's weights; with an adapter its products are
+    merged into them."""
 
     run: str
     policy: str
@@ -90,7 +91,7 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
 
 
 def write_model(out: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> None:
-    """Write weights as a new Hugging Face model directory, with the other files of one that they are like.
+    """Write weights as a new Hugging Face model directory, with the other files copied from `like`.
 
     Args:
         weights: of the model that `like` describes, in the order of `weight_names.plan`.
@@ -106,24 +107,25 @@ def write_model(out: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Pa
 
 @contextlib.contextmanager
 def model_directory(folder: Path) -> Iterator[Path]:
-    """A directory that libraries load the model from: it, or of a checkpoint of shards a temporary one."""
+    """A directory from which libraries can load the model: the folder itself, or a temporary one
+    for a sharded checkpoint."""
     if not is_sharded(folder):
         with reading(folder):
             yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="rollbook-model-") as made:
+    with tempfile.TemporaryDirectory(prefix="rollbook-model-") as temporary:
         with reading(folder):
-            _copy(folder, Path(made))
-        yield Path(made)
+            _copy(folder, Path(temporary))
+        yield Path(temporary)
 
 
 def export_adapter(log: Store, out: Path, version: int | None, run: str | None, policy: str) -> ExportedModel:
-    """Write a version's low-rank factors as an adapter of PEFT, which is loaded beside the weights that they
-    were trained beside. Arguments as of `export_model`.
+    """Write a version's low-rank factors as a PEFT adapter, to be loaded beside the weights that
+    they were trained with. Arguments as of `export_model`.
 
     Raises:
-        InterchangeError: there is no such checkpoint, it has no factors, or `out` exists or cannot be
-            written.
+        InterchangeError: there is no such checkpoint, it has no factors, or `out` exists or
+            cannot be written.
         ModelError: the checkpoint is damaged.
     """
     run, held = _of_run(_checkpoints(log, policy), run, policy)
@@ -139,18 +141,18 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
     kinds = {name: kind_of(tensor) for name, tensor in adapter.tensors.items()}
     with destination(out, folder=True) as building:
         write_tensors(building / PEFT_WEIGHTS, kinds, adapter.tensors.items())
-        said = orjson.dumps(peft_config(adapter, beside), option=orjson.OPT_INDENT_2)
-        (building / PEFT_CONFIG).write_bytes(said)
+        config = orjson.dumps(peft_config(adapter, beside), option=orjson.OPT_INDENT_2)
+        (building / PEFT_CONFIG).write_bytes(config)
         size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
 
 
 def peft_config(adapter: Adapter, base: str) -> Json:
-    """What PEFT calls an adapter's `adapter_config.json`.
+    """The content of PEFT's `adapter_config.json`.
 
     Args:
-        base: model directory that it is beside.
+        base: model directory that the adapter goes with.
     """
     lora = adapter.lora.config
     targets = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.tensors}
@@ -173,7 +175,7 @@ _WRITTEN_OR_REMOVED = frozenset({CheckpointWritten.KIND, CheckpointRemoved.KIND}
 def checkpoint_of(
     log: Store, version: int | None, run: str | None, policy: str, named_by: str = "--version"
 ) -> tuple[str, CheckpointWritten]:
-    """(run, the checkpoint of a version that is in the store). Arguments as of `export_model`.
+    """(run, checkpoint) of a version that is in the store. Arguments as of `export_model`.
 
     Args:
         named_by: the option that names the version, for the message.
@@ -190,25 +192,25 @@ _Found = dict[str, dict[int, CheckpointWritten]]
 
 
 def _checkpoints(log: Store, policy: str) -> _Found:
-    """The policy's checkpoints whose folders are there; of a version that has several, the newest."""
-    found: _Found = {}
+    """The policy's checkpoints whose folders exist; the newest of a version that has several."""
+    checkpoints: _Found = {}
     for event in log.events_of([CheckpointWritten.KIND]):
         record = event.record
         assert isinstance(record, CheckpointWritten)
         if record.policy == policy and place_inside(log.path, record.path).is_dir():
-            found.setdefault(event.run, {})[record.policy_version] = record
-    return found
+            checkpoints.setdefault(event.run, {})[record.policy_version] = record
+    return checkpoints
 
 
-def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int, CheckpointWritten]]:
-    if run is None and len(found) == 1:
-        return next(iter(found.items()))
-    if run in found:
-        return run, found[run]
-    there = f"there are of: {_listed(sorted(found))}"
+def _of_run(checkpoints: _Found, run: str | None, policy: str) -> tuple[str, dict[int, CheckpointWritten]]:
+    if run is None and len(checkpoints) == 1:
+        return next(iter(checkpoints.items()))
+    if run in checkpoints:
+        return run, checkpoints[run]
+    there = f"there are of: {_listed(sorted(checkpoints))}"
     if run is not None:
         raise InterchangeError(f"run {run!r} has no checkpoint of policy {policy!r}; {there}")
-    if not found:
+    if not checkpoints:
         raise InterchangeError(f"the store holds no checkpoint of policy {policy!r}: train first")
     raise InterchangeError(
         f"several runs have checkpoints of policy {policy!r}: name one with --run; {there}"
@@ -237,7 +239,7 @@ def _why_gone(log: Store, version: int, run: str, policy: str) -> str:
     """A sentence for the end of an error, if the version's checkpoint was removed."""
     of_run: list[Event] = [e for e in log.events_of(_WRITTEN_OR_REMOVED) if e.run == run]
     removed = [r for r in held_and_removed(of_run)[1] if (r.policy, r.policy_version) == (policy, version)]
-    return f". {removed_said(removed[-1])}" if removed else ""
+    return f". {removal_message(removed[-1])}" if removed else ""
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -247,10 +249,10 @@ def _listed(names: Iterable[object]) -> str:
 def _lines(
     model: Path, weights: Iterator[tuple[str, torch.Tensor]], record: CheckpointWritten
 ) -> dict[str, str]:
-    """The line of each tensor in the digest that the log has of the weights.
+    """The line of each tensor in the digest of the weights that the log has.
 
     Raises:
-        ModelError: they have another.
+        ModelError: the weights have another digest.
     """
     lines = {name: line_of(name, tensor) for name, tensor in weights}
     if (digest := combine(lines.values())) != record.weights_digest:
@@ -272,15 +274,16 @@ def _copy(source: Path, building: Path) -> None:
         save_stream(building / WEIGHTS, stream_checkpoint(source), source)
 
 
-def without_optimizer(checkpoint: Path, files: Mapping[str, Path], made: Path) -> dict[str, Path]:
-    """The files, by name, without the optimizer's state: the policy's, and the critic's where there is one.
+def without_optimizer(checkpoint: Path, files: Mapping[str, Path], scratch: Path) -> dict[str, Path]:
+    """The files, by name, without the optimizer's state: the policy's, and the critic's where there
+    is one.
 
     Args:
         files: of the checkpoint, by name.
-        made: a new folder, for the manifest that names what is left.
+        scratch: a new folder, for the manifest that names what is left.
 
     Raises:
-        ModelError: it is of shards, each of which holds some of the optimizer's state.
+        ModelError: the checkpoint is sharded: each shard holds some of the optimizer's state.
     """
     manifest = manifest_in(checkpoint)
     if SHARDS in manifest:
@@ -291,7 +294,7 @@ def without_optimizer(checkpoint: Path, files: Mapping[str, Path], made: Path) -
     for what in ("critic_optimizer", "optimizer"):
         manifest.pop(f"{what}_digest", None)
         manifest.pop(TENSORS[what], None)
-    make_folder(made)
-    write_manifest(made, manifest | {"optimizer_digest": None, TENSORS["optimizer"]: {}})
+    make_folder(scratch)
+    write_manifest(scratch, manifest | {"optimizer_digest": None, TENSORS["optimizer"]: {}})
     left = {name: path for name, path in files.items() if name not in (OPTIMIZER, CRITIC_OPTIMIZER)}
-    return left | {MANIFEST: made / MANIFEST}
+    return left | {MANIFEST: scratch / MANIFEST}

@@ -1,11 +1,12 @@
-"""Writes a checkpoint to which each rank of the training adds files of its own pieces, so that nothing is
-gathered.
+"""Writes a sharded checkpoint: each rank of the training adds files of its own pieces, so that
+nothing is gathered.
 
 A piece's name says which numbers of the whole model it holds, so that any layout can read it:
 
     optimizer/decoder.layers.0.mlp.linear_fc1.weight/exp_avg/1-of-2/64x32/512
 
-kind, Megatron's tensor, field of the optimizer's state, part of the tensor, the part's shape, first number.
+kind, Megatron's tensor, field of the optimizer's state, part of the tensor, the part's shape,
+first number.
 """
 
 from __future__ import annotations
@@ -63,24 +64,24 @@ def file_name(whose: str, rank: int, count: int) -> str:
 
 
 def piece_name(address: Address) -> str:
-    """What a file calls a piece."""
+    """The name of a piece in a file."""
     part = f"{address.part}-of-{address.parts}"
     dims = "x".join(map(str, address.dims))
     return f"{_KINDS[address.kind]}/{address.weight}/{address.field}/{part}/{dims}/{address.start}"
 
 
 def address_of(name: str) -> Address | None:
-    """The piece that a file calls so; None if it is no such name."""
-    if (found := _PIECE.fullmatch(name)) is None:
+    """The address that a piece's name stands for; None if it is no such name."""
+    if (match := _PIECE.fullmatch(name)) is None:
         return None
-    kind = next(kind for kind, word in _KINDS.items() if word == found[1])
-    dims = tuple(map(int, found[6].split("x"))) if found[6] else ()
-    return Address(kind, found[2], found[3], int(found[4]), int(found[5]), dims, int(found[7]))
+    kind = next(kind for kind, word in _KINDS.items() if word == match[1])
+    dims = tuple(map(int, match[6].split("x"))) if match[6] else ()
+    return Address(kind, match[2], match[3], int(match[4]), int(match[5]), dims, int(match[7]))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file that a rank wrote: its name, and the hash of each piece, by the piece's name."""
+    """A file that a rank wrote: its name, and the hash of each piece by name."""
 
     name: str
     pieces: dict[str, str]
@@ -88,7 +89,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WriteShard:
-    """Writes a rank's pieces into a folder, durably. Other ranks are sent it.
+    """Writes a rank's pieces into a folder, durably. It is sent to other ranks.
 
     Attributes:
         folder: as all ranks see it.
@@ -99,7 +100,7 @@ class WriteShard:
     whose: str
 
     def __call__(self, rank: int, count: int, pieces: Pieces) -> Shard:
-        """Write them.
+        """Write the pieces.
 
         Raises:
             OSError: the disk is full, or the folder is not there.
@@ -116,13 +117,13 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True)
 class LeaderFlagProbe:
-    """Looks for rank 0's word in a folder. Other ranks are sent it."""
+    """Looks for the word that rank 0 wrote in a folder. It is sent to other ranks."""
 
     folder: Path
     word: str
 
     def __call__(self, rank: int, count: int, pieces: Pieces) -> str | None:
-        """The rank's host, where it does not see it."""
+        """The rank's host if it does not see the word."""
         try:
             if (self.folder / WORD).read_text() == self.word:
                 return None
@@ -131,33 +132,33 @@ class LeaderFlagProbe:
         return socket.gethostname()
 
 
-def refused(file: Path, why: str) -> ModelError:
-    """The error of a file that is not what it was written as."""
+def shard_error(file: Path, why: str) -> ModelError:
+    """The error for a file that is not what was written."""
     return ModelError(f"{file}: {why}: restore the checkpoint from a copy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What a checkpoint is of: a policy, the training of its low-rank factors, its critic."""
+    """What is in a checkpoint: a policy, the training of its low-rank factors, its critic."""
 
     policy: Policy
     lora: LoraTraining | None = None
     critic: Policy | None = None
 
     def digests(self) -> Json:
-        """Those of whole tensors, as the manifest has them; a step knows all but that of the factors."""
-        said = {
+        """Digests of whole tensors, as in the manifest; a step knows all but that of the factors."""
+        digests = {
             "weights": self.policy.weights_digest().digest,
             "optimizer": self.policy.optimizer_digest().digest,
         }
         if self.critic is not None:
-            said |= {
+            digests |= {
                 "critic": self.critic.weights_digest().digest,
                 "critic_optimizer": self.critic.optimizer_digest().digest,
             }
         if self.lora is not None:
-            said["adapter"] = digest_tensors(self.policy.adapter())
-        return {f"{what}_digest": digest for what, digest in said.items()}
+            digests["adapter"] = digest_tensors(self.policy.adapter())
+        return {f"{what}_digest": digest for what, digest in digests.items()}
 
 
 def begin_sharded(
@@ -165,14 +166,14 @@ def begin_sharded(
     run: str,
     policy: str,
     version: int,
-    of: Trained,
+    trained: Trained,
     *,
     like: Path,
     phase: str,
     dtype: Any,
     meanwhile: bool,
 ) -> Callable[[], CheckpointWritten]:
-    """Begin a checkpoint of shards.
+    """Begin a sharded checkpoint.
 
     Args:
         like: a model directory whose other files (config, tokenizer, template) are copied.
@@ -180,31 +181,32 @@ def begin_sharded(
         meanwhile: ranks copy their pieces first, and write while training goes on.
 
     Returns:
-        Waits until all ranks have written, makes it durable, and gives the event that records it. It has to
-        be called, once, in whichever thread.
+        A function that waits until all ranks have written, makes the checkpoint durable, and
+        returns the event that records it. It has to be called, once, in whichever thread.
 
     Raises:
-        ShortageError: the disk is full; the result raises it too, and RankError, which names a rank that
-            failed. Nothing of the checkpoint is left then.
+        ShortageError: the disk is full; the result raises it too, and RankError, which names a
+            rank that failed. Nothing of the checkpoint is left then.
     """
     name = free_name(store, checkpoint_name(run, policy, version))
     target = place_inside(store, str(name)).absolute()  # other ranks have working directories of their own
-    said = of.digests()
+    tensor_digests = trained.digests()
     with contextlib.ExitStack() as stack:
         building = stack.enter_context(building_beside(target))
         copy_along(like, building)
         name_dtype(building / "config.json", dtype)
-        waits = [of.policy.each(WriteShard(building, POLICY), meanwhile=meanwhile)]
-        if of.critic is not None:
-            waits.append(of.critic.each(WriteShard(building, CRITIC), meanwhile=meanwhile))
+        waits = [trained.policy.each(WriteShard(building, POLICY), meanwhile=meanwhile)]
+        if trained.critic is not None:
+            waits.append(trained.critic.each(WriteShard(building, CRITIC), meanwhile=meanwhile))
         whole = stack.pop_all()
 
     def finish() -> CheckpointWritten:
         with whole:
             shards = [shard for wait in waits for shard in wait()]
-            size, digests = size_of(building), (said["weights_digest"], said["optimizer_digest"])
+            size = size_of(building)
+            digests = tensor_digests["weights_digest"], tensor_digests["optimizer_digest"]
             record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
-            write_manifest(building, _manifest(run, record, said, shards, of.lora))
+            write_manifest(building, _manifest(run, record, tensor_digests, shards, trained.lora))
             make_durable(building, target)
         return record
 
@@ -212,15 +214,18 @@ def begin_sharded(
 
 
 def _manifest(
-    run: str, record: CheckpointWritten, said: Json, shards: list[Shard], lora: LoraTraining | None
+    run: str, record: CheckpointWritten, digests: Json, shards: list[Shard], lora: LoraTraining | None
 ) -> Json:
-    manifest = manifest_of(run, record, {}) | said | {SHARDS: {shard.name: shard.pieces for shard in shards}}
+    manifest = (
+        manifest_of(run, record, {}) | digests | {SHARDS: {shard.name: shard.pieces for shard in shards}}
+    )
     del manifest["optimizer_tensors"]  # of whole tensors, which nobody has
     return manifest if lora is None else manifest | {LORA: lora.described}
 
 
-def check_shared(store: Path, run: str, policy: str, of: Policy) -> None:
-    """See that every rank sees the store's folder at the same path, by a random word in a file there.
+def check_shared(store: Path, run: str, policy: str, trainable: Policy) -> None:
+    """Check that every rank sees the store's folder at the same path, by a random word in a file
+    there.
 
     Raises:
         ConfigError: one does not; it names the rank, its host and the folder.
@@ -229,7 +234,7 @@ def check_shared(store: Path, run: str, policy: str, of: Policy) -> None:
     with building_beside(place_inside(store, str(name)).absolute()) as building:
         word = secrets.token_hex(8)
         make_empty(building / WORD).write_text(word)
-        for rank, host in enumerate(of.each(LeaderFlagProbe(building, word))()):
+        for rank, host in enumerate(trainable.each(LeaderFlagProbe(building, word))()):
             if host is not None:
                 raise ConfigError(
                     f"rank {rank} on {host} does not see what rank 0 wrote in the store, {store.absolute()}: "

@@ -56,13 +56,14 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 def write_tensors(
     file: Path, kinds: Mapping[str, TensorKind], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Write tensors in the order of `kinds`, durably; returns name -> line for the digest of the set.
+    """Write tensors in the order of `kinds`, durably; returns name -> line for the digest of the
+    set.
 
     One tensor is in memory at a time.
 
     Raises:
-        ModelError: the tensors are others, or come in another order, than `kinds` says, or are of a type
-            that is not written.
+        ModelError: the tensors, or their order, differ from `kinds`, or are of a type that is
+            not written.
     """
     header, expected, lines = _header(kinds), iter(kinds.items()), {}
     fd = open_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -95,9 +96,9 @@ def _header(kinds: Mapping[str, TensorKind]) -> bytes:
             "shape": kind.shape,
             "data_offsets": [start, end],
         }
-    said = orjson.dumps(entries)
-    said += b" " * (-len(said) % 8)  # the data starts at a multiple of 8, as readers that map it want
-    return struct.pack("<Q", len(said)) + said
+    header = orjson.dumps(entries)
+    header += b" " * (-len(header) % 8)  # the data starts at a multiple of 8, as readers that map it want
+    return struct.pack("<Q", len(header)) + header
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:

@@ -1,5 +1,5 @@
-"""CONFIG of `rollbook train`, with its tables `[checkpoint]` and `[record]`: a TOML file, typed; an unknown
-or ill-typed key is an error."""
+"""The CONFIG of `rollbook train`, with its tables `[checkpoint]` and `[record]`: a typed TOML file,
+in which an unknown or ill-typed key is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from rollbook.store.config import Count, Positive, Table, refused
+from rollbook.store.config import Count, Positive, Table, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -320,7 +320,7 @@ def parse_config(values: Json, name: str, written: Callable[[str], str] = str) -
     """Check a CONFIG's values.
 
     Args:
-        name: what they are called in an error; written: a key as the file of a whole run has it.
+        name: of the CONFIG in an error; written: gives a key as the file of a whole run has it.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
@@ -329,15 +329,17 @@ def parse_config(values: Json, name: str, written: Callable[[str], str] = str) -
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(said_wrong(name, error, values, written)) from error
+        raise ConfigError(describe_errors(name, error, values, written)) from error
 
 
-def said_wrong(name: str, error: ValidationError, values: Json, written: Callable[[str], str] = str) -> str:
-    """All that is wrong with a file's values, a line each."""
+def describe_errors(
+    name: str, error: ValidationError, values: Json, written: Callable[[str], str] = str
+) -> str:
+    """All errors in a file's values, a line each."""
     lines = []
-    for one in refused(error, values):
-        what = shown(one.text) or f"unknown key: {_meant(one.keys, values)}"
-        lines.append(f"  {written(one.key) if one.keys else 'file'}: {what}")
+    for problem in invalid_values(error, values):
+        what = shown(problem.text) or f"unknown key: {_suggestion(problem.keys, values)}"
+        lines.append(f"  {written(problem.key) if problem.keys else 'file'}: {what}")
     return "\n".join([f"{name}:", *lines])
 
 
@@ -359,8 +361,8 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
 """Table -> variant, if it has several -> its keys, in the order in which they are shown."""
 
 
-def _meant(keys: Sequence[str], values: Json) -> str:
-    """A hint at the key that an unknown key may have been meant for."""
+def _suggestion(keys: Sequence[str], values: Json) -> str:
+    """A hint at the key that an unknown key was probably meant for."""
     key, table = keys[-1], keys[0] if len(keys) > 1 else ""
     kind = str(values[table].get("name", "")) if table == "algorithm" else ""
     held = {
@@ -388,7 +390,7 @@ def _meant(keys: Sequence[str], values: Json) -> str:
 
 
 def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
-    """Check that an algorithm has what the keys of a recipe speak of.
+    """Check that an algorithm has everything that the keys of a recipe refer to.
 
     Raises:
         ValueError: it has not.
@@ -418,10 +420,10 @@ def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
 
 
 def _check_min_group(least: int, algorithm: Algorithm) -> None:
-    """Check that a group of which a step is made can have so many members.
+    """Check that the groups of a step can have so many members.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they cannot.
     """
     size = algorithm.demand.group_size
     if "groups" not in algorithm.needs:

@@ -72,7 +72,7 @@ class StopRule(Table):
         return self.metric.startswith(HELD_OUT)
 
     def said(self) -> Json:
-        """Its keys that are set, as an event has them."""
+        """The keys that are set, as an event has them."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -84,7 +84,7 @@ def check_stop_metrics(rules: Collection[StopRule], known: Collection[str], *, e
         evaluates: whether there are evaluations.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a rule names another.
     """
     for rule in rules:
         if rule.of_evaluations and not evaluates:

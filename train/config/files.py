@@ -1,6 +1,5 @@
-"""CONFIG and recipe files: TOML, with overrides; a CONFIG may name a recipe file in the place of
-`[recipe]`.
-"""
+"""CONFIG and recipe files: TOML, with overrides; a CONFIG may name a recipe file instead of having
+a table `[recipe]`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import TABLES, TrainConfig, parse_config, said_wrong
+from rollbook.train.config.config import TABLES, TrainConfig, describe_errors, parse_config
 from rollbook.train.config.recipe import RecipeConfig
 
 
@@ -36,7 +35,7 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
 
 
 def read_training(values: Json, path: Path) -> TrainConfig:
-    """The training of a whole run, of which the CONFIG at this path has these values.
+    """The training in a whole run's configuration, whose CONFIG at this path has these values.
 
     Raises:
         ConfigError: a key is unknown, missing or ill-typed; all are named.
@@ -47,7 +46,8 @@ def read_training(values: Json, path: Path) -> TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class NamedRecipe:
-    """A recipe, and the algorithm whose needs it is held against: a recipe by itself needs nothing, as `sft`.
+    """A recipe, and the algorithm whose needs it is checked against: a recipe alone needs nothing,
+    like `sft`.
 
     `config` is the CONFIG that has both; None where the file is a recipe alone.
     """
@@ -77,11 +77,11 @@ def _recipe(values: Json, path: Path) -> RecipeConfig:
     try:
         return RecipeConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(said_wrong(str(path), error, values)) from error
+        raise ConfigError(describe_errors(str(path), error, values)) from error
 
 
 def _with_recipe(values: Json, path: Path) -> Json:
-    """The values, with a recipe file's keys in the place of its name.
+    """The values, with a recipe file's keys in place of its name.
 
     Raises:
         ConfigError: it cannot be read.
@@ -99,14 +99,14 @@ def as_toml(config: TrainConfig) -> str:
     values = config.as_json()
     plain = {key: value for key, value in values.items() if key not in TABLES}
     tables = [
-        f"\n{header(key)}\n{toml_lines(one)}"
+        f"\n{header(key)}\n{toml_lines(table)}"
         for key in TABLES
         if values.get(key) is not None
-        for one in (values[key] if key in LISTS else [values[key]])
+        for table in (values[key] if key in LISTS else [values[key]])
     ]
     return "\n".join([toml_lines(plain), *tables])
 
 
 def header(table: str) -> str:
-    """The line that begins a table of a CONFIG."""
+    """The line with which a table of a CONFIG begins."""
     return f"[[{table}]]" if table in LISTS else f"[{table}]"

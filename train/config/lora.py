@@ -17,8 +17,8 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 class LoraConfig(Table):
     """Train low-rank factors beside the policy's matrices, and leave its own weights as they are
-    (arXiv:2106.09685): of a matrix W [out, in] is served W + alpha / rank * B A, with B [out, rank] and
-    A [rank, in]. Of the gradients and of the optimizer's state there is only what the factors need."""
+    (arXiv:2106.09685): in place of a matrix W [out, in], W + alpha / rank * B A is served, with
+    B [out, rank] and A [rank, in]. Gradients and optimizer state exist only for the factors."""
 
     rank: Annotated[int, Field(ge=1, le=256)] = 16
     """The inner width of the factors."""
@@ -30,7 +30,7 @@ class LoraConfig(Table):
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The factor by which the product of the factors is multiplied."""
         return self.alpha / self.rank
 
 
@@ -39,7 +39,7 @@ class LoraTraining:
     """A training of low-rank factors, as manifests of steps and of checkpoints have it.
 
     Attributes:
-        seed: that the factors began by.
+        seed: of the factors' initial values.
         base_version: of the policy; its weights stay as they are beside the factors.
     """
 
@@ -49,17 +49,17 @@ class LoraTraining:
 
     @property
     def described(self) -> Json:
-        """What a manifest says."""
-        said: Json = self.config.model_dump(mode="json")
-        return said | {"seed": self.seed, "base_version": self.base_version}
+        """Its values in a manifest."""
+        description: Json = self.config.model_dump(mode="json")
+        return description | {"seed": self.seed, "base_version": self.base_version}
 
 
-def recorded_lora(said: Json) -> LoraTraining:
-    """The training of which a manifest says this."""
-    config = {key: said[key] for key in LoraConfig.model_fields if key in said}
+def recorded_lora(recorded: Json) -> LoraTraining:
+    """The training that a manifest describes."""
+    config = {key: recorded[key] for key in LoraConfig.model_fields if key in recorded}
     targets = config.pop("targets", None)
     return LoraTraining(
         LoraConfig(**config, targets=None if targets is None else tuple(targets)),
-        int(said["seed"]),
-        int(said["base_version"]),
+        int(recorded["seed"]),
+        int(recorded["base_version"]),
     )

@@ -12,8 +12,8 @@ from rollbook.store.events import Json
 
 
 class ParallelConfig(Table):
-    """How a training is spread over its ranks, which `--ranks` or a launcher starts. What these sizes leave
-    of the ranks are data-parallel copies, each of which takes a part of every batch."""
+    """How a training is spread over its ranks, which `--ranks` or a launcher starts. The ranks that
+    these sizes leave over are data-parallel copies, each of which takes a part of every batch."""
 
     tensor: Positive = 1
     """Ranks that share each matrix (arXiv:1909.08053): must divide key-value heads and widths."""
@@ -57,7 +57,7 @@ class ParallelConfig(Table):
 
     @property
     def fewest(self) -> int:
-        """The fewest ranks that it can be."""
+        """The fewest ranks that it works with."""
         sharing = self.tensor // (self.expert_tensor or self.tensor)
         return self.model_ranks * -(-self.expert // sharing)
 
@@ -82,21 +82,22 @@ class ParallelConfig(Table):
         return copies
 
     def described(self, ranks: int) -> Json:
-        """The layout as a step's fingerprint has it; sizes of 1 that came later are left out."""
-        said: Json = {"data": self.copies(ranks), "tensor": self.tensor, "pipeline": self.pipeline}
+        """The layout as in a step's fingerprint; sizes that were added later are left out if they
+        are 1."""
+        layout: Json = {"data": self.copies(ranks), "tensor": self.tensor, "pipeline": self.pipeline}
         if self.expert > 1:
-            said["expert"] = self.expert
+            layout["expert"] = self.expert
         if self.expert_tensor is not None and self.expert_tensor != self.tensor:
-            said["expert_tensor"] = self.expert_tensor
+            layout["expert_tensor"] = self.expert_tensor
         if self.sequence:
-            said["sequence"] = True
+            layout["sequence"] = True
         if self.distributed_optimizer:
-            said["distributed_optimizer"] = True
-        return said
+            layout["distributed_optimizer"] = True
+        return layout
 
 
-def recorded_parallel(said: Json) -> tuple[ParallelConfig, int]:
+def recorded_parallel(recorded: Json) -> tuple[ParallelConfig, int]:
     """The layout of a recorded step, and how many ranks it had."""
-    sizes = {key: value for key, value in said.items() if key != "data"}
-    found = ParallelConfig(**sizes)
-    return found, int(said.get("data", 1)) * found.model_ranks
+    sizes = {key: value for key, value in recorded.items() if key != "data"}
+    parallel = ParallelConfig(**sizes)
+    return parallel, int(recorded.get("data", 1)) * parallel.model_ranks

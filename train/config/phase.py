@@ -1,8 +1,8 @@
 """Names the training that a configuration describes, so that a restart finds its earlier steps.
 
-The name is a digest of the values that affect training. Only values that differ from their defaults count, so
-that a new key does not change the names of old configurations; therefore a default must never change. A store
-keeps names of the earlier form.
+The name is a digest of the values that affect training. Only values that differ from their
+defaults count, so that a new key does not change the names of old configurations; therefore a
+default must never change. A store that has names of the earlier form keeps them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def family_in(history: History, config: TrainConfig, source: str) -> str:
 
 
 def family_names(config: TrainConfig, source: str) -> list[str]:
-    """Names of this training: in today's form, then in the earlier one where that could say it."""
-    said = _deciding(config.model_dump(mode="json", exclude_defaults=True))
-    names = [digest_json({"form": 2, "source": source, "config": said})]
-    if _known(said, _FORM_1):
+    """Names of this training: in the current form, then in the earlier one if that can express it."""
+    deciding = _deciding(config.model_dump(mode="json", exclude_defaults=True))
+    names = [digest_json({"form": 2, "source": source, "config": deciding})]
+    if _known(deciding, _FORM_1):
         whole = _deciding(config.as_json())
         names.append(digest_json([{key: _part(whole[key], key) for key in _FORM_1}, source]))
     return names
@@ -57,9 +57,9 @@ def _deciding(values: Json) -> Json:
     return {key: value for key, value in values.items() if key not in FREE}
 
 
-def _known(said: Json, form: Mapping[str, Sequence[str]]) -> bool:
-    tables = ((form[key], value) for key, value in said.items() if key in form and isinstance(value, dict))
-    return said.keys() <= form.keys() and all(value.keys() <= set(keys) for keys, value in tables)
+def _known(values: Json, form: Mapping[str, Sequence[str]]) -> bool:
+    tables = ((form[key], value) for key, value in values.items() if key in form and isinstance(value, dict))
+    return values.keys() <= form.keys() and all(value.keys() <= set(keys) for keys, value in tables)
 
 
 def _part(value: Any, key: str) -> Any:

@@ -92,18 +92,19 @@ class RecipeConfig(Table):
         return not self.preference_sources or source in self.preference_sources
 
     def own(self, policy: str | None) -> str | None:
-        """The policy in training, whose versions alone are compared; None: those of all are, as if they were
-        one policy's."""
+        """The policy in training, if only its versions are compared; None: those of all policies
+        are, as if they were one policy's."""
         return None if self.other_policies is None else policy
 
     @property
     def counts_ages(self) -> bool:
-        """Whether it matters how old a token is."""
+        """Whether the age of tokens matters."""
         return self.max_staleness is not None or self.age_decay != 1
 
     @property
     def deciding_share(self) -> float:
-        """Share of a sample's trained tokens that may be too old: 0 to 1, where 1 leaves the newest one."""
+        """The share of a sample's trained tokens that may be too old: 0 to 1; at 1, the newest one
+        may not be."""
         if self.stale_share is not None:
             return self.stale_share
         return 1.0 if self.stale_tokens == "mask" else 0.0
@@ -118,10 +119,11 @@ class RecipeConfig(Table):
         return self.source_runs or (own,)
 
 
-def recorded_recipe(said: Json) -> RecipeConfig:
-    """The recipe of a record. One without `other_policies` was applied when policies were not told apart.
+def recorded_recipe(recorded: Json) -> RecipeConfig:
+    """The recipe in a record. One without `other_policies` was applied when policies were not told
+    apart.
 
     Raises:
-        ValueError: it is none that can be.
+        ValueError: it is not a valid recipe.
     """
-    return RecipeConfig.model_validate_json(orjson.dumps({"other_policies": None} | said))
+    return RecipeConfig.model_validate_json(orjson.dumps({"other_policies": None} | recorded))

@@ -48,16 +48,17 @@ class SyncConfig(Table):
     """Longest wait for an engine to become reachable, if none is."""
 
     def key(self, environment: Mapping[str, str]) -> str | None:
-        """The key sent to engines. It comes from the environment because a configuration is recorded.
+        """The key sent to engines. It comes from the environment because a configuration is
+        recorded.
 
         Raises:
-            ConfigError: the variable is set to nothing, or another than the default is not set.
+            ConfigError: the variable is set but empty, or is not the default one and is not set.
         """
-        found = environment.get(self.key_env)
+        key = environment.get(self.key_env)
         default = SyncConfig.model_fields["key_env"].default
-        if (found is None and self.key_env != default) or (found is not None and not found.strip()):
-            state = "not set" if found is None else "set and empty"
+        if (key is None and self.key_env != default) or (key is not None and not key.strip()):
+            state = "not set" if key is None else "set and empty"
             raise ConfigError(
                 f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
             )
-        return found
+        return key

@@ -1,6 +1,8 @@
-"""The points of a training's curves: a step's row of the view `metrics`, an evaluation's of `evaluations`.
+"""The points of a training's curves: a step's row of the view `metrics`, an evaluation's of
+`evaluations`.
 
-Both ways to a point give the same: from the log afterwards, and from the records of a training meanwhile.
+A point is the same whether it is read from the log afterwards or made from the training's
+records as they are written.
 """
 
 from __future__ import annotations
@@ -59,23 +61,23 @@ def read_points(log: Store, cut: Cut, run: str, policy: str) -> list[Point]:
     records = [e.record for e in abandoned if isinstance(e.record, StepAbandoned)]
     gone = gone_versions(record for record in records if record.policy == policy)
     with connect_at(log, format_cut(cut)) as connection:
-        asked = {"run": run, "policy": policy}
-        found = [*_rows(connection, _EVALUATED, HELD_OUT, (*OF_EVALUATIONS, WHOLE), asked)]
-        found = [point for point in found if point.version not in gone]
-        found += _rows(connection, _STEPS, STEPS, OF_STEPS, asked)
-    return sorted(found, key=lambda point: (point.step, point.kind != HELD_OUT, point.version))
+        params = {"run": run, "policy": policy}
+        points = [*_rows(connection, _EVALUATED, HELD_OUT, (*OF_EVALUATIONS, WHOLE), params)]
+        points = [point for point in points if point.version not in gone]
+        points += _rows(connection, _STEPS, STEPS, OF_STEPS, params)
+    return sorted(points, key=lambda point: (point.step, point.kind != HELD_OUT, point.version))
 
 
 def _rows(
-    connection: Connection, query: str, kind: str, columns: Sequence[str], asked: Mapping[str, str]
+    connection: Connection, query: str, kind: str, columns: Sequence[str], params: Mapping[str, str]
 ) -> Iterator[Point]:
     named = ", ".join(f"v.{column}" for column in columns)
-    for step, version, at, *values in connection.execute(query.format(columns=named), asked).fetchall():
+    for step, version, at, *values in connection.execute(query.format(columns=named), params).fetchall():
         yield Point(kind, step, version, at, _named(kind, dict(zip(columns, values, strict=True))))
 
 
 def _named(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The values by the names of their curves; those of an evaluation that is not whole have their own."""
+    """The values by the names of their curves; partial evaluations have curves of their own."""
     partial = OF_AGENTS if values.get(WHOLE) is False else frozenset()
     return {
         f"{kind}/{name}{NOT_WHOLE if name in partial else ''}": float(value)
@@ -127,12 +129,12 @@ class Following:
 
     def _step(self, record: StepCommitted, plan: StepPlanned, now: float) -> Point:
         seconds = now - self._planned
-        said = record.metrics
-        values: dict[str, Any] = {column.name: said.get(column.name) for column in RECORDED}
+        metrics = record.metrics
+        values: dict[str, Any] = {column.name: metrics.get(column.name) for column in RECORDED}
         values |= {"policy_version": plan.policy_version, "learning_rate": plan.learning_rate}
         values |= {
             "seconds": seconds,
-            "tokens_s": said.get("trained_tokens", 0) / seconds if seconds else None,
+            "tokens_s": metrics.get("trained_tokens", 0) / seconds if seconds else None,
         }
         return Point(STEPS, record.step, plan.policy_version, now, _named(STEPS, values))
 

@@ -1,7 +1,8 @@
-"""Hands a training's points to TensorBoard and Weights & Biases, in threads of their own.
+"""Passes a training's points to TensorBoard and Weights & Biases, in threads of their own.
 
-They come second to the training: it waits for neither, and what goes wrong there is a warning. What was not
-written is in the log, from which the next start or `rollbook plot --tensorboard` makes it anew.
+The training comes first: it waits for neither, and an error there is only a warning. Points that
+were not written are in the log, from which the next start or `rollbook plot --tensorboard` makes
+them anew.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PATIENCE_S = 30.0
 
 
 class Sink(Protocol):
-    """Where points go. Any error ends it."""
+    """A destination of points. Any error ends it."""
 
     def write(self, point: Point) -> None:
         """Take a point."""
@@ -44,7 +45,8 @@ Opens = Callable[[Iterable[Point]], Sink]
 
 
 class _Feeder(threading.Thread):
-    """Opens one sink with the past, and feeds it what comes. `problem` says why it ended early."""
+    """Opens one sink with the past points, and feeds it new ones. `problem` says why it ended
+    early."""
 
     def __init__(self, name: str, opens: Opens, past: Callable[[], list[Point]]) -> None:
         super().__init__(name=f"curves for {name}", daemon=True)
@@ -58,7 +60,7 @@ class _Feeder(threading.Thread):
         self._waiting.put(point)
 
     def run(self) -> None:
-        """Hand on all points, those of the past first and none twice."""
+        """Pass on all points, those of the past first and none twice."""
         try:
             past = self._past()
             seen = {(point.kind, point.step, point.version) for point in past}
@@ -72,7 +74,8 @@ class _Feeder(threading.Thread):
 
 
 class Reporter:
-    """A watcher that passes everything on to another, and the points of the training to its sinks.
+    """A watcher that passes everything on to another watcher, and the points of the training to its
+    sinks.
 
     Args:
         path: the store's folder.
@@ -118,15 +121,15 @@ class Reporter:
         folder = place_inside(self._path, f"{FOLDER}/{config.run}/{config.policy}")
         self._feeders.append(_Feeder("TensorBoard", lambda points: EventFile(folder, points), past))
         if is_asked_for(os.environ):
-            said = Scrubber(store_secret(self._path, SECRETS)).value(config.as_json())
-            self._feeders.append(_Feeder("Weights & Biases", self._wandb(said), past))
+            settings = Scrubber(store_secret(self._path, SECRETS)).value(config.as_json())
+            self._feeders.append(_Feeder("Weights & Biases", self._wandb(settings), past))
 
-    def _wandb(self, said: Json) -> Opens:
+    def _wandb(self, settings: Json) -> Opens:
         store_id, run, policy = read_marker(self._path), self._config.run, self._config.policy
-        return lambda points: WandbRun(store_id, run, policy, said, points)
+        return lambda points: WandbRun(store_id, run, policy, settings, points)
 
     def tell(self, *records: Record) -> None:
-        """Pass them on, and what points they make."""
+        """Pass the events on, and the points that they make to the sinks."""
         self._shown.tell(*records)
         if self._following is None:
             return
@@ -136,7 +139,7 @@ class Reporter:
                     feeder.feed(point)
 
     def committed(self, done: int, step: int, metrics: Json) -> None:
-        """Pass it on, and say what went wrong meanwhile."""
+        """Pass it on, and report what went wrong since."""
         self._shown.committed(done, step, metrics)
         self._report()
 

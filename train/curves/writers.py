@@ -1,9 +1,10 @@
-"""Writers of the points of one policy: a file of TensorBoard's, in the folder `RUN/POLICY`, or a run of
+"""Writers of the points of one policy: a TensorBoard file in the folder `RUN/POLICY`, or a run of
 Weights & Biases, where `wandb` is installed and was asked for.
 
-TensorBoard's messages are its own (`tensorboard.compat.proto`). Its writer is not used: it takes a second to
-import, ten times as long as they do. A record is a length and the message, each followed by its checksum:
-https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details".
+The messages are TensorBoard's own (`tensorboard.compat.proto`), but not the writer, which takes
+a second to import, ten times as long as they do. A record is a length and the message, each
+followed by its checksum: https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords
+format details".
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def messages() -> Any:
 
 
 class EventFile:
-    """A new file in a folder, in the place of those that were written there before.
+    """A new file in a folder, which replaces those that were written there before.
 
-    What is open of the earlier ones in a running TensorBoard is replaced: the file begins with a session that
-    starts at step 0.
+    What a running TensorBoard has open of the earlier ones is replaced: the file begins with a
+    session that starts at step 0.
     """
 
     def __init__(self, folder: Path, points: Iterable[Point]) -> None:
@@ -127,17 +128,18 @@ VARIABLES = ("WANDB_PROJECT", "WANDB_MODE")
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether trainings are to be shown there."""
+    """Whether trainings are to be shown in Weights & Biases."""
     return any(environment.get(name) for name in VARIABLES) and find_spec("wandb") is not None
 
 
 class WandbRun:
-    """A run that goes on where an earlier process was: its id follows from store, run and policy."""
+    """A run that continues where an earlier process ended: its id follows from store, run and
+    policy."""
 
     def __init__(
         self, store_id: str, run: str, policy: str, config: Mapping[str, Any], points: Iterable[Point]
     ) -> None:
-        """Begin or resume it, and send the points of the past that it has not.
+        """Begin or resume the run, and send the past points that it does not have.
 
         Raises:
             Exception: any of wandb's.
@@ -159,7 +161,7 @@ class WandbRun:
             self.write(point)
 
     def write(self, point: Point) -> None:
-        """Add a point, unless the run goes on after it.
+        """Add a point, unless the run is already past it.
 
         Raises:
             Exception: any of wandb's.
@@ -168,7 +170,7 @@ class WandbRun:
             self._run.log(dict(point.values), step=point.step)
 
     def close(self) -> None:
-        """End it, everything sent or on disk.
+        """End it, once everything is sent or on disk.
 
         Raises:
             Exception: any of wandb's.

@@ -1,4 +1,4 @@
-"""A check of preflight, its verdict, and what is known of a CONFIG's model for it."""
+"""A preflight check, its verdict, and what is known of a CONFIG's model for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Verdict = Literal["green", "yellow", "red"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `red` will fail or teach nothing, `yellow` is worth a look; `lever` acts on it."""
+    """One check: `red` will fail or teach nothing, `yellow` is worth a look; `lever` names what
+    acts on it."""
 
     name: str
     verdict: Verdict
@@ -34,22 +35,22 @@ class Fault:
     lever: str
 
 
-def check_of(name: str, said: str, faults: Sequence[Fault]) -> Check:
+def check_of(name: str, summary: str, faults: Sequence[Fault]) -> Check:
     """A check that may find several faults: as bad as the worst of them.
 
     Args:
-        said: what is there, said before the faults; all of a check that found none.
+        summary: what is there, put before the faults; the whole text of a check that found none.
     """
     if not faults:
-        return Check(name, "green", said)
+        return Check(name, "green", summary)
     verdict: Verdict = "red" if any(fault.verdict == "red" for fault in faults) else "yellow"
     levers = dict.fromkeys(fault.lever for fault in faults)
-    return Check(name, verdict, "; ".join([said, *(fault.said for fault in faults)]), "; ".join(levers))
+    return Check(name, verdict, "; ".join([summary, *(fault.said for fault in faults)]), "; ".join(levers))
 
 
 def limits_of(config: TrainConfig) -> ModelLimits | None:
-    """The model's vocabulary, context, and mixture of experts if routing is replayed; None where it cannot be
-    read."""
+    """The model's vocabulary, context, and mixture of experts if routing is replayed; None if the
+    model cannot be read."""
     try:
         shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
     except ModelError:

@@ -1,4 +1,5 @@
-"""The check `correction`: whether what other weights sampled counts as it should. Pure."""
+"""The check `correction`: whether tokens that other weights sampled are weighted as they should be.
+Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ REJECTING = {"icepop": "tokens", "sequence_mask_tis": "samples", "mis": "samples
 TRUNCATING = frozenset({"tis", "sequence_tis"})
 
 
-def correction(config: TrainConfig, seen: Recorded | None, source: str) -> list[Check]:
-    """Whether ratios and their correction fit how old samples may be, and the gap that was recorded."""
+def correction(config: TrainConfig, recorded: Recorded | None, source: str) -> list[Check]:
+    """Whether ratios and their correction suit the allowed age of samples and the recorded gap."""
     algorithm = config.algorithm
     if not isinstance(algorithm, GroupPolicyGradient):
         return []
     limit = config.recipe.max_staleness
     others = (source == "tail" and limit is None) or bool(limit)
-    said = f"{algorithm.surrogate} with ratios to the {algorithm.old}'s logprobs"
+    summary = f"{algorithm.surrogate} with ratios to the {algorithm.old}'s logprobs"
     if algorithm.surrogate == "reinforce":
-        said = "reinforce, without ratios"
+        summary = "reinforce, without ratios"
     faults = _ratios(algorithm, others=others)
     if algorithm.correction != "none":
-        more, found = _bounds(algorithm, seen)
-        said, faults = said + more, faults + found
-    return [check_of("correction", said, faults)]
+        more, bounds_faults = _bounds(algorithm, recorded)
+        summary, faults = summary + more, faults + bounds_faults
+    return [check_of("correction", summary, faults)]
 
 
 def _ratios(algorithm: GroupPolicyGradient, *, others: bool) -> list[Fault]:
@@ -60,30 +61,33 @@ def _ratios(algorithm: GroupPolicyGradient, *, others: bool) -> list[Fault]:
     return []
 
 
-def _bounds(algorithm: GroupPolicyGradient, seen: Recorded | None) -> tuple[str, list[Fault]]:
-    """What a correction's bounds leave of the tokens or samples, in words; and what is wrong with them."""
+def _bounds(algorithm: GroupPolicyGradient, recorded: Recorded | None) -> tuple[str, list[Fault]]:
+    """How much of the tokens or samples a correction's bounds leave, in words; and what is wrong
+    with them."""
     name, low, high = algorithm.correction, algorithm.correction_low, algorithm.correction_high
-    said = f"; {name}, {low:g} to {high:g}"
+    summary = f"; {name}, {low:g} to {high:g}"
     lever = "algorithm.correction_low, algorithm.correction_high"
     if name in TRUNCATING and not low <= 1 <= high:
         text = "a ratio of 1, where engine and trainer agree, is outside the bounds and becomes one of them"
-        return said, [Fault("yellow", text, lever)]
+        return summary, [Fault("yellow", text, lever)]
     if name not in REJECTING:
-        return said, []
-    gap = None if seen is None else seen.gap
-    share = kept_share(algorithm, gap or 0.0, 1.0 if seen is None else seen.mean_trained)
+        return summary, []
+    gap = None if recorded is None else recorded.gap
+    share = kept_share(algorithm, gap or 0.0, 1.0 if recorded is None else recorded.mean_trained)
     at = "if engine and trainer agree: no step has measured that yet" if gap is None else ""
-    said += f", keeps about {share:.0%} of {REJECTING[name]} {at or f'at the gap of {gap:.3g} last recorded'}"
+    summary += (
+        f", keeps about {share:.0%} of {REJECTING[name]} {at or f'at the gap of {gap:.3g} last recorded'}"
+    )
     if share < 0.1:
-        return said, [Fault("red", "nearly nothing is left to learn from", lever)]
+        return summary, [Fault("red", "nearly nothing is left to learn from", lever)]
     if share < 0.5:
-        return said, [Fault("yellow", "most are rejected", lever)]
-    return said, []
+        return summary, [Fault("yellow", "most are rejected", lever)]
+    return summary, []
 
 
 def kept_share(algorithm: GroupPolicyGradient, gap: float, length: float) -> float:
-    """The share of tokens or samples within a correction's bounds, if log-ratios of tokens are normal around
-    0.
+    """The share of tokens or samples within a correction's bounds, if the log-ratios of tokens are
+    normally distributed around 0.
 
     Args:
         gap: mean absolute log-ratio of a token; length: tokens of a sample.

@@ -1,8 +1,9 @@
-"""What a diagnosis is made from and what it finds: the course of a training, read from its log.
+"""The input of a diagnosis and its findings: the course of a training, read from its log.
 
-The queries are shown with a diagnosis as its evidence, so that whoever runs one sees the same numbers. A
-policy may have had several trainings one after the other, such as imitation and then reinforcement: the
-course is that of the newest, since a change from one to the next is no sign of anything.
+The queries are shown with a diagnosis as its evidence, so that whoever runs one sees the same
+numbers. A policy may have had several trainings one after the other, such as imitation and then
+reinforcement: the course is that of the newest, since a change from one to the next is no sign
+of failure.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns that ended in one way since a training began: how many, of which lane, with which error."""
+    """Turns that ended in one way since a training began: how many, in which lane, with which
+    error."""
 
     status: str
     lane: str
@@ -45,8 +47,8 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Launches of agents that ended since a training began: of which rollouts, how many, and of those that
-    failed by their infrastructure why."""
+    """Launches of agents that ended since a training began: their rollouts, their number, and, of
+    those that failed by their infrastructure, the reason."""
 
     rollout: str
     by_infrastructure: bool
@@ -88,11 +90,12 @@ class TrainingCourse:
         return [value for row in self.rows if (value := row.get(metric)) is not None]
 
     def whole(self) -> tuple[int, int] | None:
-        """The first and the last of its steps; None where it has none."""
+        """Its first and last step; None if it has none."""
         return (self.numbers[0], self.numbers[-1]) if self.numbers else None
 
     def ends(self, metric: str) -> tuple[float, float] | None:
-        """Its mean over the first and the last tenth of those steps; None where they are too few."""
+        """The mean of a metric over the first and over the last tenth of the steps that have it;
+        None if they are too few."""
         values = self.values(metric)
         if len(values) < FEWEST:
             return None
@@ -106,7 +109,7 @@ class Finding:
 
     Attributes:
         name: of the failure; said: what was seen, with its numbers.
-        steps: first and last step that it was seen in; None where it is not about steps.
+        steps: first and last step in which it was seen; None where it is not about steps.
         evidence: the numbers; sql: a query that shows them.
         levers: settings that act on it.
     """
@@ -130,7 +133,7 @@ class Training:
 
     @property
     def of(self) -> str:
-        """Condition: about the policy."""
+        """An SQL condition that selects the policy."""
         return f"run = {literal(self.run)} AND policy = {literal(self.policy)}"
 
     @property
@@ -142,8 +145,8 @@ class Training:
         return f"SELECT step, {', '.join(names)} FROM metrics WHERE {self._committed} ORDER BY step"
 
     def held_out(self) -> str:
-        """Of each version the rewards of its held-out trajectories, if its evaluation is whole; the deviation
-        is that of all of them."""
+        """The held-out rewards of each version whose evaluation is whole; the deviation is over all
+        of them."""
         return (
             "SELECT max_version AS version, avg(reward) AS reward, count(*) AS trajectories, "
             "any_value(deviation) AS deviation "
@@ -155,7 +158,7 @@ class Training:
         )
 
     def losses(self) -> str:
-        """Of each version the loss of held-out samples."""
+        """The loss of held-out samples for each version."""
         return (
             "SELECT policy_version, arg_max(loss, time) AS loss FROM evaluations "
             f"WHERE {self.of} AND loss IS NOT NULL AND policy_version >= {self.version} "
@@ -172,7 +175,7 @@ class Training:
         )
 
     def drops(self) -> str:
-        """Of each rule how many samples it dropped."""
+        """How many samples each rule dropped."""
         return (
             f"SELECT rule, count(*) AS samples FROM drops WHERE {self._dropped} GROUP BY rule ORDER BY rule"
         )
@@ -200,7 +203,7 @@ class Training:
         return f"(SELECT count(*) FROM drops WHERE {self._dropped} AND rule = {literal(rule)})"
 
     def failed_steps(self) -> str:
-        """Of each step that had attempts that failed the error of the last one."""
+        """The last error of each step that had failed attempts."""
         return (
             f"SELECT step, arg_max(error, attempt) AS error FROM steps WHERE {self.of} "
             f"AND status = 'failed' AND step >= {self.step} GROUP BY step ORDER BY step"
@@ -234,7 +237,7 @@ class Training:
 
 
 def literal(text: str) -> str:
-    """A text as SQL writes it."""
+    """A text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 

@@ -1,4 +1,4 @@
-"""Whether a model can be read, and what its training takes of the memory that there is."""
+"""Whether a model can be read, and how much of the memory that there is its training takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollbook.engines.hub import model_folder
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check, Verdict
-from rollbook.train.model.memory import Asked, Memory, Pass, memory_of, parameters
+from rollbook.train.model.memory import Memory, Pass, Workload, memory_of, parameters
 from rollbook.train.model.reshard import check_layout, stages_of
 from rollbook.train.model.shape import ModelShape, shape_to_train
 
@@ -25,17 +25,17 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
         shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
     except ModelError as error:
         return [Check("model", "red", str(error), "model")]
-    said = f"{shape.family}, {parameters(shape):,} parameters"
-    return [Check("model", "green", said), _memory(config, shape, longest, memory)]
+    summary = f"{shape.family}, {parameters(shape):,} parameters"
+    return [Check("model", "green", summary), _memory(config, shape, longest, memory)]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a training needs of memory.
+    """The memory that a training needs.
 
     Attributes:
         stages: of one rank of each pipeline stage; all ranks of a stage need as much.
-        passes: what a forward pass is given, in words; lever: the key that says so.
+        passes: what a forward pass is given, in words; lever: the key that decides it.
     """
 
     stages: tuple[Memory, ...]
@@ -43,12 +43,12 @@ class Need:
     lever: str
 
     def of_all(self, part: str, ranks: int) -> int:
-        """Bytes of a part, of so many ranks together."""
+        """Bytes of a part on so many ranks together."""
         return ranks // len(self.stages) * sum(getattr(stage, part) for stage in self.stages)
 
 
 def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) -> Need:
-    """What a training of this shape needs.
+    """The memory that a training of a model of this shape needs.
 
     Args:
         longest: tokens of the longest sample.
@@ -62,11 +62,11 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) ->
     if most is None:
         demand = config.algorithm.demand
         samples, lever = config.micro_batch_size or demand.groups * demand.group_size, "micro_batch_size"
-        given, passes = Pass(samples * longest, longest), f"{samples} samples of {longest} tokens"
+        forward_pass, passes = Pass(samples * longest, longest), f"{samples} samples of {longest} tokens"
     else:
-        given = Pass(max(most, longest))
-        passes = f"at most {given.tokens} tokens, all trained,"
-    asked = Asked(
+        forward_pass = Pass(max(most, longest))
+        passes = f"at most {forward_pass.tokens} tokens, all trained,"
+    workload = Workload(
         getattr(torch, config.dtype),
         recompute=config.recompute,
         critic="values" in needs,
@@ -77,7 +77,7 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) ->
     stages = stages_of(shape, sizes)
     for stage in stages:
         check_layout(shape, stage)
-    return Need(tuple(memory_of(shape, stage, given, asked) for stage in stages), passes, lever)
+    return Need(tuple(memory_of(shape, stage, forward_pass, workload) for stage in stages), passes, lever)
 
 
 def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -> Check:
@@ -89,9 +89,9 @@ def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -
     sizes = {part: need.of_all(part, config.parallel.fewest) for part in parts}
     share = sum(sizes.values()) / memory
     listed = [f"{size / 2**30:.2f} GiB of {part}" for part, size in sizes.items()]
-    said = (
+    summary = (
         f"{listed[0]}, {listed[1]} and {listed[2]} ({need.passes} in a forward pass), of "
         f"{memory / 2**30:.1f} GiB"
     )
     verdict: Verdict = "red" if share > 1 else "yellow" if share > 0.7 else "green"
-    return Check("memory", verdict, said, need.lever)
+    return Check("memory", verdict, summary, need.lever)

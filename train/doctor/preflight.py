@@ -1,6 +1,5 @@
-"""Preflight: what is worth checking before a training is started, each with a verdict. Pure but for the
-log.
-"""
+"""Preflight: the checks worth making before a training is started, each with a verdict. Pure but
+for reading the log."""
 
 from __future__ import annotations
 
@@ -33,27 +32,27 @@ def preflight(
         ConfigError: a condition of the recipe is not SQL.
         CorruptionError: a file of the log is damaged.
     """
-    seen = None if log is None else read_recorded(log, cut, config)
+    recorded = None if log is None else read_recorded(log, cut, config)
     checks = [
-        *model_and_memory(config, 0 if seen is None else seen.longest, memory),
-        batch(config, seen, source),
-        *normalization(config, seen),
-        *kl_control(config, seen),
+        *model_and_memory(config, 0 if recorded is None else recorded.longest, memory),
+        batch(config, recorded, source),
+        *normalization(config, recorded),
+        *kl_control(config, recorded),
         _parts(config),
         staleness(config, source),
-        *correction(config, seen, source),
-        *routing(config, seen, source),
+        *correction(config, recorded, source),
+        *routing(config, recorded, source),
     ]
-    if seen is not None:
-        checks += [data(config, seen, source), *rewards(config, seen, source)]
-        checks.append(evaluation(config, seen, source))
+    if recorded is not None:
+        checks += [data(config, recorded, source), *rewards(config, recorded, source)]
+        checks.append(evaluation(config, recorded, source))
     if reward is not None and log is not None:
         checks.append(reward_function(reward, completions(log, cut, config)))
     return checks
 
 
 def _parts(config: TrainConfig) -> Check:
-    """Whether all that the algorithm is made of gives what is asked of it, on a batch that is made up."""
+    """Whether every part of the algorithm gives what is asked of it, on a made-up batch."""
     try:
         try_out(config.algorithm)
     except TrainError as error:

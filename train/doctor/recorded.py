@@ -1,4 +1,5 @@
-"""What the log holds that a configuration is to train on, as far as preflight judges it; and its checks."""
+"""What the log holds for a configuration to train on, as far as preflight judges it; and the checks
+of it."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ class Recorded:
         applied: the samples that its recipe keeps and drops.
         rewards: of the recipe's source; sources: source -> how many rewards it gave.
         held_out: finished trajectories of split `eval`.
-        elsewhere: split that the recipe does not take and might -> its finished trajectories.
-        gap: mean difference of engine's and trainer's logprobs in the newest step that measured it.
+        elsewhere: split that the recipe does not take but could -> its finished trajectories.
+        gap: mean difference of engine's and trainer's logprobs in the newest step that measured
+            it.
         checkpoints: version of the policy -> whether its checkpoint is still there.
-        routed: of the tokens of its trajectories how many have experts, and how many there are.
+        routed: how many tokens of its trajectories have experts, and how many tokens there are.
     """
 
     applied: Applied
@@ -52,18 +54,18 @@ class Recorded:
 
     @property
     def longest_trained(self) -> int:
-        """Trained tokens of the sample that has most."""
+        """The most trained tokens of any sample."""
         return max((ref.trained for ref in self.applied.kept), default=0)
 
     @property
     def mean_trained(self) -> float:
-        """Trained tokens of a sample, on average; 1 without samples."""
+        """The mean number of trained tokens per sample; 1 without samples."""
         kept = self.applied.kept
         return sum(ref.trained for ref in kept) / len(kept) if kept else 1.0
 
     @property
     def largest_group(self) -> int:
-        """Trajectories of the largest group, dropped ones too."""
+        """The number of trajectories in the largest group, dropped ones included."""
         members: dict[str, set[str]] = {}
         for ref in [*self.applied.kept, *(drop.sample for drop in self.applied.drops)]:
             members.setdefault(ref.group or ref.trajectory_id, set()).add(ref.trajectory_id)
@@ -71,23 +73,23 @@ class Recorded:
 
 
 def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
-    """Read it.
+    """Read it from the log.
 
     Raises:
         ConfigError: a condition of the recipe is not SQL.
         CorruptionError: a file is damaged.
         OutsideError: the log names a checkpoint that is not in the store.
     """
-    recipe, asked = config.recipe, config.evaluation
+    recipe, settings = config.recipe, config.evaluation
     runs = list(recipe.runs(config.run))
-    held_out = list((asked.source_runs if asked is not None else ()) or runs)
+    held_out = list((settings.source_runs if settings is not None else ()) or runs)
     history = fold_history(log.events_of(KINDS, cut), config.run, config.policy)
     with connect_at(log, format_cut(cut)) as connection:
 
-        def rows(query: str, **given: Any) -> list[tuple[Any, ...]]:
-            return connection.execute(query, given).fetchall()
+        def rows(query: str, **values: Any) -> list[tuple[Any, ...]]:
+            return connection.execute(query, values).fetchall()
 
-        of = rows(_REWARDS, runs=runs, splits=list(recipe.splits), source=recipe.reward_source)
+        reward_rows = rows(_REWARDS, runs=runs, splits=list(recipe.splits), source=recipe.reward_source)
         sources = rows(_SOURCES, runs=runs)
         [(held,)] = rows(_HELD_OUT, runs=held_out)
         gaps = rows(_GAP, run=config.run, policy=config.policy)
@@ -100,12 +102,13 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         applied=apply_recipe(
             log, cut, config.run, config.policy, recipe, config.algorithm, limits=limits_of(config)
         ),
-        rewards=statistics_of([reward for _, reward in of], [group for group, _ in of]),
+        rewards=statistics_of([reward for _, reward in reward_rows], [group for group, _ in reward_rows]),
         sources=Counter(dict(sources)),
         held_out=held,
         gap=gaps[0][0] if gaps else None,
         checkpoints={
-            one.policy_version: place_inside(log.path, one.path).is_dir() for one in history.checkpoints
+            checkpoint.policy_version: place_inside(log.path, checkpoint.path).is_dir()
+            for checkpoint in history.checkpoints
         },
         routed=routed,
         elsewhere=elsewhere,
@@ -142,85 +145,85 @@ _GAP = """
     ORDER BY step DESC LIMIT 1"""
 
 
-def data(config: TrainConfig, seen: Recorded, source: str) -> Check:
+def data(config: TrainConfig, recorded: Recorded, source: str) -> Check:
     """Whether the recipe leaves enough for a batch."""
-    applied, demand = seen.applied, config.algorithm.demand
+    applied, demand = recorded.applied, config.algorithm.demand
     grouped = "groups" in config.algorithm.needs
     members: dict[str, set[str]] = {}
     for ref in applied.kept:
         key = (ref.group or ref.trajectory_id) if grouped else ref.leaf_turn_id
         members.setdefault(key, set()).add(ref.trajectory_id)
-    whole = sum(len(of) >= demand.group_size for of in members.values()) if grouped else len(members)
+    whole = sum(len(ids) >= demand.group_size for ids in members.values()) if grouped else len(members)
     unit = ("whole groups" if grouped else "samples") if applied.pairs is None else "pairs"
     whole = whole if applied.pairs is None else len(applied.pairs)
     dropped = ", ".join(f"{rule} {count}" for rule, count in applied.rules.most_common()) or "none"
     there = "" if unit == "samples" else f"{len(applied.kept)} samples, "
-    said = f"{there}{whole} {unit} where a rollout batch takes {demand.groups}; dropped: {dropped}"
+    summary = f"{there}{whole} {unit} where a rollout batch takes {demand.groups}; dropped: {dropped}"
     too_few: Verdict = "red" if source == "cut" else "yellow"
     if whole >= demand.groups:
-        return Check("data", "green", said, "[recipe]")
-    for split, count in seen.elsewhere.items():
-        said += f"; {count} trajectories are of split {split!r}{remedy_for(split)}"
-    return Check("data", too_few, said, "recipe.splits" if seen.elsewhere else "[recipe]")
+        return Check("data", "green", summary, "[recipe]")
+    for split, count in recorded.elsewhere.items():
+        summary += f"; {count} trajectories are of split {split!r}{remedy_for(split)}"
+    return Check("data", too_few, summary, "recipe.splits" if recorded.elsewhere else "[recipe]")
 
 
-def rewards(config: TrainConfig, seen: Recorded, source: str) -> list[Check]:
+def rewards(config: TrainConfig, recorded: Recorded, source: str) -> list[Check]:
     """Whether there are rewards, and whether they differ: over all, and within groups."""
     if "rewards" not in config.algorithm.needs:
         return []
-    wanted, of = config.recipe.reward_source, seen.rewards
-    there = ", ".join(f"{name} {count}" for name, count in seen.sources.most_common()) or "none"
-    if not of.count:
-        said = f"none from source {wanted!r} (there are: {there})"
-        none_yet = source == "tail" and not seen.sources
-        return [Check("rewards", "yellow" if none_yet else "red", said, "recipe.reward_source")]
+    wanted, statistics = config.recipe.reward_source, recorded.rewards
+    there = ", ".join(f"{name} {count}" for name, count in recorded.sources.most_common()) or "none"
+    if not statistics.count:
+        summary = f"none from source {wanted!r} (there are: {there})"
+        none_yet = source == "tail" and not recorded.sources
+        return [Check("rewards", "yellow" if none_yet else "red", summary, "recipe.reward_source")]
     faults = []
-    if of.not_finite:
-        text = f"{of.not_finite} of them not finite, whose samples are dropped"
-        faults.append(Fault("yellow" if of.finite else "red", text, "the reward"))
+    if statistics.not_finite:
+        text = f"{statistics.not_finite} of them not finite, whose samples are dropped"
+        faults.append(Fault("yellow" if statistics.finite else "red", text, "the reward"))
     by_turn = isinstance(config.algorithm, GroupPolicyGradient) and config.algorithm.turn_rewards
-    faults += [] if by_turn else equality(of, "the reward; tasks of another difficulty")
-    found = [check_of("rewards", f"from source {wanted!r}: {of.said()}", faults)]
-    if "groups" in config.algorithm.needs and of.groups and not by_turn:
-        said = f"{of.flat} of {of.groups} groups have one reward throughout"
+    faults += [] if by_turn else equality(statistics, "the reward; tasks of another difficulty")
+    checks = [check_of("rewards", f"from source {wanted!r}: {statistics.said()}", faults)]
+    if "groups" in config.algorithm.needs and statistics.groups and not by_turn:
+        summary = f"{statistics.flat} of {statistics.groups} groups have one reward throughout"
         lever = "tasks of another difficulty; algorithm.group_size"
-        found.append(check_of("difficulty", said, flatness(of, lever)))
-    return found
+        checks.append(check_of("difficulty", summary, flatness(statistics, lever)))
+    return checks
 
 
-def evaluation(config: TrainConfig, seen: Recorded, source: str) -> Check:
+def evaluation(config: TrainConfig, recorded: Recorded, source: str) -> Check:
     """Whether something is held out of training."""
-    asked = config.evaluation
-    if seen.held_out:
-        every = "" if asked is None else f", every {asked.every} steps"
-        count = "one trajectory" if seen.held_out == 1 else f"{seen.held_out} trajectories"
+    settings = config.evaluation
+    if recorded.held_out:
+        every = "" if settings is None else f", every {settings.every} steps"
+        count = "one trajectory" if recorded.held_out == 1 else f"{recorded.held_out} trajectories"
         return Check("evaluation", "green", f"{count} of split eval{every}")
-    if asked is not None and source == "cut" and learns_from_samples(config.algorithm):
-        runs = ", ".join(asked.source_runs or config.recipe.runs(config.run))
-        said = f"no trajectory of split eval in run {runs} to evaluate on"
-        return Check("evaluation", "red", said, "evaluation.source_runs")
-    said = "no trajectory of split eval: a reward that is gamed looks like one that is earned"
-    return Check("evaluation", "yellow", said, "agents that open trajectories with split eval")
+    if settings is not None and source == "cut" and learns_from_samples(config.algorithm):
+        runs = ", ".join(settings.source_runs or config.recipe.runs(config.run))
+        summary = f"no trajectory of split eval in run {runs} to evaluate on"
+        return Check("evaluation", "red", summary, "evaluation.source_runs")
+    summary = "no trajectory of split eval: a reward that is gamed looks like one that is earned"
+    return Check("evaluation", "yellow", summary, "agents that open trajectories with split eval")
 
 
-def routing(config: TrainConfig, seen: Recorded | None, source: str) -> list[Check]:
-    """Whether there are experts to replay: of the model, and of what was recorded."""
+def routing(config: TrainConfig, recorded: Recorded | None, source: str) -> list[Check]:
+    """Whether there are experts to replay, both in the model and in what was recorded."""
     if not config.routing_replay:
         return []
     limits = limits_of(config)
     if limits is not None and limits.mixture is None:
         return [Check("routing", "red", "the model has no experts", "routing_replay")]
-    if seen is None:
+    if recorded is None:
         return []
-    routed, tokens = seen.routed
+    routed, tokens = recorded.routed
     lever = "rollbook serve --routed-experts"
     if not tokens:
         verdict: Verdict = "yellow" if source == "tail" else "red"
         return [Check("routing", verdict, "no token is recorded", lever)]
     share = routed / tokens
-    said = f"{share:.0%} of the recorded tokens have experts"
+    summary = f"{share:.0%} of the recorded tokens have experts"
     if not routed:
-        return [Check("routing", "red", f"{said}: nothing is replayed", lever)]
+        return [Check("routing", "red", f"{summary}: nothing is replayed", lever)]
     if share < MOST:
-        said += ": for the others routers choose"
-    return [Check("routing", "yellow" if share < MOST else "green", said, "" if share >= MOST else lever)]
+        summary += ": for the others routers choose"
+    return [Check("routing", "yellow" if share < MOST else "green", summary, "" if share >= MOST else lever)]

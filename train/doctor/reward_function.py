@@ -1,8 +1,8 @@
-"""The check `reward_function`: what a user's own reward function gives recorded completions, and what that
-says before anything learns from it.
+"""The check `reward_function`: what a user's own reward function returns for recorded completions,
+and what that tells before anything learns from it.
 
-The function is called as an agent would call it, so it may be slow, fail or never return: the time is
-bounded, and what it did until then is reported.
+The function is called as an agent would call it, so it may be slow, fail or never return: its
+time is bounded, and what it did until then is reported.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ NAME = "reward_function"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A recorded completion: its group, and the row that a function is given."""
+    """A recorded completion: its group, and the row that the function is called with."""
 
     group: str | None
     row: Json
 
 
 def completions(log: Store, cut: Cut, config: TrainConfig) -> list[Completion]:
-    """Finished trajectories of the recipe's runs and splits, group by group, each by its last path as a line
-    of `rollbook export --format jsonl`; some of them, chosen by the seed.
+    """Some finished trajectories of the recipe's runs and splits, chosen by the seed, group by
+    group; each by its last path as a line of `rollbook export --format jsonl`.
 
     Raises:
         CorruptionError: a file is damaged.
     """
-    given = {"runs": list(config.recipe.runs(config.run)), "splits": list(config.recipe.splits)}
+    params = {"runs": list(config.recipe.runs(config.run)), "splits": list(config.recipe.splits)}
     with connect_at(log, format_cut(cut)) as connection:
-        found = connection.execute(_CHOSEN, given | {"seed": config.seed, "most": MOST}).fetchall()
-    held = log.trajectories(cut, {trajectory_id for trajectory_id, _ in found})
-    made = []
-    for trajectory_id, group in found:
+        rows = connection.execute(_CHOSEN, params | {"seed": config.seed, "most": MOST}).fetchall()
+    held = log.trajectories(cut, {trajectory_id for trajectory_id, _ in rows})
+    examples = []
+    for trajectory_id, group in rows:
         last = [as_json(path) for path in paths(held[trajectory_id])][-1:]
-        made += [Completion(group, row) for row in last]
-    return made
+        examples += [Completion(group, row) for row in last]
+    return examples
 
 
 _CHOSEN = """
@@ -70,28 +70,28 @@ _CHOSEN = """
     ORDER BY hash(coalesce(in_group, trajectory_id), $seed::BIGINT), trajectory_id LIMIT $most"""
 
 
-def reward_function(name: str, asked: Sequence[Completion], patience_s: float = PATIENCE_S) -> Check:
-    """Call the function of a name, `module:function`, with each completion's row."""
+def reward_function(name: str, examples: Sequence[Completion], patience_s: float = PATIENCE_S) -> Check:
+    """Call the function named `module:function` with the row of each completion."""
     if not re.fullmatch(NAMED, name):
-        said = f"{name!r} names no function: write --reward module:function"
-        return Check(NAME, "red", said, "--reward")
+        summary = f"{name!r} names no function: write --reward module:function"
+        return Check(NAME, "red", summary, "--reward")
     try:
         function = load_part(name)
     except TrainError as error:
         return Check(NAME, "red", str(error), "--reward")
     if not callable(function):
         return Check(NAME, "red", f"{name} is no function: it is {type(function).__name__}", "--reward")
-    if not asked:
-        said = f"{name}: no finished trajectory with a completion to try it on"
-        return Check(NAME, "yellow", said, "recipe.source_runs, recipe.splits")
+    if not examples:
+        summary = f"{name}: no finished trajectory with a completion to try it on"
+        return Check(NAME, "yellow", summary, "recipe.source_runs, recipe.splits")
     began = time.monotonic()
-    tried = _tried(function, asked, patience_s)
-    return _judged(name, tried, len(asked), time.monotonic() - began, patience_s)
+    tried = _tried(function, examples, patience_s)
+    return _judged(name, tried, len(examples), time.monotonic() - began, patience_s)
 
 
 @dataclass(slots=True)
 class _Tried:
-    """What a function gave, as far as it came."""
+    """What a function returned until it was stopped."""
 
     rewards: list[float] = field(default_factory=list)
     groups: list[str | None] = field(default_factory=list)
@@ -121,11 +121,11 @@ class _Tried:
             self.groups.append(completion.group)
 
 
-def _tried(function: Callable[[Json], Any], asked: Sequence[Completion], patience_s: float) -> _Tried:
+def _tried(function: Callable[[Json], Any], examples: Sequence[Completion], patience_s: float) -> _Tried:
     tried, over = _Tried(), threading.Event()
 
     def call_each() -> None:
-        for completion in asked:
+        for completion in examples:
             if over.is_set():
                 return
             tried.add(function, completion)
@@ -141,24 +141,24 @@ def _tried(function: Callable[[Json], Any], asked: Sequence[Completion], patienc
 
 def _judged(name: str, tried: _Tried, count: int, seconds: float, patience_s: float) -> Check:
     rewards = statistics_of(list(tried.rewards), list(tried.groups))
-    said = f"{name} on {count} recorded completions, {seconds:.1f} s"
+    summary = f"{name} on {count} recorded completions, {seconds:.1f} s"
     if rewards.finite:
-        said += f": {rewards.said()}"
+        summary += f": {rewards.said()}"
     if rewards.groups:
-        said += f"; {rewards.flat} of {rewards.groups} groups have one reward throughout"
+        summary += f"; {rewards.flat} of {rewards.groups} groups have one reward throughout"
     faults = []
     if missing := count - tried.answered:
         text = f"no answer to {missing} of them within {patience_s:g} s"
         faults.append(Fault("yellow" if tried.answered else "red", text, "the reward function's time"))
-    for what, found in (("raised exceptions", tried.raised), ("gave no number", tried.no_number)):
-        for worst, times in found.most_common(1):
-            text = f"{found.total()} of them {what}, {times} times {worst}"
+    for what, counts in (("raised exceptions", tried.raised), ("gave no number", tried.no_number)):
+        for worst, times in counts.most_common(1):
+            text = f"{counts.total()} of them {what}, {times} times {worst}"
             faults.append(Fault("red", text, "the reward function"))
     if rewards.not_finite:
         faults.append(Fault("red", f"{rewards.not_finite} rewards are not finite", "the reward function"))
     lever = "the reward function; tasks of another difficulty"
     faults += equality(rewards, lever) or flatness(rewards, lever)
-    return check_of(NAME, said, faults)
+    return check_of(NAME, summary, faults)
 
 
 MOSTLY_EQUAL = 0.95
@@ -170,10 +170,11 @@ class RewardStatistics:
     """Rewards of trajectories.
 
     Attributes:
-        count: how many there are; not_finite: of these, those that are NaN or infinite.
+        count: how many there are; not_finite: how many of them are NaN or infinite.
         mean, deviation, least, greatest: of the finite ones; 0 where there are none.
-        commonest: the most frequent of them, the least of several; equal: the share of them that it is.
-        groups: those with two rewards or more; flat: of these, those whose rewards are all equal.
+        commonest: the most frequent finite one, the least of several; equal: its share of them.
+        groups: those with two rewards or more; flat: how many of these have equal rewards
+            throughout.
     """
 
     count: int = 0
@@ -193,7 +194,7 @@ class RewardStatistics:
         return self.count - self.not_finite
 
     def said(self) -> str:
-        """In a line."""
+        """The statistics in a line of text."""
         if not self.finite:
             return f"{self.count} rewards"
         return (
@@ -203,14 +204,14 @@ class RewardStatistics:
 
 
 def statistics_of(rewards: Sequence[float] | Floats, groups: Sequence[str | None]) -> RewardStatistics:
-    """Statistics of rewards, each of a trajectory of a group; None: of no group."""
+    """Statistics of rewards, each of a trajectory of the given group; None: it has no group."""
     values = np.asarray(rewards, np.float64)
     good = values[np.isfinite(values)]
     members: dict[str, list[float]] = {}
     for group, value in zip(groups, values.tolist(), strict=True):
         if group is not None and np.isfinite(value):
             members.setdefault(group, []).append(value)
-    several = [of for of in members.values() if len(of) > 1]
+    several = [group_rewards for group_rewards in members.values() if len(group_rewards) > 1]
     if not len(good):
         return RewardStatistics(len(values), len(values))
     different, times = np.unique(good, return_counts=True)
@@ -224,7 +225,7 @@ def statistics_of(rewards: Sequence[float] | Floats, groups: Sequence[str | None
         commonest=float(different[times.argmax()]),
         equal=float(times.max() / len(good)),
         groups=len(several),
-        flat=sum(min(of) == max(of) for of in several),
+        flat=sum(min(group_rewards) == max(group_rewards) for group_rewards in several),
     )
 
 

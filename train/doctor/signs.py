@@ -1,11 +1,11 @@
-"""Signs of the canonical failures of a training: of its learning, of a policy that went far from where it
-began or got worse on held-out data, and of what failed beside it (steps, syncs, turns, launches of agents).
-Pure.
+"""Signs of the canonical failures of a training: in its learning, in a policy that drifted far from
+where it began or got worse on held-out data, and in what failed beside it (steps, syncs, turns,
+launches of agents). Pure.
 
-Each is a rule over the metrics of the training's steps. It compares the last tenth of the steps with the
-first, so that one odd step is no sign; a training of fewer than `FEWEST` steps is not judged by its course.
-Thresholds are conventions, stated in each rule; what they are compared with is in the evidence, so that
-readers may judge for themselves.
+Each sign is a rule over the metrics of the training's steps. It compares the last tenth of the
+steps with the first, so that one odd step is no sign; a training of fewer than `FEWEST` steps is
+not judged by its course. Thresholds are conventions, stated in each rule; the values compared
+with them are in the evidence, so that readers may judge for themselves.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LESS_LIKELY = 0.5
 
 
 def kl_explosion(course: TrainingCourse) -> Finding | None:
-    """At the end the KL from the reference is above 10 nats a token, or that from the policy which ratios are
-    taken to above 1, and ten times what it was at first."""
+    """At the end the KL from the reference is above 10 nats a token, or the KL from the policy that
+    ratios are taken to is above 1, and it is ten times what it was at first."""
     for metric, bound in FAR.items():
         ends = course.ends(metric)
         if ends is None or ends[1] <= max(bound, 10 * ends[0]):
@@ -45,8 +45,9 @@ def kl_explosion(course: TrainingCourse) -> Finding | None:
 
 
 def chosen_less_likely(course: TrainingCourse) -> Finding | None:
-    """At the end a token of chosen samples is less likely than under the reference by half a nat, on
-    average: the margin grows because rejected samples fall faster, and the policy says neither."""
+    """At the end a token of chosen samples is on average less likely than under the reference by
+    half a nat: the margin grows because rejected samples fall faster, and the policy produces
+    neither."""
     ends = course.ends("chosen_logratio")
     if ends is None or ends[1] >= -LESS_LIKELY:
         return None
@@ -62,8 +63,8 @@ def chosen_less_likely(course: TrainingCourse) -> Finding | None:
 
 
 def falling_evaluations(course: TrainingCourse) -> Finding | None:
-    """The reward of evaluations fell from its best by a tenth of that and by twice the standard error of the
-    difference, in a training whose own reward did not rise, or that has none."""
+    """The reward of evaluations fell from its best by a tenth of it and by twice the standard error
+    of the difference, in a training whose own reward did not rise, or that has none."""
     rewards = course.ends("reward")
     if len(course.held_out) < 2 or (rewards is not None and rewards[1] > rewards[0]):
         return None
@@ -88,13 +89,13 @@ def partial_evaluations(course: TrainingCourse) -> Finding | None:
     """An evaluation is not whole: its reward is that of the trajectories that came to an end."""
     if not course.partial:
         return None
-    said = [
+    lines = [
         f"{trajectories}{'' if expected is None else f' of {expected}'} trajectories at version {version}"
         for version, (trajectories, expected) in sorted(course.partial.items())
     ]
     return Finding(
         "partial_evaluations",
-        f"NOT WHOLE, and compared with no other: {'; '.join(said[:5])}",
+        f"NOT WHOLE, and compared with no other: {'; '.join(lines[:5])}",
         None,
         {"versions": sorted(course.partial)},
         course.training.partial_evaluations(),
@@ -133,7 +134,8 @@ def failed_syncs(course: TrainingCourse) -> Finding | None:
 
 
 def failed_turns(course: TrainingCourse) -> Finding | None:
-    """Of the turns that ended since the training began, more than one in twenty failed, and three or more."""
+    """More than one in twenty of the turns that ended since the training began failed, and at least
+    three."""
     failed = [turns for turns in course.turns if turns.status == "failed"]
     count, ended = sum(turns.count for turns in failed), sum(turns.count for turns in course.turns)
     if count < 3 or count <= 0.05 * ended:
@@ -156,13 +158,13 @@ def failed_turns(course: TrainingCourse) -> Finding | None:
 
 
 def failed_launches(course: TrainingCourse) -> Finding | None:
-    """Of the launches that ended since the training began, more than one in ten failed by their
-    infrastructure, and three or more: groups are late, or lack trajectories."""
+    """More than one in ten of the launches that ended since the training began failed by their
+    infrastructure, and at least three: groups are late, or lack trajectories."""
     failed = [launches for launches in course.launches if launches.by_infrastructure]
-    count, ended = (sum(launches.count for launches in of) for of in (failed, course.launches))
+    count, ended = (sum(launches.count for launches in group) for group in (failed, course.launches))
     if count < 3 or count <= 0.1 * ended:
         return None
-    most = "; ".join(f"{of.count} of rollouts {of.rollout}: {of.why[:120]}" for of in failed[:3])
+    most = "; ".join(f"{group.count} of rollouts {group.rollout}: {group.why[:120]}" for group in failed[:3])
     return Finding(
         "failed_launches",
         f"{count} of {ended} launches failed by their infrastructure since the training began "
@@ -172,7 +174,9 @@ def failed_launches(course: TrainingCourse) -> Finding | None:
             "failed": count,
             "ended": ended,
             "infra_failed_rate": count / ended,
-            "errors": [{"rollout": of.rollout, "why": of.why, "launches": of.count} for of in failed[:10]],
+            "errors": [
+                {"rollout": group.rollout, "why": group.why, "launches": group.count} for group in failed[:10]
+            ],
         },
         course.training.ended_launches(),
         ("the reasons", "the engine's log", "the rollouts' concurrency and agent.limits"),
@@ -195,7 +199,7 @@ def entropy_collapse(course: TrainingCourse) -> Finding | None:
 
 
 def length_hacking(course: TrainingCourse) -> Finding | None:
-    """Samples became twice as long, and the reward not better by a twentieth."""
+    """Samples became twice as long, while the reward did not improve by a twentieth."""
     lengths, rewards = course.ends("length_mean"), course.ends("reward")
     if lengths is None or rewards is None or lengths[1] < 2 * lengths[0]:
         return None
@@ -213,8 +217,8 @@ def length_hacking(course: TrainingCourse) -> Finding | None:
 
 
 def reward_hacking(course: TrainingCourse) -> Finding | None:
-    """The reward in training rose while that of evaluations fell from its best, by a tenth of that and by
-    twice the standard error of the difference."""
+    """The reward in training rose while that of evaluations fell from its best, by a tenth of it
+    and by twice the standard error of the difference."""
     rewards = course.ends("reward")
     if rewards is None or len(course.held_out) < 2 or rewards[1] <= rewards[0]:
         return None
@@ -239,7 +243,7 @@ def reward_hacking(course: TrainingCourse) -> Finding | None:
 
 
 def overfitting(course: TrainingCourse) -> Finding | None:
-    """The loss of held-out samples is a twentieth above its least, and that of training fell meanwhile."""
+    """The loss of held-out samples is a twentieth above its least, while that of training fell."""
     losses = [course.held_out_losses[version] for version in sorted(course.held_out_losses)]
     trained = course.ends("loss")
     if trained is None or len(losses) < 3 or trained[1] >= trained[0]:
@@ -311,7 +315,7 @@ def empty_gradients(course: TrainingCourse) -> Finding | None:
 
 
 def exploding_gradient(course: TrainingCourse) -> Finding | None:
-    """At the end the gradient is ten times its median, and more."""
+    """At the end the gradient is more than ten times its median."""
     ends, norms = course.ends("gradient_norm"), course.values("gradient_norm")
     if ends is None or ends[1] <= 10 * median(norms) or median(norms) == 0:
         return None
@@ -397,4 +401,4 @@ SIGNS: tuple[Callable[[TrainingCourse], Finding | None], ...] = (
 
 def findings(course: TrainingCourse) -> list[Finding]:
     """Every failure of which there are signs."""
-    return [found for sign in SIGNS if (found := sign(course)) is not None]
+    return [finding for sign in SIGNS if (finding := sign(course)) is not None]

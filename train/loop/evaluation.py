@@ -1,7 +1,7 @@
-"""Evaluates the versions of a training on held-out data, or waits for agents to be evaluated at the trainer's
-version.
+"""Evaluates the versions of a training on held-out data, or waits for agents to be evaluated at the
+trainer's version.
 
-It changes nothing of the training. Whoever runs the agents learns of an evaluation from the log.
+It does not affect the training. Whoever runs the agents learns of an evaluation from the log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Evaluation:
     Args:
         samples: that are held out; None where the loss is not evaluated.
         cut: that they are of, as text.
-        family: of the training, whose earlier evaluations it goes on after.
+        family: of the training, whose earlier evaluations it continues.
     """
 
     def __init__(
@@ -75,28 +75,29 @@ class Evaluation:
         return passed or done == 0 or done >= config.steps
 
     def run(self, stopping: Stopping, say: Callable[[str], None]) -> EvalFinished | None:
-        """Evaluate the trainer's version, and record it; None where there was nothing to evaluate it on.
+        """Evaluate the trainer's version, and record it; None where there was nothing to evaluate
+        it on.
 
         Args:
-            say: told if agents were awaited in vain.
+            say: called with a message if agents were awaited in vain.
 
         Raises:
             Stopped: a signal came while they were awaited.
         """
         config = self._config
         if self._samples is None:
-            found: Json = {}
+            scored: Json = {}
             tokens = 0
         else:
             with self._trainer.with_devices():
-                found, tokens = self._scored(self._samples)
+                scored, tokens = self._scored(self._samples)
         awaited = None
         if config.evaluation is not None and config.evaluation.wait_s and not config.algorithm.head_width:
             awaited = await_agents(config, self._log, self._trainer, stopping, say)
         to = self._log.head()
         all_of = self._rewards(format_cut(to))
         fresh = [reward for name, reward in all_of.items() if name not in self._counted]
-        self._counted, metrics = set(all_of), found | _means(fresh)
+        self._counted, metrics = set(all_of), scored | _means(fresh)
         self._versions.add(self._trainer.version)
         if not metrics:
             return None
@@ -122,13 +123,14 @@ class Evaluation:
         if self._config.algorithm.head_width:
             return {}  # no trajectory is sampled by a reward model
         config = self._config
-        of = (config.run, config.policy, config.recipe.reward_source, self._first)
-        return held_out_rewards(self._log, parse_cut(cut), *of)
+        args = (config.run, config.policy, config.recipe.reward_source, self._first)
+        return held_out_rewards(self._log, parse_cut(cut), *args)
 
     def _scored(self, held_out: HeldOutSamples) -> tuple[Json, int]:
-        """The loss and what the algorithm measures of the held-out samples; and how many tokens it is of."""
+        """The loss and the algorithm's measures of the held-out samples; and the number of tokens
+        behind them."""
         algorithm = self._config.algorithm
-        read, told, tokens, count = _LossOfHeldOut(algorithm), list[_HeldOutLoss](), 0, 0
+        read, losses, tokens, count = _LossOfHeldOut(algorithm), list[_HeldOutLoss](), 0, 0
         references = [] if self._references is None else self._references
         for at, samples in enumerate(held_out.micro_batches()):
             if self._references is None:
@@ -137,14 +139,14 @@ class Evaluation:
             batch = build_batch(
                 experience_of(samples, algorithm, scores), _whole(samples), packed=self._config.packed
             )
-            told += self._trainer.policy.forward(batch.micro_batches, read)
+            losses += self._trainer.policy.forward(batch.micro_batches, read)
             tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
         self._references = references
-        sums = torch.stack([one.total for one in told])
+        sums = torch.stack([part.total for part in losses])
         loss = float(sums.double().sum()) / max(algorithm.divisor(Totals(tokens, count)), 1)
         values = {
-            name: torch.cat([one.measured[name] for one in told]).double().numpy()
-            for name in told[0].measured
+            name: torch.cat([part.measured[name] for part in losses]).double().numpy()
+            for name in losses[0].measured
         }
         means = {name: float(of_each.mean()) for name, of_each in values.items()}
         return _finite({"loss": loss} | means | algorithm.fitted(values)), tokens
@@ -155,13 +157,15 @@ class Evaluation:
             return None
         masks, references = trained_masks(samples), self._trainer.references
         policy, algorithm = self._trainer.policy, self._config.algorithm
-        of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed)
-        return of().reference_logprobs
+        pending = score(
+            policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed
+        )
+        return pending().reference_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldOutLoss:
-    """What a micro-batch adds to the loss, and what the algorithm measures of its samples or pairs."""
+    """A micro-batch's share of the loss, and the algorithm's measures of its samples or pairs."""
 
     total: torch.Tensor
     measured: dict[str, torch.Tensor]
@@ -169,18 +173,18 @@ class _HeldOutLoss:
 
 @dataclass(frozen=True, slots=True)
 class _LossOfHeldOut:
-    """Reads the loss of a micro-batch of held-out samples. Other ranks are sent it."""
+    """Reads the loss of a micro-batch of held-out samples. It is sent to other ranks."""
 
     algorithm: Algorithm
 
     def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> _HeldOutLoss:
         mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(outputs.device)
         if self.algorithm.head_width:
-            loss, _, found = score_loss(outputs, micro, self.algorithm)
+            loss, _, measured = score_loss(outputs, micro, self.algorithm)
         else:
-            loss, found = _losses(outputs, micro, self.algorithm)
+            loss, measured = _losses(outputs, micro, self.algorithm)
         total = self.algorithm.add(loss, mask)
-        return _HeldOutLoss(total.cpu(), {name: values.cpu() for name, values in found.items()})
+        return _HeldOutLoss(total.cpu(), {name: values.cpu() for name, values in measured.items()})
 
 
 def _losses(
@@ -192,19 +196,19 @@ def _losses(
 
 
 def _whole(samples: list[Sample]) -> list[list[list[int]]]:
-    """One rank with one micro-batch of all samples."""
+    """A partition of one rank with one micro-batch of all samples."""
     return [[list(range(len(samples)))]]
 
 
 def _means(rewards: list[HeldOutReward]) -> Json:
-    """Mean reward of trajectories, and the share of successes among those that say."""
-    said = [r.success for r in rewards if r.success is not None]
-    found = {"reward": math.fsum(r.reward for r in rewards) / len(rewards)} if rewards else {}
-    return _finite(found | ({"success": sum(said) / len(said)} if said else {}))
+    """Mean reward of trajectories, and the share of successes among those that record one."""
+    outcomes = [r.success for r in rewards if r.success is not None]
+    metrics = {"reward": math.fsum(r.reward for r in rewards) / len(rewards)} if rewards else {}
+    return _finite(metrics | ({"success": sum(outcomes) / len(outcomes)} if outcomes else {}))
 
 
 def _finite(values: dict[str, float]) -> Json:
-    """The values, with null for those that are not finite: JSON has no other word for them."""
+    """The values, with null for those that are not finite, which JSON cannot express."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -213,11 +217,12 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What came of waiting.
+    """The outcome of waiting for agents.
 
     Attributes:
         expected: trajectories that there were to be; None: nobody said.
-        whole: whether all of them came to an end, or who ran them says so and launched none by itself.
+        whole: whether all of them came to an end, or who ran them says so and launched none by
+            itself.
     """
 
     expected: int | None
@@ -227,9 +232,10 @@ class Awaited:
 def await_agents(
     config: TrainConfig, log: Store, trainer: Trainer, stopping: Stopping, say: Callable[[str], None]
 ) -> Awaited:
-    """Return once the log says that agents were evaluated, or `evaluation.wait_s` passed, which is said.
+    """Return once the log says that agents were evaluated, or once `evaluation.wait_s` passed,
+    which is reported.
 
-    What is waited for is said after 10 s, and each minute.
+    What is waited for is reported after 10 s, and each minute.
 
     Raises:
         Stopped: a signal came.
@@ -267,17 +273,17 @@ def await_agents(
     return Awaited(expected, expected is not None and ended >= expected)
 
 
-def _sampled(log: Store, run: str, told: EvalSampled) -> Awaited:
-    """What the log has of agents of which somebody says that they were evaluated."""
-    ended, known = _ended(log, run, told.rollout)
-    return Awaited(told.trajectories, known is None or ended >= told.trajectories)
+def _sampled(log: Store, run: str, record: EvalSampled) -> Awaited:
+    """The outcome for agents that a record says were evaluated, as far as the log has it."""
+    ended, known = _ended(log, run, record.rollout)
+    return Awaited(record.trajectories, known is None or ended >= record.trajectories)
 
 
 def _ended(log: Store, run: str, rollout: str | None) -> tuple[int, int | None]:
     """(places of rollouts whose agent came to an end, places in all; None: no launch says it)."""
-    given = {"run": run, "rollout": rollout, "ends": list(CAME_TO_AN_END)}
+    params = {"run": run, "rollout": rollout, "ends": list(CAME_TO_AN_END)}
     with connect_at(log, format_cut(log.head())) as connection:
-        [(ended, places)] = connection.execute(_PLACES, given).fetchall()
+        [(ended, places)] = connection.execute(_PLACES, params).fetchall()
     return ended, places
 
 

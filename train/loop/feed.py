@@ -32,7 +32,7 @@ class Feed:
 
     Attributes:
         source: `cut` or `tail`.
-        say: told what is waited for, where nothing comes.
+        say: called with what is waited for, where nothing comes.
         context: the model's, in tokens, once the source is open.
         first: samples of the first step, if they were prefetched.
         drops: what the recipe dropped while they were prefetched.
@@ -50,7 +50,8 @@ class Feed:
     drops: list[Drop] = field(default_factory=list)
 
     def look(self, history: History, done: int) -> None:
-        """Take the first step's samples of a cut, and see that the model can be given what is asked for.
+        """Take the first step's samples of a cut, and check that the model can do what is asked of
+        it.
 
         Raises:
             TrainError: there are none, and the run was not trained before.
@@ -95,7 +96,7 @@ class Feed:
         return ModelLimits(shape.vocab, shape.context, shape.mixture)
 
     def take(self, trainer: Trainer, stopping: Stopping) -> Selection | None:
-        """The next selection; where none comes, what the recipe dropped is recorded all the same."""
+        """The next selection; if there is none, what the recipe dropped is recorded all the same."""
         selection, self.first = self.first, None
         if selection is not None:
             return selection
@@ -126,7 +127,7 @@ class Feed:
             score(self._cut(held))
 
     def _within(self, selection: Selection | None) -> Selection | None:
-        """The selection, its samples within the model's context where the recipe cuts them."""
+        """The selection, with samples cut to the model's context if the recipe does that."""
         return selection and replace(selection, samples=self._cut(selection.samples))
 
     def _cut(self, samples: list[Sample]) -> list[Sample]:

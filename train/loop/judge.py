@@ -1,7 +1,8 @@
-"""Judges a training after each rollout batch: evaluates it where that is due, and stops it early by rules
-over the metrics of steps and evaluations.
+"""Judges a training after each rollout batch: evaluates it when that is due, and stops it early by
+rules over the metrics of steps and evaluations.
 
-Whether a rule holds follows from values that are in the log, so a restarted training stops where it stopped.
+Whether a rule holds follows from values that are in the log, so a restarted training stops at
+the same place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rollbook.train.stopping import Stopping
 
 
 class Judge:
-    """Evaluates a training, and says when it is to stop.
+    """Evaluates a training, and decides when it is to stop.
 
     Args:
         evaluation: None where there is none.
@@ -48,7 +49,8 @@ class Judge:
         """Whether a rule ended the training."""
 
     def look(self, stopping: Stopping) -> None:
-        """Evaluate the version at hand if that is due and no signal came; then see whether a rule holds."""
+        """Evaluate the current version if that is due and no signal came; then check whether a rule
+        holds."""
         trainer = self._trainer
         if trainer.in_batch:
             return
@@ -64,7 +66,7 @@ class Judge:
         self._stop_by_rule()
 
     def stepped(self, outcome: StepOutcome, stopping: Stopping) -> None:
-        """Take a step's metrics, and look."""
+        """Take a step's metrics, then `look`."""
         self._early.stepped(outcome.version, outcome.metrics)
         self.look(stopping)
 
@@ -89,7 +91,7 @@ Value = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """A rule that holds, and the values that it judged by."""
+    """A rule that holds, and the values that it was decided by."""
 
     rule: StopRule
     values: list[Value]
@@ -97,14 +99,14 @@ class Fired:
     def said(self) -> str:
         """The rule and its values, for a person."""
         metric, newest = self.rule.metric, [f"{value:.4g}" for _, value in self.values[-self.rule.patience :]]
-        seen = f"{metric} was {', '.join(newest)}"
+        observed = f"{metric} was {', '.join(newest)}"
         if self.rule.better is None:
             word, bound = (
                 ("below", self.rule.below) if self.rule.above is None else ("above", self.rule.above)
             )
-            return f"{seen}: {word} {bound:g}"
+            return f"{observed}: {word} {bound:g}"
         version, best = self.values[0]
-        return f"{seen}, and never better than {best:.4g} at version {version}"
+        return f"{observed}, and never better than {best:.4g} at version {version}"
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class EarlyStop:
     values: dict[str, list[Value]] = field(default_factory=dict)
 
     def past(self, committed: Iterable[StepCommitted], evaluations: Iterable[EvalFinished]) -> None:
-        """Take what the log has already."""
+        """Take what the log already holds."""
         for step in committed:
             self.stepped(step.policy_version, step.metrics)
         for record in evaluations:
@@ -127,10 +129,11 @@ class EarlyStop:
             self._add(metric, version, metrics.get(metric))
 
     def evaluated(self, record: EvalFinished) -> None:
-        """Take an evaluation's; what is of agents only if it is whole: no rule is to judge by a part."""
+        """Take an evaluation's metrics; those of agents only if it is whole: no rule is to judge by
+        a part."""
         partial = OF_AGENTS if record.partial else frozenset()
         wanted = {rule.metric for rule in self.rules if rule.of_evaluations}
-        for metric in {one for one in wanted if one.removeprefix(HELD_OUT) not in partial}:
+        for metric in {name for name in wanted if name.removeprefix(HELD_OUT) not in partial}:
             self._add(metric, record.policy_version, record.metrics.get(metric.removeprefix(HELD_OUT)))
 
     def _add(self, metric: str, version: int, value: float | None) -> None:

@@ -1,7 +1,7 @@
 """`rollbook train`: take steps from a source until the configuration's number is reached.
 
-If `steps`, at which the schedule of the learning rate ends, was changed since the last start, the change of
-the rate is reported.
+The learning-rate schedule ends at `steps`. If that was changed since the last start, the
+resulting change of the rate is reported.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rollbook import store
-from rollbook.engines.hub import model_said
+from rollbook.engines.hub import hub_reference
 from rollbook.store import Event, Store
-from rollbook.store.config import meant
+from rollbook.store.config import suggestion
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, LaneLockedError, TrainError
 from rollbook.store.events import RunOpened
@@ -59,8 +59,8 @@ def train(
         path: folder of the store.
         source: `cut`, the log as it is, or `tail`, as it grows.
         as_of: the cut, as `Store.cut` reads it; lane: the one to write.
-        watcher: shows how it goes.
-        abandon_after: first give up the steps after this version, and go on from its checkpoint.
+        watcher: shows the progress.
+        abandon_after: first abandon the steps after this version, and go on from its checkpoint.
         ranks: that it is spread over; None: this process alone.
 
     Raises:
@@ -115,7 +115,7 @@ def _check(config: TrainConfig, source: str, as_of: str, log: Store) -> None:
 
 
 def _check_whole(log: Store) -> None:
-    """Check that a store has all that was recorded in it.
+    """Check that a store holds all that was recorded in it.
 
     Raises:
         TrainError: it is an excerpt.
@@ -149,7 +149,8 @@ def _check_tail(config: TrainConfig, as_of: str) -> None:
 
 
 def _check_recorded(log: Store, run: str) -> None:
-    """Check that somebody records the run, or may: in a store of others a new one is recorded first.
+    """Check that somebody records the run, or may: in a store of other runs a new one has to be
+    recorded first.
 
     Raises:
         ConfigError: nobody does.
@@ -163,7 +164,8 @@ def _check_recorded(log: Store, run: str) -> None:
     except LaneLockedError:
         return  # its proxy waits for an engine
     raise ConfigError(
-        f"run {run!r}: the log has nothing of it, and nobody records it ({meant(run, runs, 'there are')}): "
+        f"run {run!r}: the log has nothing of it, and nobody records it "
+        f"({suggestion(run, runs, 'there are')}): "
         "start `rollbook serve` with this run first, or correct the name"
     )
 
@@ -172,12 +174,13 @@ _HeldOut = tuple[HeldOutSamples | None, Cut]
 
 
 def _held_out(feed: Feed, history: History, watcher: Watcher) -> _HeldOut | None:
-    """The samples that evaluations take, and the cut that they are of; None without evaluations.
+    """The samples that evaluations use, and their cut; None without evaluations.
 
-    They stay the same: on the tail they are those that are there at the first evaluation.
+    They stay the same: on the tail they are those that exist at the first evaluation.
 
     Raises:
-        TrainError: there are none at the training's cut, and the algorithm could be evaluated on them.
+        TrainError: there are none at the training's cut, and the algorithm could be evaluated on
+            them.
     """
     config, cut = feed.config, feed.cut
     if config.evaluation is None:
@@ -222,10 +225,10 @@ def _begin(
     trainer.tells(watcher.tell)
     demand = asdict(config.algorithm.demand)
     # With these the proxies know what is used, how much of it a step takes, and for how long.
-    said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
-    said |= model_said(config.model)
+    settings = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
+    settings |= hub_reference(config.model)
     environment = trainer.environment | {"files": file_digests()}
-    trainer.write(RunOpened("train", said, environment=environment))
+    trainer.write(RunOpened("train", settings, environment=environment))
     trainer.sync_current()
 
 
@@ -277,10 +280,11 @@ def _noted(
 
 
 def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) -> Cut:
-    """The cut that a configuration trains at. It is fixed when the configuration starts, and kept on resume.
+    """The cut that a configuration trains at. It is fixed when the configuration starts, and kept
+    on resume.
 
     Raises:
-        ConfigError: `--as-of` names another cut than it started at.
+        ConfigError: `--as-of` names another cut than the one it started at.
     """
     wanted = log.cut(as_of, run)
     earlier = history.of_family(family)
@@ -343,9 +347,11 @@ def _steps(
 
 
 def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
-    """A warning if an engine seems to have sampled with other weights than its version's, or None.
+    """A warning if an engine seems to have sampled with other weights than those of its version, or
+    None.
 
-    Not with `pause = "in_place"`, where tokens are sampled with KV cache entries of older weights.
+    Not with `pause = "in_place"`, where tokens are sampled with KV cache entries of older
+    weights.
     """
     gap = outcome.metrics.get("engine_logprob_gap")
     kept_cache = config.sync is not None and config.sync.partial_rollout and config.sync.pause == "in_place"
@@ -392,7 +398,7 @@ def _steps_before(config: TrainConfig, before: RunOpened | None) -> int | None:
 
 
 def _is_same(before: object, now: object) -> bool:
-    """Whether a value, or each key of a table that there was then, is the same."""
+    """Whether a value, or each key that a table had then, is the same."""
     if isinstance(before, dict) and isinstance(now, dict):
         return all(before.get(key, value) == value for key, value in now.items())
     return before == now

@@ -1,8 +1,9 @@
 """Trains one policy on one log: restores its state, takes steps, and records them as events.
 
-Besides the trainer this holds what it works with: the rollout batch, which is found again in the log after an
-interruption; the drops that the plans of the next steps record, also where a step is skipped; and who has the
-devices that the training shares with the engines that it gives weights to.
+Besides the trainer, this module holds what it works with: the rollout batch in hand, which is
+restored from the log after an interruption; the drops that the next plans record, also where a
+step is skipped; and who has the devices that the training shares with the engines it gives
+weights to.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.base import folder_to_copy
 from rollbook.train.resume.rerun import samples_at_cut
-from rollbook.train.resume.restore import adapted, fingerprint_of, restored
-from rollbook.train.resume.schedule import divided, schedule_of, settings_of
+from rollbook.train.resume.restore import adapted_algorithm, fingerprint_of, restored
+from rollbook.train.resume.schedule import divide_samples, schedule_of, settings_of
 from rollbook.train.select.drops import dropped_members
-from rollbook.train.select.recipe import Drop, decided
+from rollbook.train.select.recipe import Drop, mark_decided
 from rollbook.train.select.samples import Sample
 from rollbook.train.sources.selection import Selection
 from rollbook.train.step.experiences import oldest_of
@@ -77,18 +78,18 @@ class Trainer:
             self._publisher.adopt_model()
         self._turns = DeviceTurns(self._publisher, shares=config.mode == "colocate")
         self._turns.take(history.version)
-        made = restored(config, log, history, self._phase, ranks, warn)
-        self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
-        self._like, self._lora = folder_to_copy(log, history, made.base), made.lora
-        self.references = made.references
+        state = restored(config, log, history, self._phase, ranks, warn)
+        self.policy, self.critic, self._experiences = state.policy, state.critic, state.experiences
+        self._like, self._lora = folder_to_copy(log, history, state.base), state.lora
+        self.references = state.references
         """Weights of its earlier versions."""
-        self._publisher.checkpoints.lora = made.lora
+        self._publisher.checkpoints.lora = state.lora
         self._publisher.checkpoints.check(self.policy)
         self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
-        self._algorithm = adapted(config.algorithm, history.of_family(family))
+        self._algorithm = adapted_algorithm(config.algorithm, history.of_family(family))
         self._since_reference = steps_since(self._algorithm, history.of_family(family))
         """Committed steps since the version that is the reference."""
         self._batch = unfinished(log, history, self._phase, config)
@@ -100,7 +101,7 @@ class Trainer:
         self._spent = Spent()
         self.environment = fingerprint_of(config, ranks)
         """The fingerprint of what its steps run in."""
-        if made.base.record.policy_version == self.version:
+        if state.base.record.policy_version == self.version:
             self._publisher.restored(self.version)
         self._renew_reference()
 
@@ -109,7 +110,7 @@ class Trainer:
         self._publisher.write(*records)
 
     def tells(self, listener: Callable[..., None]) -> None:
-        """Let somebody hear of all records that are written from now on."""
+        """Have a listener called with all records that are written from now on."""
         self._publisher.on_written = listener
 
     # Steps ------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Trainer:
         return self._batch is not None
 
     def score_ahead(self, samples: list[Sample]) -> None:
-        """Score a part of the rollout batch to come, while the rest of it is awaited."""
+        """Score a part of the next rollout batch, while waiting for the rest of it."""
         begun, config = time.perf_counter(), self._config
         if samples:
             oldest = oldest_of(config.recipe.model_dump(mode="json"), self.version)
@@ -140,7 +141,7 @@ class Trainer:
         self._spent.scored(begun)
 
     def begin(self, selection: Selection) -> None:
-        """Take a rollout batch in hand, and the devices, where engines share them."""
+        """Begin a rollout batch, and take the devices, where engines share them."""
         self._spent.batch_came()
         demand = self._config.algorithm.demand
         parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
@@ -193,7 +194,9 @@ class Trainer:
             if not isinstance(error, Skipped) or not self._drops.may_skip(error, self._config.on_not_finite):
                 raise
             bad = error.sample if isinstance(error, NotFiniteError) and in_hand.next == 1 else None
-            left = without(in_hand, bad, self._config) if self._config.on_not_finite == "retake" else None
+            left = (
+                without_sample(in_hand, bad, self._config) if self._config.on_not_finite == "retake" else None
+            )
             self._history.attempts[self.step] = plan.attempt
             self._drops.hold_back([s for s in samples if left is None or s not in left.samples], error, plan)
             self._batch = left or in_hand
@@ -201,12 +204,12 @@ class Trainer:
             return None
         self._drops.committed()
         self.version += 1
-        found = result.metrics | self._spent.metrics(counted)
-        outcome = StepOutcome(self.step, self.version, found, len(fresh))
+        metrics = result.metrics | self._spent.metrics(counted)
+        outcome = StepOutcome(self.step, self.version, metrics, len(fresh))
         self.write(
             StepCommitted(
                 *(plan.step, plan.attempt, plan.policy, self.version),
-                *(result.digests, found, result.evidence.described()),
+                *(result.digests, metrics, result.evidence.described()),
             ),
             *result.evidence.vectors(self._config.record.vectors, plan.step, plan.attempt, plan.policy),
         )
@@ -219,7 +222,7 @@ class Trainer:
         return outcome
 
     def _end_batch(self) -> None:
-        """Let go of the rollout batch if its last step was taken."""
+        """Let go of the rollout batch once its last step was taken."""
         if self._batch is not None and self._batch.next == len(self._batch.parts):
             self._batch = None
 
@@ -268,10 +271,10 @@ class Trainer:
     def _divide(self, samples: Sequence[Sample]) -> Partition:
         """Micro-batches of samples, by rank."""
         schedule = schedule_of(self._config, self.done, None)
-        return divided(samples, self._algorithm, schedule, self._ranks.copies, self.policy.shape.work)
+        return divide_samples(samples, self._algorithm, schedule, self._ranks.copies, self.policy.shape.work)
 
     def _critic_plan(self) -> Json | None:
-        """What the next manifest says of the critic."""
+        """The critic's part of the next manifest."""
         if self.critic is None:
             return None
         config = self._config.critic or CriticConfig()
@@ -318,13 +321,13 @@ class Trainer:
 
     @property
     def _renews_reference(self) -> bool:
-        """Whether the newest version is to be the reference of the steps to come."""
+        """Whether the newest version is to become the reference of the following steps."""
         interval = self._algorithm.reference_interval
         comes = self.done < self._config.steps and not self.in_batch
         return interval is not None and comes and self._since_reference >= interval
 
     def _renew_reference(self) -> None:
-        """Make the newest version the reference, if it is time."""
+        """Make the newest version the reference, if it is time to."""
         if not self._renews_reference:
             return
         if not self._publisher.has_checkpoint(self.version):  # a training was killed before it was written
@@ -334,7 +337,7 @@ class Trainer:
         self._since_reference = 0
 
     def ensure_checkpoint(self) -> None:
-        """Write a checkpoint of this version, unless there is one."""
+        """Write a checkpoint of the current version, unless there is one."""
         if not self._publisher.has_checkpoint(self.version):
             self._turns.onload()
         self._publisher.publish(
@@ -356,12 +359,12 @@ class Trainer:
         )
 
     def wait_for_engines(self) -> None:
-        """Let engines that share the devices with the training have them: it is going to wait for samples."""
+        """Let the engines use the shared devices while the training waits for samples."""
         if self._turns.shares and not self._turns.away:
             self.sync_current()
 
     def have_served(self) -> None:
-        """Have the engines serve this version: agents are going to be evaluated at it."""
+        """Have the engines serve the current version, for an evaluation of agents at it."""
         self._publisher.settle()
         if self._config.sync is not None and self.served != self.version:
             self.sync_current()
@@ -369,8 +372,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
-        """Within, the training has the devices, while it waits, too; engines that share them are given
-        weights again afterwards."""
+        """A context in which the training has the devices, even while it waits; engines that share
+        them are given weights again afterwards."""
         if not self._turns.away:
             yield
             return
@@ -401,13 +404,13 @@ class BatchInHand:
     """A rollout batch on which steps are being taken.
 
     Attributes:
-        first_step: number of the first of them.
-        parts: positions of the samples of each.
+        first_step: number of the first of these steps.
+        parts: positions of the samples of each step.
         drops: to be recorded with the next plan.
-        others: members of the samples' groups that were dropped, and with which they are compared.
+        others: dropped members of the samples' groups, with which the samples are compared.
         next: which of the parts comes next.
-        committed: how many steps on it are.
-        scored: the micro-batches in which it was scored while it came; None: it was not.
+        committed: how many of these steps are committed.
+        scored: the micro-batches in which it was scored ahead; None: it was not.
         iterations: samples of each part that was scored.
         slice: as of the selection.
     """
@@ -425,21 +428,21 @@ class BatchInHand:
     slice: int | None = None
 
     def described(self, divide: Callable[[Sequence[Sample]], Partition]) -> Json | None:
-        """What the manifest of its next step says of it.
+        """Its part of the manifest of its next step.
 
         Args:
             divide: samples into micro-batches.
         """
         if len(self.parts) == 1 and self.scored is None:
             return None
-        said: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
+        description: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
         if self.committed:
-            return said
-        said |= {
+            return description
+        description |= {
             "samples": [sample.reference for sample in self.samples],
             "partition": divide(self.samples) if self.scored is None else self.scored,
         }
-        return said if self.scored is None else said | {"iterations": list(self.iterations)}
+        return description if self.scored is None else description | {"iterations": list(self.iterations)}
 
 
 def unfinished(log: Store, history: History, phase: str, config: TrainConfig) -> BatchInHand | None:
@@ -448,30 +451,30 @@ def unfinished(log: Store, history: History, phase: str, config: TrainConfig) ->
     Raises:
         ReplayError: the log does not hold one of its samples, or its tokens were erased.
     """
-    taken = history.in_hand()
-    if not taken or taken[-1].planned.phase != phase:
+    steps = history.in_hand()
+    if not steps or steps[-1].planned.phase != phase:
         return None
-    first, last = taken[0].planned, taken[-1].planned
+    first, last = steps[0].planned, steps[-1].planned
     assert last.rollout_batch is not None
-    named, found = all_samples(first), samples_at_cut(log, first, config.run)
+    named, samples = all_samples(first), samples_at_cut(log, first, config.run)
     begun = int(last.rollout_batch["first_step"])
     return BatchInHand(
-        [found[ref["turn_id"]] for ref in named],
+        [samples[ref["turn_id"]] for ref in named],
         parse_cut(first.cut),
         begun,
         mini_batches(len(named), config.algorithm.demand, step_seed(config.seed, begun)),
         next=last.rollout_batch["number"] + 1,
-        committed=len(taken),
+        committed=len(steps),
         slice=None if first.schedule is None else first.schedule["slice"],
     )
 
 
-def without(in_hand: BatchInHand, leaf: str | None, config: TrainConfig) -> BatchInHand | None:
-    """A rollout batch of which no step is taken, without the sample of a leaf turn, and without its pair;
-    None where the leaf is not known, or nothing is left."""
+def without_sample(in_hand: BatchInHand, leaf: str | None, config: TrainConfig) -> BatchInHand | None:
+    """A rollout batch of which no step is taken yet, without the sample of a leaf turn and the
+    other sample of its pair; None where the leaf is not known, or nothing is left."""
     unit, whole = 2 if "pairs" in config.algorithm.needs else 1, in_hand.samples
     units = [whole[start : start + unit] for start in range(0, len(whole), unit)]
-    left = [one for own in units if leaf not in [s.leaf_turn_id for s in own] for one in own]
+    left = [sample for own in units if leaf not in [s.leaf_turn_id for s in own] for sample in own]
     if leaf is None or not left:
         return None
     parts = mini_batches(len(left), config.algorithm.demand, step_seed(config.seed, in_hand.first_step))
@@ -488,7 +491,7 @@ Skipped = NotFiniteError | AllRejectedError
 
 @dataclass(slots=True)
 class StepDrops:
-    """What is dropped before the next plan.
+    """The drops before the next plan.
 
     Attributes:
         skipped: how many steps in a row were skipped.
@@ -501,7 +504,7 @@ class StepDrops:
     """Drops that were written with the attempt that is the next one to plan."""
 
     def to_record(self, drops: Sequence[Drop]) -> list[Drop]:
-        """With these the drops that are to be written now."""
+        """The drops to be written now: these, and those that were held back."""
         fresh, self._held_back = [*self._held_back, *drops], []
         self._recorded += fresh
         return fresh
@@ -520,12 +523,12 @@ class StepDrops:
             rule = "not_finite"
             detail = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
         one_each = {sample.leaf_turn_id: sample for sample in samples}
-        self._held_back += decided(self._recorded, plan.policy_version, parse_cut(plan.cut))
+        self._held_back += mark_decided(self._recorded, plan.policy_version, parse_cut(plan.cut))
         self._held_back += [Drop(sample, rule, detail) for sample in one_each.values()]
         self._recorded = []
 
     def committed(self) -> None:
-        """The step that they were dropped before is committed."""
+        """The step after these drops is committed."""
         self._recorded, self._held_back, self.skipped = [], [], 0
 
 
@@ -548,11 +551,12 @@ def drop_records(drops: Sequence[Drop], recipe: Json, step: int, attempt: int) -
 
 
 class DeviceTurns:
-    """Takes the devices for the training, and gives them to engines. Where none are shared, it does nothing.
+    """Takes the devices for the training, and gives them to engines. Where none are shared, it does
+    nothing.
 
     Attributes:
         policies: of the training, once they are made.
-        away: whether engines have the devices, and the memory of the policies is given away.
+        away: whether engines have the devices, and the policies' memory was released.
     """
 
     def __init__(self, publisher: Publisher, *, shares: bool) -> None:
@@ -561,7 +565,7 @@ class DeviceTurns:
         self.away = False
 
     def take(self, version: int) -> None:
-        """Have engines give the devices up, until the sync of a version.
+        """Have the engines release the devices, until the sync of a version.
 
         Raises:
             EngineError: one does not.
@@ -571,13 +575,13 @@ class DeviceTurns:
             self.onload()
 
     def offload(self) -> None:
-        """Give the policies' memory away: engines take theirs next."""
+        """Release the policies' memory: engines take theirs next."""
         for policy in self.policies if self.shares else ():
             policy.offload()
         self.away = self.shares
 
     def onload(self) -> None:
-        """Take it again."""
+        """Take the policies' memory again."""
         for policy in self.policies if self.away else ():
             policy.onload()
         self.away = False

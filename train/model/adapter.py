@@ -23,9 +23,9 @@ from rollbook.train.model.shape import ModelShape
 class Factors(torch.nn.Module):
     """The factors of one matrix, or a rank's part of them: A [rank, in] and B [out, rank].
 
-    Ranks that share a matrix by its outputs share B by rows and have all of A; those that share it by inputs
-    share A by columns and have all of B. With sequences that they share, too, the gradients of what all have
-    are sums over ranks, which Megatron is told by a mark.
+    Ranks that share a matrix by its outputs share B by rows and have all of A; those that share
+    it by inputs share A by columns and have all of B. If they share sequences, too, the
+    gradients of what all of them have are sums over ranks, which a mark tells Megatron.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Factors(torch.nn.Module):
     ) -> None:
         super().__init__()
         rows, columns = size
-        made = {
+        matrices = {
             "A": ((rank, columns // layout.tensor if row else columns), row, 1),
             "B": ((rows if row else rows // layout.tensor, rank), not row, 0),
         }
-        for name, (dims, split, dim) in made.items():
+        for name, (dims, split, dim) in matrices.items():
             parameter: Any = torch.nn.Parameter(torch.zeros(dims, dtype=like.dtype))
             # By these Megatron counts what all ranks have once in the gradient's norm, and sums the rest.
             marks = {"partition_dim": dim if split else -1, "partition_stride": 1, "allreduce": True}
@@ -48,16 +48,16 @@ class Factors(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """The factors of a linear layer's matrices, whose products are added to what the layer gives.
+    """The factors of a linear layer's matrices, whose products are added to the layer's output.
 
     Attributes:
-        active: whether they are; else the layer gives what it would without.
+        active: whether they are added; else the layer gives its own output.
     """
 
     def __init__(
         self,
         targets: Sequence[Target],
-        of: dict[Target, Factors],
+        by_target: dict[Target, Factors],
         shape: ModelShape,
         lora: LoraConfig,
         layout: RankLayout,
@@ -67,15 +67,15 @@ class Adapter(torch.nn.Module):
         self._widths = [size_of(shape, target)[0] // layout.tensor for target in targets]
         self._groups = shape.kv_heads // layout.tensor if "q_proj" in targets else 0
         self.active = True
-        for target, factors in of.items():
+        for target, factors in by_target.items():
             self.add_module(target, factors)
 
-    def added(self, _: torch.nn.Module, given: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
-        """What the layer gives, (output, bias), with the products added: a hook of its forward pass."""
+    def added(self, _: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The layer's output, (output, bias), with the products added: a hook of its forward pass."""
         if not self.active:
             return output
-        found = self._by_inputs(given[0]) if is_row(self._targets[0]) else self._by_outputs(given[0])
-        return output[0] + self._scale * found, output[1]
+        product = self._by_inputs(inputs[0]) if is_row(self._targets[0]) else self._by_outputs(inputs[0])
+        return output[0] + self._scale * product, output[1]
 
     def _by_inputs(self, x: torch.Tensor) -> torch.Tensor:
         factors: Any = self.get_submodule(self._targets[0])
@@ -108,27 +108,30 @@ class Adapter(torch.nn.Module):
 
 
 def adapt(module: Any, shape: ModelShape, lora: LoraConfig, layout: RankLayout) -> list[Adapter]:
-    """Give the layers of a rank's GPTModel their factors, and leave all else untrained; before it is wrapped.
+    """Add factors to the layers of a rank's GPTModel, and freeze all else; before the model is
+    wrapped.
 
     Raises:
         ModelError: a target is a matrix of experts.
     """
     module.requires_grad_(False)
-    made: list[Adapter] = []
+    adapters: list[Adapter] = []
     for layer in module.decoder.layers:
         for name, targets in linears(shape, lora).items():
-            of = layer.get_submodule(name)
+            submodule = layer.get_submodule(name)
             factors = {
-                target: Factors(size_of(shape, target), lora.rank, of.weight, layout, row=is_row(target))
+                target: Factors(
+                    size_of(shape, target), lora.rank, submodule.weight, layout, row=is_row(target)
+                )
                 for target in targets
             }
             adapter = Adapter(matrices_in(name), factors, shape, lora, layout)
-            of.add_module(ADAPTED.strip("."), adapter)
-            of.register_forward_hook(adapter.added)
-            made.append(adapter)
+            submodule.add_module(ADAPTED.strip("."), adapter)
+            submodule.register_forward_hook(adapter.added)
+            adapters.append(adapter)
     if layout.first:  # else layers that are computed again in the backward pass have nothing to come back to
         module.embedding.register_forward_hook(_with_gradient)
-    return made
+    return adapters
 
 
 def _with_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

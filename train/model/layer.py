@@ -1,5 +1,5 @@
-"""What Megatron's layers are made of, and where families of models differ from Megatron's own: attention of
-packed samples, and norms.
+"""The parts of Megatron's layers, and where families of models differ from Megatron's own:
+attention of packed samples, and norms.
 
 Imported once Megatron's device is decided.
 """
@@ -27,12 +27,12 @@ from rollbook.train.model.shape import ModelShape, Yarn
 
 
 def norm_of(shape: ModelShape) -> type[Norm]:
-    """The norm of all layers."""
+    """The class of all norms in the layers."""
     return ZeroCentredNorm if shape.zero_centred_norms else Norm
 
 
 def layer_of(shape: ModelShape) -> Any:
-    """Megatron's description of a layer."""
+    """Megatron's spec of a layer."""
     layer = get_gpt_layer_local_spec(
         num_experts=shape.experts.count if shape.experts else None,
         moe_grouped_gemm=False,
@@ -52,7 +52,7 @@ def layer_of(shape: ModelShape) -> Any:
 
 
 def gate_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gates pass through; Megatron clamps them before, where there is a limit."""
+    """The activation function of gates; Megatron clamps gates before it, where there is a limit."""
     if shape.gelu:
         return functools.partial(torch.nn.functional.gelu, approximate="tanh")
     if shape.experts is not None and shape.experts.limit is not None:
@@ -61,7 +61,7 @@ def gate_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def complete(module: Any, shape: ModelShape, layout: RankLayout) -> None:
-    """Give a rank's GPTModel what Megatron has no setting for."""
+    """Add to a rank's GPTModel what Megatron has no setting for."""
     if shape.two_rotations:
         module.add_module("rotary_pos_emb", Rotations(shape))
     if shape.yarn is not None:
@@ -77,24 +77,24 @@ def complete(module: Any, shape: ModelShape, layout: RankLayout) -> None:
 
 
 class OutputNormLayer(TransformerLayer):
-    """Megatron's layer with two norms more: of what attention and the feed-forward layer give, before each is
-    added to what they were given.
+    """Megatron's layer with two more norms, of the outputs of attention and of the feed-forward
+    layer, before each is added to the residual.
 
-    Hooks norm it, so that what hooks of the linear layers within add is normalized with it.
+    The norms are hooks, so that what hooks of the linear layers within add is normalized, too.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for of in ("self_attention", "mlp"):
+        for name in ("self_attention", "mlp"):
             norm = ZeroCentredNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.add_module(f"{of}_output_norm", norm)
-            self.get_submodule(of).register_forward_hook(
+            self.add_module(f"{name}_output_norm", norm)
+            self.get_submodule(name).register_forward_hook(
                 lambda _, __, output, norm=norm: (norm(output[0]), output[1])
             )
 
 
 class Rotations(RotaryEmbedding):
-    """The angles by which queries and keys are rotated, of layers without a window and of those with one."""
+    """The rotation angles of queries and keys, for layers without a window and for those with one."""
 
     def __init__(self, shape: ModelShape) -> None:
         assert shape.windows is not None
@@ -111,22 +111,22 @@ class Rotations(RotaryEmbedding):
 
 
 class RotatedByKind(SelfAttention):
-    """Megatron's attention, which takes from `Rotations` those of its kind of layer."""
+    """Megatron's attention, which takes the angles for its kind of layer from `Rotations`."""
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **given: Any
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What attention gives [T, B, hidden], and no bias."""
+        """The output of attention [T, B, hidden], and no bias."""
         windowed = int(
             is_layer_window_attention(
                 self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
             )
         )
-        given["rotary_pos_emb"] = given["rotary_pos_emb"][:, windowed : windowed + 1]
-        found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-            hidden_states, attention_mask, **given
+        kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][:, windowed : windowed + 1]
+        output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            hidden_states, attention_mask, **kwargs
         )
-        return found
+        return output
 
 
 def yarn_frequencies(yarn: Yarn, theta: float, width: int) -> torch.Tensor:
@@ -140,15 +140,16 @@ def yarn_frequencies(yarn: Yarn, theta: float, width: int) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     high += 0.001 * (low == high)
-    kept = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (yarn.factor * turned) * (1 - kept) + 1.0 / turned * kept
+    extrapolation = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (yarn.factor * turned) * (1 - extrapolation) + 1.0 / turned * extrapolation
 
 
 def _add_biases(layer: TransformerLayer) -> None:
-    """Have a layer of experts add the biases of its outputs where autograd has no objection.
+    """Have a layer of experts add its output biases in a way that autograd accepts.
 
-    Megatron adds that of attention where gradients are on even in forward passes alone, and would keep what
-    these compute; and that of an expert to a view in place, so that it is given a copy.
+    Megatron adds the bias of attention where gradients are on even in forward passes alone, and
+    would keep what these compute; and it adds the bias of an expert to a view in place, so the
+    expert is given a copy.
     """
     layer.self_attention.register_forward_hook(lambda _, __, output: (output[0] + output[1], None))
     for expert in layer.mlp.experts.local_experts:
@@ -156,11 +157,12 @@ def _add_biases(layer: TransformerLayer) -> None:
 
 
 class PackedAttention(DotProductAttention):
-    """Megatron's attention; for packed samples torch's, which never holds the scores of all pairs of tokens.
+    """Megatron's attention; for packed samples torch's, which never holds the scores of all pairs
+    of tokens.
 
-    Each sample attends to itself alone, and to the sinks of heads where there are any. Keys and values stay
-    as few as their heads are. In a layer with a window a sample goes by parts as long as that, each with the
-    keys that it sees.
+    Each sample attends only to itself, and to the sinks of heads where there are any. Keys and
+    values are not repeated for the query heads that share them. In a layer with a window a
+    sample is processed in parts as long as the window, each with the keys that it sees.
     """
 
     def forward(
@@ -173,14 +175,17 @@ class PackedAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention [P, heads * width] of packed queries [P, heads, width], or as Megatron's own."""
+        """Attention [P, heads * width] of packed queries [P, heads, width]; otherwise Megatron's
+        own."""
         if packed_seq_params is None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
         ends = packed_seq_params.ends
         lengths = [end - start for start, end in pairwise(ends)]
-        split = zip(*(of.transpose(0, 1)[None].split(lengths, 2) for of in (query, key, value)), strict=True)
-        found = [self._of_sample(*sample) for sample in split]
-        return torch.cat(found, 2)[0].transpose(0, 1).reshape(query.shape[0], -1)
+        split = zip(
+            *(tensor.transpose(0, 1)[None].split(lengths, 2) for tensor in (query, key, value)), strict=True
+        )
+        outputs = [self._of_sample(*sample) for sample in split]
+        return torch.cat(outputs, 2)[0].transpose(0, 1).reshape(query.shape[0], -1)
 
     def _of_sample(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention [1, heads, T, width] of a sample's queries, each [1, heads, T, width]."""
@@ -188,9 +193,9 @@ class PackedAttention(DotProductAttention):
         size = length if window is None else min(window[0] + 1, length)
         parts = [self._attend(query[:, :, :size], key[:, :, :size], value[:, :, :size], None)]
         for start in range(size, length, size):
-            end, seen = min(start + size, length), slice(start - size + 1, min(start + size, length))
-            mask = _band(size, query.dtype, query.device)[: end - start, : end - seen.start]
-            parts.append(self._attend(query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask))
+            end, visible = min(start + size, length), slice(start - size + 1, min(start + size, length))
+            mask = _band(size, query.dtype, query.device)[: end - start, : end - visible.start]
+            parts.append(self._attend(query[:, :, start:end], key[:, :, visible], value[:, :, visible], mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _attend(
@@ -202,24 +207,25 @@ class PackedAttention(DotProductAttention):
         if self.softmax_offset is None:
             return scaled_dot_product_attention(query, key, value, **how)
         count, width = query.shape[2], query.shape[3]
-        given = _with_sinks(query, key, value, self.softmax_offset / self.softmax_scale)
+        padded = _with_sinks(query, key, value, self.softmax_offset / self.softmax_scale)
         if mask is not None:
             how["attn_mask"] = torch.nn.functional.pad(mask, (1, 0, 1, 0))
-        return scaled_dot_product_attention(*given, **how)[:, :, -count:, :width]
+        return scaled_dot_product_attention(*padded, **how)[:, :, -count:, :width]
 
 
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values with one more of each before the first: a key whose product with every query
-    of a head is that head's number of `sinks` [heads], and whose value is 0. Of its query nothing is used.
+    """Queries, keys and values with one more of each in front: a key whose product with every query
+    of a head is that head's entry of `sinks` [heads], and whose value is 0. The output of its
+    query is not used.
 
-    Query heads that share keys share it, so that widths grow by as many as these are: each head's queries
-    have a 1 at its own place there.
+    Query heads that share keys share this one, so widths grow by the number of these heads: each
+    head's queries have a 1 at its own place there.
     """
     groups, width = key.shape[1], query.shape[3]
     each = query.shape[1] // groups
-    query, key, value = (torch.nn.functional.pad(of, (0, each, 1, 0)) for of in (query, key, value))
+    query, key, value = (torch.nn.functional.pad(tensor, (0, each, 1, 0)) for tensor in (query, key, value))
     ones = torch.eye(each, dtype=query.dtype, device=query.device).repeat(groups, 1)[None, :, None]
     query = torch.cat([query[..., :width], ones.expand(*query.shape[:3], each)], 3)
     first = torch.nn.functional.pad(sinks.to(key.dtype).view(1, groups, 1, each), (width, 0))
@@ -228,18 +234,19 @@ def _with_sinks(
 
 @functools.lru_cache(maxsize=8)
 def _band(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores [size, 2 size - 1] of queries and of the keys from the first one's window
-    on: 0 within each query's window, else minus infinity."""
+    """The mask that is added to the scores [size, 2 size - 1] of queries and of the keys from the
+    first one's window on: 0 within each query's window, else minus infinity."""
     ahead = torch.arange(2 * size - 1, device=device) - torch.arange(size, device=device)[:, None]
     outside = (ahead < 0) | (ahead >= size)
     return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill_(outside, float("-inf"))
 
 
 class Norm(torch.nn.RMSNorm):
-    """Root mean square norm (arXiv:1910.07467), torch's own, made as Megatron makes its layers' parts.
+    """Root mean square norm (arXiv:1910.07467), torch's own, constructed as Megatron constructs its
+    layers' parts.
 
-    Megatron's wrapper of it refuses sequences that ranks share. There each rank has some of the tokens, so
-    that the weight's gradient is a sum over ranks: it is marked for Megatron to sum it.
+    Megatron's wrapper of it refuses sequences that ranks share. There each rank has some of the
+    tokens, so the weight's gradient is a sum over ranks: a mark has Megatron sum it.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -255,6 +262,6 @@ class ZeroCentredNorm(Norm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What `x` [..., hidden_size] is, normalized; of its type."""
+        """`x` [..., hidden_size], normalized; of the same type."""
         weight = 1.0 + self.weight.float()
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)

@@ -1,7 +1,8 @@
-"""Low-rank factors beside a model's matrices: their names and shapes, how they begin, and the weights that
-they come to. Pure.
+"""Low-rank factors beside a model's matrices: their names and shapes, their initial values, and the
+weights with them merged. Pure.
 
-Factors have PEFT's names where weights have Hugging Face's, so that what is trained here is loaded there.
+Factors have PEFT's names, as weights have Hugging Face's, so that what is trained here can be
+loaded there.
 """
 
 from __future__ import annotations
@@ -83,27 +84,29 @@ def size_of(shape: ModelShape, target: Target) -> tuple[int, int]:
 
 
 def linears(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[Target, ...]]:
-    """Megatron's linear layers of a layer that have factors, and of which matrices within."""
-    found: dict[str, tuple[Target, ...]] = {}
+    """Megatron's linear layers that have factors, by their names in a layer, and the matrices in
+    each."""
+    by_linear: dict[str, tuple[Target, ...]] = {}
     for target in targets_of(shape, lora):
         linear = _MATRICES[target].linear
-        found[linear] = (*found.get(linear, ()), target)
-    return found
+        by_linear[linear] = (*by_linear.get(linear, ()), target)
+    return by_linear
 
 
 def matrices_in(linear: str) -> tuple[Target, ...]:
-    """The matrices that lie in one of Megatron's linear layers, in their order."""
+    """The matrices in one of Megatron's linear layers, in order."""
     return tuple(target for target, matrix in _MATRICES.items() if matrix.linear == linear)
 
 
 def is_row(target: Target) -> bool:
-    """Whether tensor-parallel ranks share the matrix by its inputs; else by its outputs."""
+    """Whether tensor-parallel ranks share the matrix by its inputs; otherwise they share it by its
+    outputs."""
     return _MATRICES[target].row
 
 
 @functools.lru_cache(maxsize=8)
 def factors(shape: ModelShape, lora: LoraConfig) -> tuple[Weight, ...]:
-    """Every factor, in the order in which they are streamed: by layer, and A before B."""
+    """Every factor, in the order of the stream: by layer, and A before B."""
     return tuple(
         factor
         for layer in range(shape.layers)
@@ -122,18 +125,18 @@ def _of_matrix(shape: ModelShape, rank: int, layer: int, target: Target) -> Iter
 
 
 def fresh_factors(shape: ModelShape, lora: LoraConfig, seed: int) -> Tensors:
-    """Factors as they begin, float32: A uniform within 1 / sqrt(in), as PEFT's, and B 0, so that the model is
-    its own. A pure function of the seed and each factor's name."""
-    found: Tensors = {}
+    """Initial factors, float32: A uniform within 1 / sqrt(in), as PEFT's, and B 0, so that the
+    model is unchanged. A pure function of the seed and each factor's name."""
+    tensors: Tensors = {}
     for factor in factors(shape, lora):
         (name,), (dims,) = factor.huggingface, factor.shapes
         if factor.megatron.endswith(".B"):
-            found[name] = torch.zeros(dims)
+            tensors[name] = torch.zeros(dims)
             continue
         own = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "little") >> 1)
-        found[name] = (torch.rand(dims, generator=generator) * 2 - 1) / math.sqrt(dims[1])
-    return found
+        tensors[name] = (torch.rand(dims, generator=generator) * 2 - 1) / math.sqrt(dims[1])
+    return tensors
 
 
 def check_factors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, lora: LoraConfig) -> None:
@@ -143,11 +146,11 @@ def check_factors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, lora: 
         ModelError: one is missing, too many, or of another shape.
     """
     expected = {factor.huggingface[0]: factor.shapes[0] for factor in factors(shape, lora)}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        odd = sorted(n for n in expected | found if expected.get(n) != found.get(n))[0]
+    actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if actual != expected:
+        odd = sorted(n for n in expected | actual if expected.get(n) != actual.get(n))[0]
         raise ModelError(
-            f"the adapter does not fit its [lora]: {odd} is {found.get(odd, 'missing')}, and should be "
+            f"the adapter does not fit its [lora]: {odd} is {actual.get(odd, 'missing')}, and should be "
             f"{expected.get(odd, 'missing')}"
         )
 
@@ -171,8 +174,9 @@ def merged(
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """`weight + scale * b @ a`, the same bits on every device, for any number of threads and ranks.
 
-    Factors are taken as whole multiples of a small power of two (2^-22 of their largest number for rank 256
-    and below), so that all sums of their products are exact; what follows is one rounding for each operation.
+    Factors are rounded to whole multiples of a small power of two (2^-22 of their largest number
+    for rank 256 and below), so that all sums of their products are exact; after that each
+    operation rounds once.
 
     Args:
         weight: [out, in]; a: [rank, in]; b: [out, rank].
@@ -182,13 +186,13 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
     bits = (EXACT_BITS - math.ceil(math.log2(a.shape[0]))) // 2
     (whole_a, unit_a), (whole_b, unit_b) = _as_whole_numbers(a, bits), _as_whole_numbers(b, bits)
     factor = scale * unit_a * unit_b
-    found = torch.empty_like(weight)
+    result = torch.empty_like(weight)
     rows = max(AT_ONCE // weight.shape[1], 1)
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
         product = (whole_b[part] @ whole_a).mul_(factor)
-        found[part] = product.add_(weight[part]).float().to(weight.dtype)
-    return found
+        result[part] = product.add_(weight[part]).float().to(weight.dtype)
+    return result
 
 
 def _as_whole_numbers(factor: torch.Tensor, bits: int) -> tuple[torch.Tensor, float]:

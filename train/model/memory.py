@@ -1,7 +1,7 @@
-"""What a training takes of each rank's memory, by its configuration alone. Pure.
+"""How much of each rank's memory a training takes, from its configuration alone. Pure.
 
-What the backward pass is kept for was measured on small models and is held against them by a test: it is of
-torch and Megatron as they are, not of a paper.
+What is kept for the backward pass was measured on small models, and a test compares the numbers
+with them: they describe torch and Megatron as they are, and come from no paper.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ MOMENTS = 2 * FLOAT32
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank's part takes beside torch itself.
+    """The memory of a rank's part, beside torch itself.
 
     Attributes:
-        parameters: how many numbers its weights are.
+        parameters: the number of its weights.
         weights, gradients, optimizer: bytes of them; with a critic, of both.
-        reference: bytes of the policy's own weights, put aside, and of the reference's in their place.
+        reference: bytes of the policy's own weights, put aside, and of the reference's in their
+            place.
         activations: bytes kept for the backward pass, of all micro-batches that are under way.
         logits: bytes of a micro-batch's.
     """
@@ -47,7 +48,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Bytes that are there from the beginning to the end."""
+        """Bytes that are held from the beginning to the end."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
@@ -58,22 +59,23 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a forward pass is given: tokens, and to which length they are padded; None: they are packed."""
+    """The size of a forward pass: its tokens, and the length they are padded to; None: they are
+    packed."""
 
     tokens: int
     padded_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a training asks of its ranks.
+class Workload:
+    """The settings of a training that decide its memory.
 
     Attributes:
         dtype: of weights and activations; recompute: as of `Build`.
         critic, reference: whether it has them.
         sharing: data-parallel copies that share the optimizer's state; 1: each has its own.
-        lora: the low-rank factors that are trained in place of the policy's weights. A critic is trained
-            whole.
+        lora: the low-rank factors that are trained in place of the policy's weights. A critic is
+            trained whole.
     """
 
     dtype: torch.dtype = torch.float32
@@ -85,17 +87,18 @@ class Asked:
 
 
 def parameters(shape: ModelShape) -> int:
-    """How many numbers the model's weights are."""
+    """The number of the model's weights."""
     return sum(prod(dims) for dims in weight_shapes(shape).values())
 
 
 def parameters_of(shape: ModelShape, layout: RankLayout) -> int:
-    """How many of them a rank holds; a copy of the embedding, as the output of another stage, counts too."""
+    """The number of weights that a rank holds; a copy of the embedding, as the output of another
+    stage, counts too."""
     return sum(_held(plan(shape), shape, layout))
 
 
 def _held(weights: Sequence[Weight], shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
-    """The numbers that a rank holds of some weights: of experts, and all others."""
+    """The number of weights, among these, that a rank holds: of experts, and all others."""
     count = {True: 0, False: 0}
     for weight in weights:
         copies = holds(weight, shape, layout) + tied_output(weight, shape, layout)
@@ -107,40 +110,40 @@ def _held(weights: Sequence[Weight], shape: ModelShape, layout: RankLayout) -> t
 
 
 def _stepped(trained: Sequence[Weight], shape: ModelShape, layout: RankLayout, sharing: int) -> int:
-    """How many numbers a rank's optimizer has the state of."""
+    """The number of weights for which a rank's optimizer has the state."""
     experts, others = _held(trained, shape, layout)
     of_experts = sharing * layout.tensor // (layout.expert_tensor * layout.spread)
     return -(-others // sharing) + -(-experts // max(of_experts, 1))
 
 
-def memory_of(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> Memory:
-    """What a rank's part of a training takes."""
-    count, width = parameters_of(shape, layout), asked.dtype.itemsize
-    trained = [plan(shape) if asked.lora is None else factors(shape, asked.lora)]
-    trained += [plan(shape)] * asked.critic
+def memory_of(shape: ModelShape, layout: RankLayout, forward_pass: Pass, workload: Workload) -> Memory:
+    """The memory that a rank's part of a training takes."""
+    count, width = parameters_of(shape, layout), workload.dtype.itemsize
+    trained = [plan(shape) if workload.lora is None else factors(shape, workload.lora)]
+    trained += [plan(shape)] * workload.critic
     gradients = sum(sum(_held(weights, shape, layout)) for weights in trained)
-    beside = 0 if asked.lora is None else sum(_held(trained[0], shape, layout))
-    mains = 0 if asked.dtype == torch.float32 else FLOAT32
+    beside = 0 if workload.lora is None else sum(_held(trained[0], shape, layout))
+    mains = 0 if workload.dtype == torch.float32 else FLOAT32
     under_way = len(layout.stages) - layout.stage  # micro-batches, as a pipeline takes them in turns
-    kept = _kept(shape, layout, given, asked)
+    activations = _activation_bytes(shape, layout, forward_pass, workload)
     return Memory(
         parameters=count,
-        weights=((1 + asked.critic) * count + beside) * width,
+        weights=((1 + workload.critic) * count + beside) * width,
         gradients=gradients * FLOAT32,
-        optimizer=sum(_stepped(w, shape, layout, asked.sharing) for w in trained) * (MOMENTS + mains),
-        reference=asked.reference * count * (width + FLOAT32),
-        activations=under_way * kept,
-        logits=given.tokens * shape.outputs * LOGIT_BYTES if layout.last else 0,
+        optimizer=sum(_stepped(w, shape, layout, workload.sharing) for w in trained) * (MOMENTS + mains),
+        reference=workload.reference * count * (width + FLOAT32),
+        activations=under_way * activations,
+        logits=forward_pass.tokens * shape.outputs * LOGIT_BYTES if layout.last else 0,
     )
 
 
-def _kept(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> int:
+def _activation_bytes(shape: ModelShape, layout: RankLayout, forward_pass: Pass, workload: Workload) -> int:
     """Bytes that a forward pass keeps for its backward pass, beside the logits."""
-    layers, width = layout.stages[layout.stage], asked.dtype.itemsize
-    of_layer = given.tokens * _numbers(shape, layout, given, asked.dtype) * width
-    if not asked.recompute:
+    layers, width = layout.stages[layout.stage], workload.dtype.itemsize
+    of_layer = forward_pass.tokens * _numbers(shape, layout, forward_pass, workload.dtype) * width
+    if not workload.recompute:
         return layers * of_layer
-    return layers * given.tokens * shape.hidden // _sharing_tokens(layout) * width + of_layer
+    return layers * forward_pass.tokens * shape.hidden // _sharing_tokens(layout) * width + of_layer
 
 
 def _sharing_tokens(layout: RankLayout) -> int:
@@ -148,8 +151,8 @@ def _sharing_tokens(layout: RankLayout) -> int:
     return layout.tensor if layout.sequence else 1
 
 
-def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dtype) -> int:
-    """Numbers of the type that a layer keeps of a token.
+def _numbers(shape: ModelShape, layout: RankLayout, forward_pass: Pass, dtype: torch.dtype) -> int:
+    """How many numbers of the type a layer keeps per token.
 
     Norms are computed in float32: of narrower types they keep their input twice as wide.
     """
@@ -157,14 +160,14 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
     heads, queries = shape.heads // shared, shape.heads * shape.head_dim // shared
     keys = shape.kv_heads * shape.head_dim // shared
     of_norms = (10 if wide else 18) if shape.output_norms else (6 if wide else 10)
-    found = of_norms * shape.hidden // _sharing_tokens(layout) + 4 * queries + 3 * keys
+    count = of_norms * shape.hidden // _sharing_tokens(layout) + 4 * queries + 3 * keys
     if shape.qk_norm:
-        found += (2 * queries + keys) if wide else 4 * (queries + keys)
+        count += (2 * queries + keys) if wide else 4 * (queries + keys)
     if shape.experts is None:
-        found += 5 * shape.ffn // shared
+        count += 5 * shape.ffn // shared
     else:
         chosen, of_inner = shape.experts.per_token, 6 if shape.experts.limit is None else 8
-        found += chosen * (of_inner * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
-    if given.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
-        found += (1 if wide else 3) * heads * given.padded_to
-    return found
+        count += chosen * (of_inner * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
+    if forward_pass.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
+        count += (1 if wide else 3) * heads * forward_pass.padded_to
+    return count

@@ -44,11 +44,13 @@ class Build:
         steps: that the schedule of its learning rate spans.
         seed: of the weights that it has before any are loaded.
         threads: of torch, on the CPU.
-        dtype: of weights and activations: float32, or bfloat16, with float32 main weights and gradients.
-        recompute: whether activations are not kept but computed again in the backward pass.
+        dtype: of weights and activations: float32, or bfloat16, with float32 main weights and
+            gradients.
+        recompute: whether activations are computed again in the backward pass instead of kept.
         sequence: whether ranks that share each tensor share the tokens, too.
         distributed_optimizer: whether data-parallel copies share the optimizer's state.
-        lora: the low-rank factors that are trained in place of its weights; None: these are.
+        lora: the low-rank factors that are trained in place of its weights; None: the weights
+            are.
         trains: whether it is trained; else it has neither gradients nor an optimizer.
     """
 
@@ -65,16 +67,16 @@ class Build:
 
     @property
     def type(self) -> torch.dtype:
-        """The type of weights and activations, as torch's."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        """The type of weights and activations, as a torch dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 @dataclass(slots=True)
 class MegatronParts:
-    """A rank's part of a model: the bare module, its data-parallel wrapper and the optimizer, if it is in
-    training; where it stands, what its output layer computes, and its low-rank factors, if it is trained by
-    them."""
+    """A rank's part of a model: the bare module, its data-parallel wrapper and the optimizer, if it
+    is in training; its layout and device, the places that its output layer computes, and its
+    low-rank factors, if it is trained by them."""
 
     module: Any
     wrapped: Any
@@ -86,7 +88,7 @@ class MegatronParts:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Megatron's: one, and where experts are spread over ranks one for them."""
+        """Megatron's optimizers: one, and another for experts where they are spread over ranks."""
         if self.optimizer is None:
             return []
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
@@ -100,7 +102,8 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def start_ranks(device: torch.device, seed: int) -> None:
-    """Megatron's groups, of this process alone unless `Ranks` made others, and its random state."""
+    """Initialize Megatron's groups, of this process alone unless `Ranks` made others, and its
+    random state."""
     if device.type == "cpu":
         cpu_device.install()
     import torch.distributed as dist
@@ -142,7 +145,7 @@ def layout_here(shape: ModelShape, *, sequence: bool = False) -> RankLayout:
 
 
 def set_deterministic(threads: int) -> None:
-    """Deterministic kernels and a fixed number of threads, from the first step on."""
+    """Use deterministic kernels and a fixed number of threads, from the first step on."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory only helps to find reads of it; it took a quarter of a small model's step.
@@ -151,7 +154,7 @@ def set_deterministic(threads: int) -> None:
 
 
 def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> MegatronParts:
-    """This rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam."""
+    """Build this rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam."""
     set_deterministic(how.threads)
     start_ranks(how.device, how.seed)
     layout = layout_here(shape, sequence=how.sequence)
@@ -172,7 +175,8 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
 def build_module(
     shape: ModelShape, layout: RankLayout, dtype: torch.dtype = torch.float32, *, recompute: bool = False
 ) -> Any:
-    """A rank's part of megatron's GPTModel (local spec); megatron's groups are as `layout` says.
+    """Build a rank's part of megatron's GPTModel (local spec); megatron's groups are as `layout`
+    says.
 
     Raises:
         ModelError: the model cannot be split so, or its stages are not of one depth.
@@ -256,25 +260,25 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
 
 
 def _window_config(shape: ModelShape) -> dict[str, Any]:
-    """Which layers have a window of how many tokens before the own; and what differs in the scores: their
-    scale, and whether each head has a sink."""
-    found: dict[str, Any] = {}
+    """The layers with a window and its size in tokens before the own; and what differs in the
+    scores: their scale, and whether each head has a sink."""
+    options: dict[str, Any] = {}
     if shape.windows is not None:
-        found = {"window_size": (shape.windows.size - 1, 0)}
-        found["window_attn_skip_freq"] = [int(windowed) for windowed in shape.windows.layers]
+        options = {"window_size": (shape.windows.size - 1, 0)}
+        options["window_attn_skip_freq"] = [int(windowed) for windowed in shape.windows.layers]
     if shape.sinks:
-        found["softmax_type"] = "learnable"
+        options["softmax_type"] = "learnable"
     if shape.query_scalar is not None:
-        found["softmax_scale"] = shape.query_scalar**-0.5
-    return found
+        options["softmax_scale"] = shape.query_scalar**-0.5
+    return options
 
 
 def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
-    """What makes megatron's mixture of experts the one of Qwen3-MoE, or of gpt-oss: no dropped tokens, no
-    loss of its own.
+    """The settings that make megatron's mixture of experts that of Qwen3-MoE or of gpt-oss: no
+    dropped tokens, no loss of its own.
 
-    Renormalized weights are the softmax over the chosen experts' logits alone, which is how megatron
-    computes them; the others are the softmax over all experts.
+    Renormalized weights are the softmax over the chosen experts' logits only, which is how
+    megatron computes them; the others are the softmax over all experts.
     """
     experts = shape.experts
     if experts is None:
@@ -342,12 +346,13 @@ LAYERS = "decoder.layers."
 
 
 class MuonBesideAdam:
-    """Two optimizers as one: they share their state, and their parameter groups stand one behind the other.
+    """Two optimizers as one: they share their state, and their parameter groups are concatenated.
 
-    Muon takes the matrices of hidden layers; embeddings, the output layer or score head, norms and biases
-    stay with Adam (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982). Its step is scaled to the root
-    mean square of Adam's (section 2.2 there), so both have one learning rate and one weight decay. Matrices
-    that Megatron holds as one, such as those of queries, keys and values, are orthogonalized as one.
+    Muon takes the matrices of hidden layers; embeddings, the output layer or score head, norms
+    and biases stay with Adam (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982). Its step
+    is scaled to the root mean square of Adam's (section 2.2 there), so both have one learning
+    rate and one weight decay. Matrices that Megatron holds as one, such as those of queries,
+    keys and values, are orthogonalized as one.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, module: torch.nn.Module, wanted: OptimizerConfig) -> None:
@@ -373,7 +378,7 @@ class MuonBesideAdam:
 
     @property
     def state(self) -> Any:
-        """Of all parameters."""
+        """The state of all parameters."""
         return self._adam.state
 
     @property

@@ -1,6 +1,5 @@
-"""Keeps what a policy holds elsewhere, so that its device's memory is free: a GPU's in the host's memory, a
-CPU's in a file.
-"""
+"""Keeps a policy's tensors elsewhere, so that its device's memory is free: a GPU's in the host's
+memory, a CPU's in a file."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ import torch
 
 
 class Offloaded:
-    """Tensors whose memory is given away until `bring_back`. They stay the same objects, and so do views of
-    them.
+    """Tensors whose memory is released until `bring_back`. They stay the same objects, and so do
+    views of them.
 
     Args:
-        kept: whose numbers are there again afterwards.
-        emptied: whose numbers are not.
+        kept: tensors whose values come back.
+        emptied: tensors whose values are lost.
     """
 
     def __init__(self, kept: Iterable[torch.Tensor], emptied: Iterable[torch.Tensor]) -> None:
@@ -35,7 +34,7 @@ class Offloaded:
             torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
-        """Take as much memory again, with the numbers that are kept."""
+        """Allocate the memory again, with the values that were kept."""
         for storage, size in self._sizes:
             if storage.device.type != "cpu":
                 storage.resize_(size)
@@ -52,7 +51,7 @@ class Offloaded:
             self._file.close()
 
     def _saved(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """A GPU's numbers in the host's memory; None: they are in the file."""
+        """A GPU's values in the host's memory; None: they are in the file."""
         data = _bytes_of(storage)
         if storage.device.type != "cpu":
             return torch.empty_like(data, device="cpu", pin_memory=True).copy_(data)
@@ -65,9 +64,9 @@ class Offloaded:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory that tensors lie in, each once, by its address."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+    """The storages of tensors, each once, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -75,8 +74,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _give_away(storage: torch.UntypedStorage) -> None:
-    """Give a storage's memory to the device, or to the system: on Linux its pages, whose addresses it keeps,
-    since arrays of numpy may lie in them, too."""
+    """Release a storage's memory to the device, or to the system: on Linux its pages, while it
+    keeps its addresses, since numpy arrays may lie in them, too."""
     if storage.device.type != "cpu":
         storage.resize_(0)
     elif sys.platform == "linux":

@@ -1,8 +1,9 @@
-"""What a rank's optimizer steps of each parameter: all of it, or with a distributed optimizer a slice.
+"""The part of each parameter that a rank's optimizer steps: all of it, or with a distributed
+optimizer a slice.
 
-Megatron's own ways of saving a distributed optimizer know either one layout alone, or lose what lies behind
-padding. Here each slice says which numbers of its parameter it has, so that they are whole again in any
-layout.
+Megatron's own ways of saving a distributed optimizer either know one layout alone, or lose what
+lies behind padding. Here each slice knows which numbers of its parameter it has, so that the
+whole can be put together in any layout.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from rollbook.train.model.reshard import Piece
 
 
 def main_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What an optimizer that steps all of a parameter steps: it, or the float32 weights that Megatron keeps
-    of a narrower one."""
+    """The tensor that an optimizer steps for a whole parameter: the parameter, or the float32
+    weights that Megatron keeps of a narrower one."""
     main: torch.Tensor = getattr(parameter, "main_param", parameter)
     return main
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerSlice:
-    """What is stepped of a parameter.
+    """The part of a parameter that is stepped.
 
     Attributes:
         tensor: the optimizer's own, of which torch's `optimizer` has the state.
-        start, end: the numbers of the parameter, laid flat, that it is.
+        start, end: the range of the flattened parameter that it is.
         narrow: whether the parameter is of a narrower type than what is stepped.
     """
 
@@ -43,30 +44,30 @@ class OptimizerSlice:
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """Moments and step count; empty before the first step."""
-        found: dict[str, torch.Tensor] = self.optimizer.state.get(self.tensor, {})
-        return found
+        state: dict[str, torch.Tensor] = self.optimizer.state.get(self.tensor, {})
+        return state
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient of what is stepped, before clipping."""
+        """The gradient of this part, before clipping."""
         return self.own(cast(Any, self.parameter).main_grad)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of numbers laid as the parameter those that are stepped here, laid as the optimizer's own."""
+        """This part of numbers that are laid out as the parameter, laid out as the optimizer's own."""
         return whole.reshape(-1)[self.start : self.end].view(self.tensor.shape)
 
     def piece(self, numbers: torch.Tensor) -> Piece:
-        """Of numbers laid as the optimizer's own, which of the parameter's they are; or a single number."""
+        """Numbers laid out as the optimizer's own, as a piece of the parameter; or a single number."""
         if not numbers.dim():
             return Piece.all_of(numbers)
         return Piece(tuple(self.parameter.shape), self.start, numbers.detach().reshape(-1))
 
 
 def stepped_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, OptimizerSlice]:
-    """What Megatron's optimizers step of a module, by the parameter's name."""
+    """The slices of a module that Megatron's optimizers step, by the parameter's name."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found = [one for optimizer in optimizers for one in _all_of(optimizer, names)]
-    return {names[one.parameter]: one for one in found}
+    slices = [part for optimizer in optimizers for part in _all_of(optimizer, names)]
+    return {names[part.parameter]: part for part in slices}
 
 
 def _all_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[OptimizerSlice]:

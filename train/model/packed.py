@@ -1,4 +1,4 @@
-"""Packed micro-batches: samples one after the other in one row, in which no padding is computed."""
+"""Packed micro-batches: samples one after the other in one row, so that no padding is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rollbook.train.batches.batch import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The S tokens of a micro-batch's samples, one sample after the other, and P - S more of nothing.
+    """The S tokens of a micro-batch's samples, one sample after the other, and P - S tokens of
+    padding.
 
     Attributes:
         tokens, positions: int64 [1, P]; positions begin anew with each sample.
@@ -36,7 +37,7 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
     """The samples of a micro-batch as one row.
 
     Args:
-        multiple: what the row's length is one of: as many zeros as it takes follow, as one more document.
+        multiple: the row's length is a multiple of it: zeros fill it up, as one more document.
     """
     assert micro.lengths is not None
     real = np.arange(micro.tokens.shape[1]) < micro.lengths[:, None]
@@ -53,30 +54,32 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
 
 
 def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:
-    """Where documents lie in a pack, by their ends, as Megatron's `PackedSeqParams`; the first is 0."""
+    """The documents in a pack, given their ends, as Megatron's `PackedSeqParams`; the first end is
+    0."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cumulative = torch.from_numpy(ends.astype(np.int32)).to(device)
     # Not the pack's length: with it, rotary positions would run on from one document to the next.
     longest = int(np.diff(ends).max())
-    found = PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    found.ends = ends.tolist()  # on the host: else every layer waits for them
-    return found
+    params.ends = ends.tolist()  # on the host: else every layer waits for them
+    return params
 
 
 class OutputPlaces:
-    """Has an output layer compute some places of a pack only: the vocabulary is wide, and of prompts and of
-    tools' results nothing is asked.
+    """Has an output layer compute only some places of a pack: the vocabulary is wide, and the
+    outputs at prompts and tool results are not used.
 
     Args:
-        layer: Megatron's; None where it is another stage's.
-        sequence: ranks have some of the tokens each: here all are gathered, in place of in the layer.
+        layer: Megatron's; None if it is in another stage.
+        sequence: each rank has some of the tokens: they are gathered here instead of in the
+            layer.
     """
 
     def __init__(self, layer: Any, *, sequence: bool) -> None:
@@ -90,15 +93,15 @@ class OutputPlaces:
 
     @contextlib.contextmanager
     def only(self, places: torch.Tensor | None) -> Iterator[None]:
-        """Within, the layer sees these places of [P, 1, hidden]; None: all."""
+        """A context in which the layer sees only these places of [P, 1, hidden]; None: all."""
         self._places = places
         try:
             yield
         finally:
             self._places = None
 
-    def _choose(self, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *rest = given
+    def _choose(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = inputs
         if self._sequence:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

@@ -1,13 +1,13 @@
-"""A model spread over ranks: which part of its tensors each rank holds and gives, and how the parts become
-whole again. Pure.
+"""A model spread over ranks: which part of its tensors each rank holds and sends, and how the parts
+are put together again. Pure.
 
-Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate and up each
-on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order, experts to
-ranks in order. The tensors of an expert are split like a dense layer's, or whole on every rank
-(`expert_tensor` 1). Interleaved stages are not known here.
+Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate
+and up each on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages
+in order, experts to ranks in order. The tensors of an expert are split like a dense layer's, or
+whole on every rank (`expert_tensor` 1). Interleaved stages are not supported here.
 
-Where all ranks give their own pieces, these hold every number exactly once. Pieces are named in terms of the
-whole model, so that they can be taken up in any layout.
+Where all ranks give their own pieces, the pieces hold every number exactly once. They are named
+in terms of the whole model, so that any layout can load them.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class RankLayout:
 
     @property
     def tells(self) -> bool:
-        """Whether what its copy of the model computes is told by this rank: the last stage has it, and each
-        of the ranks that share its tensors."""
+        """Whether this rank returns what its copy of the model computes: the last stage has it, on
+        each of the ranks that share its tensors."""
         return self.last and self.tensor_rank == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What a rank gives of its part of a tensor: some of the numbers, or all.
+    """What a rank sends of its part of a tensor: some of the numbers, or all.
 
     Attributes:
         dims: shape of the part.
-        numbers: [count] of it, laid flat, from `start` on.
+        numbers: [count] of the flattened part, from `start` on.
     """
 
     dims: tuple[int, ...]
@@ -90,16 +90,17 @@ class Piece:
 
     @classmethod
     def all_of(cls, part: torch.Tensor) -> Piece:
-        """The whole part; a view, where it lies in one piece."""
+        """A piece that is the whole part; a view, where the part is contiguous."""
         return cls(tuple(part.shape), 0, part.detach().reshape(-1))
 
     def whole(self) -> torch.Tensor:
-        """The part, which this is all of."""
+        """The part, if this piece is all of it."""
         return self.numbers.view(self.dims)
 
 
 def equal_stages(layers: int, count: int) -> tuple[int, ...]:
-    """Layers of `count` pipeline stages of one depth; more layers than there are, where that cannot be."""
+    """Layers of `count` pipeline stages of equal depth; more layers than there are, where that
+    cannot be."""
     return (-(-layers // count),) * count
 
 
@@ -120,7 +121,7 @@ def check_layout(shape: ModelShape, layout: RankLayout) -> None:
     """Check that every split is even.
 
     Raises:
-        ModelError: one does not; it names the number and the ranks.
+        ModelError: one is not; it names the number and the ranks.
     """
     if sum(layout.stages) != shape.layers or min(layout.stages) < 1:
         raise ModelError(
@@ -175,7 +176,7 @@ def _stage_of(weight: Weight, layout: RankLayout) -> int:
 
 
 def local_name(weight: Weight, shape: ModelShape, layout: RankLayout) -> str:
-    """Its name on the ranks that hold it, whose layers and experts are numbered from 0."""
+    """Its name on the ranks that hold it, where layers and experts are numbered from 0."""
     if not weight.megatron.startswith(LAYERS):
         return weight.megatron
     inner = weight.megatron.split(".", 3)[3]
@@ -186,7 +187,7 @@ def local_name(weight: Weight, shape: ModelShape, layout: RankLayout) -> str:
 
 
 def _split_over(weight: Weight, layout: RankLayout) -> int:
-    """How many ranks share the tensor; 1 where each has all of it."""
+    """How many ranks share the tensor; 1 if each has all of it."""
     if weight.kind == "replicated":
         return 1
     return layout.tensor if weight.expert is None else layout.expert_tensor
@@ -201,40 +202,40 @@ def holds(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
     return weight.expert // (shape.experts.count // layout.spread) == layout.expert_rank
 
 
-def givers(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[list[int]]:
-    """The ranks that hold each of the weight's parts, in order, a rank of every copy: they sum its gradients,
-    and may share its optimizer state.
+def owners(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[list[int]]:
+    """The ranks that hold each part of the weight, in order, one rank per copy: they sum its
+    gradients, and may share its optimizer state.
 
     Args:
         layouts: of all ranks, by number.
     """
-    found: dict[int, dict[int, int]] = {}
+    by_part: dict[int, dict[int, int]] = {}
     for rank, layout in enumerate(layouts):
         copy = layout.copy if weight.expert is None else layout.expert_copy
         part = layout.tensor_rank if _split_over(weight, layout) > 1 else 0
         if holds(weight, shape, layout):
-            found.setdefault(part, {}).setdefault(copy, rank)
-    return [[copies[copy] for copy in sorted(copies)] for _, copies in sorted(found.items())]
+            by_part.setdefault(part, {}).setdefault(copy, rank)
+    return [[copies[copy] for copy in sorted(copies)] for _, copies in sorted(by_part.items())]
 
 
 def part_of(
     weight: Weight, whole: Mapping[str, torch.Tensor], shape: ModelShape, layout: RankLayout
 ) -> torch.Tensor:
-    """The rank's part of a weight that it holds, from whole Hugging Face tensors."""
+    """A rank's part of a weight that it holds, taken from whole Hugging Face tensors."""
     size = _split_over(weight, layout)
     return shard(weight, whole, shape, layout.tensor_rank if size > 1 else 0, size)
 
 
 def joined(weight: Weight, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-    """The tensor that one rank with the whole model would hold, of what the ranks hold of it."""
+    """The tensor that one rank with the whole model would hold, joined from the ranks' parts."""
     if len(shards) == 1:
         return shards[0]
     return shard(weight, dict(zip(weight.huggingface, parts(weight, shards, shape), strict=True)), shape)
 
 
 def tied_output(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
-    """Whether the rank has a copy of the embedding as its output: the last stage of a tied model has, if the
-    embedding is elsewhere."""
+    """Whether the rank has a copy of the embedding as its output: the last stage of a tied model
+    does, if the embedding is in another stage."""
     return (
         weight.megatron.startswith("embedding.")
         and shape.tied
@@ -269,14 +270,15 @@ state."""
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Which numbers of the whole model a piece is.
+    """Which numbers of the whole model a piece holds.
 
     Attributes:
-        weight: the tensor's name in the whole model, Megatron's.
-        field: of the optimizer's state; "" of what has none.
-        part, parts: which of the tensor's parts the numbers are of, as tensor-parallel ranks share it.
+        weight: the tensor's Megatron name in the whole model.
+        field: of the optimizer's state; "" for all else.
+        part, parts: which of the tensor's parts the numbers are of, as tensor-parallel ranks
+            share it.
         dims: shape of the part; () of a single number.
-        start: of the part, laid flat, the first number.
+        start: the first number, in the flattened part.
     """
 
     kind: Given
@@ -296,18 +298,20 @@ pickled."""
 
 
 class Holder(Protocol):
-    """A rank's part of a policy, as far as it is read here."""
+    """The interface to a rank's part of a policy that is needed here."""
 
     shape: ModelShape
     lora: LoraConfig | None
     distributed_optimizer: bool
 
     def pieces(self, kind: Given) -> Mapping[str, Mapping[str, Piece]]:
-        """What the rank holds, by its own names and field."""
+        """What the rank holds, by its own names and by field."""
 
 
-def given(policy: Holder, layouts: Sequence[RankLayout], rank: int) -> Iterator[tuple[Address, torch.Tensor]]:
-    """A rank's pieces, views of what it holds, which are found when they are asked for.
+def held_pieces(
+    policy: Holder, layouts: Sequence[RankLayout], rank: int
+) -> Iterator[tuple[Address, torch.Tensor]]:
+    """A rank's pieces, views of what it holds, looked up as they are iterated.
 
     Args:
         layouts: of all ranks, by number.
@@ -319,7 +323,7 @@ def given(policy: Holder, layouts: Sequence[RankLayout], rank: int) -> Iterator[
         of_all.append(("adapter", trained))
     for kind, weights in of_all:
         held, shared = policy.pieces(kind), kind == "state" and policy.distributed_optimizer
-        for weight, by_part in zip(weights, turns(weights, shape, layouts, shared=shared), strict=True):
+        for weight, by_part in zip(weights, senders(weights, shape, layouts, shared=shared), strict=True):
             fields = held.get(local_name(weight, shape, layouts[rank]), {})
             for part, by in enumerate(by_part):
                 if rank in by:
@@ -336,21 +340,21 @@ def _pieces_of(
             yield Address(kind, name, field, part, parts, piece.dims, piece.start), piece.numbers
 
 
-def turns(
+def senders(
     weights: Sequence[Weight], shape: ModelShape, layouts: Sequence[RankLayout], *, shared: bool
 ) -> list[list[list[int]]]:
-    """The ranks that give each part of each weight: all that share it; of those that hold the same the one
-    that has least to give so far."""
+    """The ranks that send each part of each weight: all that share it; of ranks that hold the same,
+    the one with the least to send so far."""
     load = [0] * len(layouts)
-    found = []
+    all_holders = []
     for weight in weights:
-        holders = givers(weight, shape, layouts)
+        holders = owners(weight, shape, layouts)
         if not shared:
             holders = [[min(copies, key=load.__getitem__)] for copies in holders]
             for (rank,) in holders:
                 load[rank] += sum(map(prod, weight.shapes)) // len(holders)
-        found.append(holders)
-    return found
+        all_holders.append(holders)
+    return all_holders
 
 
 def copied(pieces: Pieces) -> list[tuple[Address, torch.Tensor]]:

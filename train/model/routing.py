@@ -1,8 +1,9 @@
-"""Routers that send tokens to recorded experts: one object for all layers of a rank's part of a model.
+"""Routers that send tokens to recorded experts: one object for all layers of a rank's part of a
+model.
 
-Megatron's own (`megatron.core.transformer.moe.router_replay`) keeps all routers of a process in one list, be
-they a policy's or a critic's, and replays all positions or none. Its routers ask an object that they are
-given, which is one of ours here.
+Megatron's own (`megatron.core.transformer.moe.router_replay`) keeps all routers of a process in
+one list, whether a policy's or a critic's, and replays all positions or none. Its routers ask an
+object that they are given; here they are given one of ours.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rollbook.train.select.routing import FREE
 
 
 class Routing:
-    """What the routers of a model replay.
+    """Replays experts in the routers of a model.
 
     Args:
-        module: a rank's part of megatron's GPTModel; of a dense one there is nothing to do.
+        module: a rank's part of megatron's GPTModel; for a dense one there is nothing to do.
         again: its layers are computed again in the backward pass.
     """
 
@@ -38,20 +39,20 @@ class Routing:
                 router.router_replay = self._routers[layer.layer_number - 1] = _Router()
 
     def begin(self) -> None:
-        """Before the passes of a step: forget what one that was cut off has left."""
+        """Prepare for the passes of a step: forget what an interrupted one has left."""
         for router in self._routers.values():
             router.later.clear()
 
     @contextlib.contextmanager
     def of(self, micro: MicroBatch, multiple: int, device: torch.device) -> Iterator[None]:
-        """Within, a forward pass sends the tokens of a micro-batch to its experts.
+        """A context in which a forward pass sends the tokens of a micro-batch to its experts.
 
-        In a pass with gradients over layers that are computed again, each router keeps what it replays until
-        it is asked outside: backward passes take micro-batches in the order of forward passes, on every
-        pipeline stage.
+        In a pass with gradients over layers that are computed again, each router keeps what it
+        replays until it is asked outside of the context: backward passes take micro-batches in
+        the order of forward passes, on every pipeline stage.
 
         Args:
-            multiple: what the length of the pass is one of.
+            multiple: the length of the pass is a multiple of it.
         """
         later = self._again and torch.is_grad_enabled()
         placed = None if micro.experts is None else torch.from_numpy(in_rows(micro, multiple)).to(device)
@@ -67,7 +68,7 @@ class Routing:
                 router.now, router.within = None, False
 
     def _own(self, experts: torch.Tensor) -> torch.Tensor:
-        """Of [positions, rows, topk] the positions of this rank, as its routers see them: [N, topk]."""
+        """This rank's positions of [positions, rows, topk], as its routers see them: [N, topk]."""
         if self._layout.sequence:
             experts = experts.chunk(self._layout.tensor)[self._layout.tensor_rank]
         return experts.flatten(0, 1)
@@ -77,9 +78,9 @@ class _Router:
     """Chooses the experts of one layer.
 
     Attributes:
-        now: int16 [N, topk], what the forward pass under way replays; None: nothing.
-        within: whether one is under way.
-        later: what passes replayed whose layers will be computed again.
+        now: int16 [N, topk], what the current forward pass replays; None: nothing.
+        within: whether a forward pass is under way.
+        later: what was replayed by passes whose layers will be computed again.
     """
 
     def __init__(self) -> None:
@@ -95,9 +96,9 @@ class _Router:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of each token's experts, [N, topk], highest score first, as Megatron asks.
+        """Scores and ids of each token's experts, [N, topk], highest score first, as Megatron asks.
 
-        In this order, so that the same experts give the same bits however they are recorded.
+        This order has the same experts give the same bits however they are recorded.
 
         Args:
             scores: of all experts, [N, experts].
@@ -112,8 +113,8 @@ class _Router:
 
 
 def in_rows(micro: MicroBatch, multiple: int) -> ExpertIds:
-    """The experts of a micro-batch as its tokens lie in a pass, int16 [positions, layers, rows, topk]; of a
-    packed one there is one row, and what fills the length up is `FREE`."""
+    """The experts of a micro-batch in the layout of its pass, int16 [positions, layers, rows,
+    topk]; a packed one has one row, and its padding is `FREE`."""
     assert micro.experts is not None
     rows = micro.experts
     if micro.lengths is not None:

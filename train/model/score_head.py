@@ -23,17 +23,17 @@ def with_head(weights: Tensors, shape: ModelShape) -> Tensors:
     """A policy's weights with a head of scores, which gives 0, in place of the output.
 
     Args:
-        shape: with that head.
+        shape: of the model with that head.
     """
     own = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
     return own | {SCORE: torch.zeros(shape.scores, shape.hidden)}
 
 
 class ScoreHead(torch.nn.Linear):
-    """A linear map from the hidden state of each token to its scores, computed in float32, without a bias; at
-    first all are 0.
+    """A linear map from each token's hidden state to its scores, computed in float32, without a
+    bias; at first all scores are 0.
 
-    It takes the place of Megatron's output layer, and is called as that is. Hugging Face's
+    It replaces Megatron's output layer, and is called in the same way. Hugging Face's
     `ForSequenceClassification` models call its weight `score.weight`.
     """
 

@@ -1,8 +1,9 @@
-"""Reads the shape of a model from its Hugging Face config.json, for the families that can be trained.
+"""Reads the shape of a model from its Hugging Face config.json, for the families that can be
+trained.
 
-Read in the keys of transformers 4 (`rope_theta`, `rope_scaling`, `num_experts`) and of 5
-(`rope_parameters`, `num_local_experts`). What the trainer would compute otherwise than transformers
-is refused, never approximated.
+The keys of transformers 4 (`rope_theta`, `rope_scaling`, `num_experts`) and of 5
+(`rope_parameters`, `num_local_experts`) are read. What the trainer would compute differently
+from transformers is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ SCORE_LABELS = ("reward", "log_deviation")
 class Experts:
     """The mixture of experts in every layer.
 
-    `ffn` is the inner width of one expert; `renormalized` says that the weights of the chosen experts
-    are divided by their sum. `limit` is what clamps gates from above and the other half on both sides; None:
-    nothing does.
+    `ffn` is the inner width of one expert; `renormalized` says that the weights of the chosen
+    experts are divided by their sum. `limit` clamps gates from above and the other half on both
+    sides; None: nothing is clamped.
     """
 
     count: int
@@ -51,10 +52,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Layers in which a token attends to the last `size` tokens alone, itself among them.
+    """Layers in which a token attends only to the last `size` tokens, itself among them.
 
-    `layers` says of each layer of the model whether it is one. Queries and keys of these are rotated by
-    `rope_theta`, those of the others by the model's; None: by that, too.
+    `layers` says for each layer of the model whether it has a window. Queries and keys of these
+    are rotated by `rope_theta`, those of the others by the model's; None: all by the model's.
     """
 
     size: int
@@ -79,10 +80,11 @@ class Yarn:
 class ModelShape:
     """The values of a config.json that determine the model.
 
-    `ffn` is the inner width of a dense layer, which a model of experts does not use. `scores` is 0 for a
-    model that predicts tokens; otherwise the number of values that its head `score` gives each token instead.
-    `rope_factor` is what positions are divided by before the rotation, but for layers with a window. The
-    products of queries and keys are divided by the root of `query_scalar`; None: by that of `head_dim`.
+    `ffn` is the inner width of a dense layer, which a model of experts does not use. `scores` is
+    0 for a model that predicts tokens; otherwise the number of values that its head `score`
+    gives each token instead. Positions are divided by `rope_factor` before the rotation, except
+    in layers with a window. The products of queries and keys are divided by the root of
+    `query_scalar`; None: by that of `head_dim`.
     """
 
     family: str
@@ -106,13 +108,13 @@ class ModelShape:
 
     @property
     def outputs(self) -> int:
-        """Values that the model gives each token: one for each of the vocabulary, or its scores."""
+        """The number of values that the model gives each token: the vocabulary's, or its scores."""
         return self.scores or self.vocab
 
     def work(self, tokens: int) -> int:
-        """Floating-point operations of a forward pass over a sample of so many tokens: 2 for every weight
-        that each meets, and causal attention between them (Kaplan et al. 2020, arXiv:2001.08361, table 1), to
-        no token before the window of a layer that has one."""
+        """Floating-point operations of a forward pass over a sample of so many tokens: 2 for every
+        weight and token, and causal attention between the tokens (Kaplan et al. 2020,
+        arXiv:2001.08361, table 1), none before the window in a layer that has one."""
         inner = self.heads * self.head_dim
         attention = self.hidden * (2 * inner + 2 * self.kv_heads * self.head_dim)
         experts = self.experts
@@ -126,9 +128,9 @@ class ModelShape:
 
     @property
     def mixture(self) -> Mixture | None:
-        """Its mixture of experts as routing is recorded of it; None of a dense model."""
-        of = self.experts
-        return None if of is None else Mixture(self.layers, of.count, of.per_token)
+        """Its mixture of experts in the form that recorded routing has; None of a dense model."""
+        experts = self.experts
+        return None if experts is None else Mixture(self.layers, experts.count, experts.per_token)
 
     @property
     def windowed(self) -> int:
@@ -147,17 +149,19 @@ class ModelShape:
 
     @property
     def two_rotations(self) -> bool:
-        """Whether layers with a window rotate queries and keys by another base than the others."""
+        """Whether layers with a window rotate queries and keys with another base than the others."""
         return self.windows is not None and self.windows.rope_theta is not None
 
     @property
     def biases(self) -> bool:
-        """Whether all other linear layers have one, too: the attention's output, router and experts."""
+        """Whether all other linear layers have a bias, too: the attention's output, router and
+        experts."""
         return self.family == GPT_OSS
 
     @property
     def sinks(self) -> bool:
-        """Whether every head has a score that is in the softmax of each query, and adds nothing."""
+        """Whether every head has a sink: a score in the softmax of each query that adds nothing to
+        the output."""
         return self.family == GPT_OSS
 
     @property
@@ -172,7 +176,8 @@ class ModelShape:
 
     @property
     def output_norms(self) -> bool:
-        """Whether what attention and the feed-forward layer give is normalized before it is added."""
+        """Whether the outputs of attention and of the feed-forward layer are normalized before they
+        are added."""
         return self.family == GEMMA3
 
     @property
@@ -182,7 +187,7 @@ class ModelShape:
 
     @property
     def scaled_embedding(self) -> bool:
-        """Whether what layers are given is the embedding times the root of `hidden`."""
+        """Whether the layers' input is the embedding times the root of `hidden`."""
         return self.family == GEMMA3
 
     @property
@@ -217,8 +222,8 @@ def read_shape(model: Path) -> ModelShape:
 
 
 def shape_to_train(model: Path, scores: int) -> ModelShape:
-    """The shape in which an algorithm trains a model: with a head of scores in place of the vocabulary's
-    logits, where it trains a reward model.
+    """The shape in which an algorithm trains a model: for a reward model with a head of scores in
+    place of the vocabulary's logits.
 
     Args:
         scores: that the algorithm asks for; 0: it trains a policy.
@@ -234,7 +239,7 @@ def shape_to_train(model: Path, scores: int) -> ModelShape:
 
 
 def _scores(config: dict[str, Any]) -> int:
-    """Width of the head of a `ForSequenceClassification` model; 0 of another."""
+    """The width of the head of a `ForSequenceClassification` model; 0 for any other model."""
     if not any(name.endswith(SCORES) for name in config.get("architectures") or ()):
         return 0
     return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
@@ -316,29 +321,29 @@ def _windows(config: dict[str, Any], rope_theta: float | None) -> Windows | None
 
 
 def _rotations(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is said of the rotation of queries and keys; and of that of layers with a window, if another."""
-    given = config.get("rope_parameters") or {}
+    """The rotation settings of queries and keys; and those of layers with a window, if they differ."""
+    rope = config.get("rope_parameters") or {}
     if config["model_type"] != GEMMA3:
-        return given or config.get("rope_scaling") or {}, {}
-    if set(given) - {FULL, SLIDING}:  # transformers would not look at these
-        raise ValueError(f"rope_parameters by kind of layer, not {sorted(given)}")
-    full = {"rope_theta": config.get("rope_theta", 1e6)} | (given.get(FULL) or {})
-    sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (given.get(SLIDING) or {})
+        return rope or config.get("rope_scaling") or {}, {}
+    if set(rope) - {FULL, SLIDING}:  # transformers would not look at these
+        raise ValueError(f"rope_parameters by kind of layer, not {sorted(rope)}")
+    full = {"rope_theta": config.get("rope_theta", 1e6)} | (rope.get(FULL) or {})
+    sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (rope.get(SLIDING) or {})
     return full | (config.get("rope_scaling") or {}), sliding
 
 
 def _rope_type(rope: dict[str, Any]) -> str:
     # transformers 4 once wrote `type` for `rope_type`.
-    found: str = rope.get("rope_type", rope.get("type", "default"))
-    return found
+    kind: str = rope.get("rope_type", rope.get("type", "default"))
+    return kind
 
 
 def _scaled_rope(config: dict[str, Any]) -> bool:
     rope, of_windows = _rotations(config)
     known = _SCALED.get(config["model_type"], ("default",))
     # How much YaRN scales the products of queries and keys is computed, not read.
-    told = any(rope.get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    return _rope_type(rope) not in known or _rope_type(of_windows) != "default" or told
+    explicit = any(rope.get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    return _rope_type(rope) not in known or _rope_type(of_windows) != "default" or explicit
 
 
 def _partial_rope(config: dict[str, Any]) -> bool:
@@ -364,7 +369,7 @@ def _activation(config: dict[str, Any]) -> bool:
 
 
 def _softcapping(config: dict[str, Any]) -> bool:
-    return any(config.get(f"{of}_logit_softcapping") is not None for of in ("attn", "final"))
+    return any(config.get(f"{place}_logit_softcapping") is not None for place in ("attn", "final"))
 
 
 def _single_expert(config: dict[str, Any]) -> bool:

@@ -36,9 +36,9 @@ rows, as its output is.
 class Weight:
     """One Megatron tensor of the whole model.
 
-    `shapes` are those of the Hugging Face tensors. `layer` is the layer it is in, or lies beside: the
-    embedding goes with the first, the final norm and the output with the last. `expert` is the number of
-    the expert that it is of; None for all other tensors.
+    `shapes` are those of the Hugging Face tensors. `layer` is the layer it is in, or goes with:
+    the embedding goes with the first, the final norm and the output with the last. `expert` is
+    the number of its expert; None for all other tensors.
     """
 
     megatron: str
@@ -161,11 +161,11 @@ def _gated(
 def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of every Hugging Face tensor, in the order of the stream."""
     empty = ((name, torch.empty(dims, device="meta")) for name, dims in _shapes(shape).items())
-    return {name: tuple(tensor.shape) for name, tensor in put_together(empty, shape)}
+    return {name: tuple(tensor.shape) for name, tensor in fuse_experts(empty, shape)}
 
 
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The same, with one tensor for every expert and projection, whatever files hold."""
+    """The same, with one tensor for every expert and projection, whatever the files hold."""
     pairs = (zip(w.huggingface, w.shapes, strict=True) for w in plan(shape))
     return {name: dims for pair in pairs for name, dims in pair}
 
@@ -179,16 +179,16 @@ def stream_weights(
     others are views of `tensors`.
     """
     each = (zip(w.huggingface, parts(w, [tensors[w.megatron]], shape), strict=True) for w in plan(shape))
-    yield from put_together((named for pair in each for named in pair), shape)
+    yield from fuse_experts((named for pair in each for named in pair), shape)
 
 
 def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
-    """The tensors by the names of `plan`, fused experts taken apart (as views).
+    """The tensors by the names of `plan`, with fused experts split (as views).
 
     Raises:
         ModelError: one is missing, or not of the config's shape.
     """
-    tensors = taken_apart(tensors, shape)
+    tensors = split_fused(tensors, shape)
     for name, dims in (weight_shapes(shape) | _shapes(shape)).items():
         if name not in tensors:
             raise ModelError(f"the weights do not fit their config.json: {name} is missing")
@@ -202,7 +202,8 @@ def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[s
 def shard(
     weight: Weight, tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: int = 0, size: int = 1
 ) -> torch.Tensor:
-    """The Megatron tensor that tensor-parallel rank `rank` of `size` holds, from whole Hugging Face ones."""
+    """The Megatron tensor of tensor-parallel rank `rank` of `size`, from whole Hugging Face
+    tensors."""
     whole = [tensors[name] for name in weight.huggingface]
     if weight.kind == "replicated":
         return whole[0]
@@ -220,7 +221,7 @@ def shard(
 
 
 def _vocab_rows(embedding: torch.Tensor, rows: int, rank: int) -> torch.Tensor:
-    """The rank's rows of the embedding; zeros stand for those beyond the vocabulary."""
+    """The rank's rows of the embedding; rows beyond the vocabulary are zeros."""
     mine = embedding[rank * rows : (rank + 1) * rows]
     missing = rows - mine.shape[0]
     if not missing:
@@ -251,7 +252,8 @@ def parts(weight: Weight, shards: Sequence[torch.Tensor], shape: ModelShape) -> 
 
 
 def _grouped(packed: torch.Tensor, shape: ModelShape, size: int) -> tuple[torch.Tensor, ...]:
-    """Views of a packed tensor's queries, keys and values, each [groups, rows of a group, ...]."""
+    """Views of the queries, keys and values in a packed tensor, each [groups, rows of a group,
+    ...]."""
     heads = (shape.heads // shape.kv_heads, 1, 1)
     groups = packed.view(shape.kv_heads // size, sum(heads) * shape.head_dim, *packed.shape[1:])
     return groups.split([count * shape.head_dim for count in heads], dim=1)
@@ -267,7 +269,7 @@ PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def prefix_of(layer: int) -> str:
-    """What the names of a layer's experts begin with."""
+    """The prefix of the names of a layer's experts."""
     return f"model.layers.{layer}.mlp.experts."
 
 
@@ -278,8 +280,8 @@ def expect(name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> None:
         ModelError: it is another.
     """
     if tuple(tensor.shape) != dims:
-        found = tuple(tensor.shape)
-        raise ModelError(f"the weights do not fit their config.json: {name} is {found}, not {dims}")
+        actual = tuple(tensor.shape)
+        raise ModelError(f"the weights do not fit their config.json: {name} is {actual}, not {dims}")
 
 
 def fused_shapes(shape: ModelShape, experts: Experts) -> dict[str, tuple[int, ...]]:
@@ -295,8 +297,8 @@ def fused_shapes(shape: ModelShape, experts: Experts) -> dict[str, tuple[int, ..
     }
 
 
-def taken_apart(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
-    """The tensors, and of fused ones one per expert and projection, as views.
+def split_fused(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
+    """The tensors, with fused ones split into one per expert and projection, as views.
 
     Raises:
         ModelError: a fused one is not of the config's shape.
@@ -329,10 +331,11 @@ def _split(stacked: torch.Tensor, count: int, shape: ModelShape) -> Iterable[tor
     return [stacked[..., i::count].T for i in range(count)]
 
 
-def put_together(
+def fuse_experts(
     stream: Iterable[tuple[str, torch.Tensor]], shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A stream of tensors by the names of files: where these fuse experts, after the last of a layer."""
+    """The stream under the names of files: where these fuse experts, the fused tensors come in
+    place of a layer's experts, after the last of them."""
     experts = shape.experts
     if experts is None or not shape.fused_experts:
         yield from stream
@@ -354,8 +357,8 @@ def _fused(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for fused, dims in fused_shapes(shape, experts).items():
         names, field = _named(fused)
-        found = held[f"{prefix}0.{names[0]}.{field}"].new_empty(dims)
-        for expert, stacked in enumerate(found):
+        fused_tensor = held[f"{prefix}0.{names[0]}.{field}"].new_empty(dims)
+        for expert, stacked in enumerate(fused_tensor):
             for name, into in zip(names, _split(stacked, len(names), shape), strict=True):
                 into.copy_(held[f"{prefix}{expert}.{name}.{field}"])
-        yield prefix + fused, found
+        yield prefix + fused, fused_tensor

@@ -68,7 +68,7 @@ class Checkpointer:
 
         Args:
             model: whose other files are copied.
-            scores: what the head of a reward model gives; 0: it is a policy.
+            scores: width of a reward model's head; 0: it is a policy.
 
         Raises:
             VersionError: the run's version 0 has other weights, with which a proxy has recorded.
@@ -95,7 +95,7 @@ class Checkpointer:
         critic: Policy | None,
         meanwhile: bool,
     ) -> CheckpointWritten | None:
-        """Write one that training can resume from.
+        """Write a checkpoint that training can resume from.
 
         Args:
             like: a model directory whose other files are copied.
@@ -121,8 +121,8 @@ class Checkpointer:
         return self._noted(write_checkpoint(*self._named(version), policy.stream_weights(), None, **also))
 
     def renew_reference(self, version: int, before: int | None) -> None:
-        """Record that a version, of which a checkpoint was written or is, is the policy's reference from here
-        on.
+        """Record that a version whose checkpoint is written, or being written, is the policy's
+        reference from here on.
 
         Args:
             before: the version that was.
@@ -136,7 +136,7 @@ class Checkpointer:
         self._record(PolicyPublished(line, version, before, record.path, record.weights_digest))
 
     def check(self, policy: Policy) -> None:
-        """See that every rank that is to write sees the store's folder.
+        """Check that every rank that is to write sees the store's folder.
 
         Raises:
             ConfigError: one does not.
@@ -145,7 +145,7 @@ class Checkpointer:
             check_shared(self._log.path, self._config.run, self._config.policy, policy)
 
     def settle(self) -> None:
-        """Wait for the one that is under way.
+        """Wait for the checkpoint that is under way.
 
         Raises:
             ShortageError: the disk is full. Nothing of the checkpoint is left.
@@ -156,7 +156,8 @@ class Checkpointer:
             under_way.result()
 
     def look(self) -> None:
-        """Raise what ended the one that was under way, if something did; as `settle`, without waiting."""
+        """Raise the error that ended the checkpoint under way, if there was one; like `settle`,
+        without waiting."""
         if self._under_way is not None and self._under_way.done():
             self.settle()
 
@@ -174,18 +175,18 @@ class Checkpointer:
         *,
         meanwhile: bool,
     ) -> Callable[[], CheckpointWritten]:
-        """Writes a checkpoint of whole tensors."""
-        kept = _copied if meanwhile else dict
-        optimizer = kept(policy.optimizer_state().items())
+        """A function that writes a checkpoint of whole tensors."""
+        copy = _copied if meanwhile else dict
+        optimizer = copy(policy.optimizer_state().items())
         of_critic = None
         if critic is not None:
-            of_critic = kept(critic.stream_weights()), kept(critic.optimizer_state().items())
-        adapter = self._adapter(policy, kept)
+            of_critic = copy(critic.stream_weights()), copy(critic.optimizer_state().items())
+        adapter = self._adapter(policy, copy)
         weights = policy.stream_weights()
-        given = _copied(weights) if meanwhile else weights
+        tensors = _copied(weights) if meanwhile else weights
 
         also: Any = {"like": like, "phase": phase, "critic": of_critic, "adapter": adapter}
-        return lambda: write_checkpoint(*self._named(version), given, optimizer, **also)
+        return lambda: write_checkpoint(*self._named(version), tensors, optimizer, **also)
 
     def _shards(
         self,
@@ -197,20 +198,20 @@ class Checkpointer:
         *,
         meanwhile: bool,
     ) -> Callable[[], CheckpointWritten]:
-        """The same of each rank's own pieces."""
-        of, dtype = Trained(policy, self.lora, critic), getattr(torch, self._config.dtype)
+        """A function that writes a checkpoint of each rank's own pieces."""
+        trained, dtype = Trained(policy, self.lora, critic), getattr(torch, self._config.dtype)
         also: Any = {"like": like, "phase": phase, "dtype": dtype, "meanwhile": meanwhile}
-        return begin_sharded(*self._named(version), of, **also)
+        return begin_sharded(*self._named(version), trained, **also)
 
     def _named(self, version: int) -> tuple[Path, str, str, int]:
-        """What a checkpoint of a version is called by."""
+        """The arguments that name the checkpoint of a version."""
         return self._log.path, self._config.run, self._config.policy, version
 
-    def _adapter(self, policy: Policy, kept: Callable[[Any], Tensors]) -> Adapter | None:
-        return None if self.lora is None else Adapter(kept(policy.adapter().items()), self.lora)
+    def _adapter(self, policy: Policy, copy: Callable[[Any], Tensors]) -> Adapter | None:
+        return None if self.lora is None else Adapter(copy(policy.adapter().items()), self.lora)
 
     def _noted(self, record: CheckpointWritten) -> CheckpointWritten:
-        """The record of a checkpoint that is durable, once the log has it, too."""
+        """Write the record of a durable checkpoint to the log; returns it."""
         earlier = [c.policy_version for c in list(self._history.checkpoints)]  # of which others go meanwhile
         parent = max((v for v in earlier if v < record.policy_version), default=None)
         published = PolicyPublished(
@@ -233,8 +234,8 @@ _ENDS_REPLAYS = frozenset({StepRetired.KIND, TrajectoryErased.KIND})
 class Keeping:
     """Which checkpoints of a policy in training may go, and their removal.
 
-    What steps need is known from the history and from `saw`; what engines and proxies serve, and what was
-    retired and erased meanwhile, is read off the log.
+    What steps need is known from the history and from `saw`; what engines and proxies serve, and
+    what was retired and erased since, is read from the log.
 
     Args:
         history: of the policy; a checkpoint that is removed here is taken out of it.
@@ -250,18 +251,18 @@ class Keeping:
         """How many checkpoints there were when it last looked."""
 
     def saw(self, record: Record) -> None:
-        """Take a record of the training that is durable."""
+        """Take a durable record of the training."""
         match record:
             case StepPlanned():
                 self._steps[record.step] = step_taken(record, None)
             case StepCommitted():
                 self._steps[record.step] = replace(self._steps[record.step], made=record.policy_version)
 
-    def remove(self, given: int | None, like: Path) -> None:
-        """Remove the checkpoints that may go now, if one was written since this was last asked.
+    def remove(self, served: int | None, like: Path) -> None:
+        """Remove the checkpoints that may go now, if one was written since the last call.
 
         Args:
-            given: the version that engines were given last, or are being given.
+            served: the version that engines were given last, or are being given.
             like: the folder whose files later checkpoints copy.
         """
         keep, checkpoints = self._config.checkpoint.keep, list(self._history.checkpoints)
@@ -271,7 +272,7 @@ class Keeping:
         run = self._config.run
         present = [c for c in checkpoints if folder_of(self._log, c, run) is not None]
         why_each = why_kept(
-            present, self._steps.values(), keep, self._named(given), lambda path: self._user_of(path, like)
+            present, self._steps.values(), keep, self._named(served), lambda path: self._user_of(path, like)
         )
         for record, why in zip(present, why_each, strict=True):
             if not why and remove_checkpoint(self._log, run, record, f"[checkpoint] {keep}", self._write):
@@ -279,20 +280,20 @@ class Keeping:
         self._looked = len(self._history.checkpoints)
 
     def _user_of(self, path: str, like: Path) -> str | None:
-        """Who uses a checkpoint's folder."""
+        """What uses a checkpoint's folder."""
         copied = like == place_inside(self._log.path, path)
         return "later checkpoints copy its files" if copied else self._service.user_of(path)
 
-    def _named(self, given: int | None) -> dict[int, str]:
-        """Versions that something beside the steps so far needs."""
+    def _named(self, served: int | None) -> dict[int, str]:
+        """Versions that are needed by something other than the steps so far, and by what."""
         named = self._service.given(self._config.run, self._config.policy)
-        if given is not None:
-            named[given] = "engines are given it"
+        if served is not None:
+            named[served] = "engines are given it"
         reference = self._config.algorithm.reference
         return named if reference is None else named | {reference: "the reference that CONFIG names"}
 
     def _read_on(self) -> None:
-        """Take what the log says since it was last asked."""
+        """Read what was added to the log since the last call."""
         head, ends_replays = self._log.head(), False
         for event in self._log.events_of(SERVICE_KINDS | _ENDS_REPLAYS, head, self._read_to):
             self._service.take(event)

@@ -21,10 +21,10 @@ from rollbook.store.events import CheckpointWritten, Record
 from rollbook.store.fold.history import History
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.log.writer import LaneWriter
-from rollbook.store.redaction import Scrubber, cleaned
+from rollbook.store.redaction import Scrubber, scrub_record
 from rollbook.store.safe_paths import place_inside
 from rollbook.store.secret import SECRETS, store_secret
-from rollbook.store.whose import WANTED, Whose
+from rollbook.store.whose import WANTED, ProxyIdentity
 from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.model.score_head import SCORE, with_head
 from rollbook.train.model.shape import read_shape, shape_to_train
@@ -41,35 +41,35 @@ ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
 
 def check_model(config: TrainConfig, versions: VersionDigests) -> None:
-    """Check that CONFIG's model is the one that the run started with, or a version of its own, if its weights
-    can be compared.
+    """Check that CONFIG's model is the one that the run started with, or a version of its own, if
+    its weights can be compared.
 
     Raises:
-        VersionError: the run's version 0 is other weights; with the remedy.
+        VersionError: the run's version 0 has other weights; the message has the remedy.
         ModelError: it cannot be read, or was changed after it was written.
     """
-    model, of = config.model, (config.run, config.policy)
-    if versions.of(*of, 0) is None:
+    model, key = config.model, (config.run, config.policy)
+    if versions.of(*key, 0) is None:
         require_folder(model_folder(model), "the CONFIG's `model`")
         return
     if not weight_files(model):
         return
-    version = versions.own(*of, origin_of(model)) or 0
-    bound = versions.of(*of, version)
+    version = versions.own(*key, origin_of(model)) or 0
+    bound = versions.of(*key, version)
     assert bound is not None
     digest = _digest_of_model(config, bound.digest)
-    versions.check(*of, version, digest, f"CONFIG's model {model}")
+    versions.check(*key, version, digest, f"CONFIG's model {model}")
 
 
 def _digest_of_model(config: TrainConfig, wanted: str) -> str:
-    """The digest of the model's weights: the wanted one where they have it in a type that can be trained, for
-    the run may have begun in another than it goes on in."""
-    found: dict[str, str] = {}
+    """The digest of the model's weights: the wanted one if they have it in any type that can be
+    trained, since the run may have begun in another type than it goes on in."""
+    digests: dict[str, str] = {}
     for dtype in DTYPES:
-        found[dtype] = digest_tensors(_own_weights(config, dtype))
-        if found[dtype] == wanted:
+        digests[dtype] = digest_tensors(_own_weights(config, dtype))
+        if digests[dtype] == wanted:
             return wanted
-    return found[config.dtype]
+    return digests[config.dtype]
 
 
 def check_head(config: TrainConfig, log: Store, history: History) -> None:
@@ -91,13 +91,13 @@ def check_head(config: TrainConfig, log: Store, history: History) -> None:
 
 
 def _own_weights(config: TrainConfig, dtype: str) -> Tensors:
-    """The weights of CONFIG's model in a type, under the names used in files; fused tensors are split. A
-    reward model's head that the model has not gives 0."""
+    """The weights of CONFIG's model in a type, under the names used in files; fused tensors are
+    split. A reward model's head that is missing in the model gives 0."""
     model, scores, type_ = config.model, config.algorithm.head_width, getattr(torch, dtype)
-    shape, given = shape_to_train(model, scores), read_unchanged(model)
-    if scores and SCORE not in given:
-        given = with_head(given, shape)
-    own = checked(given, shape)
+    shape, tensors = shape_to_train(model, scores), read_unchanged(model)
+    if scores and SCORE not in tensors:
+        tensors = with_head(tensors, shape)
+    own = checked(tensors, shape)
     return {name: own[name].to(type_) for name in weight_shapes(shape)}
 
 
@@ -105,7 +105,8 @@ class Publisher:
     """Writes the versions of one policy of a run to the store, and syncs engines to them.
 
     Args:
-        stopped: whether a signal has come: then engines that are away are not waited for.
+        stopped: whether a signal has come: then engines that cannot be reached are not waited
+            for.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Publisher:
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
-        clean = (cleaned(record, self._scrub.text, self._scrub.value) for record in records)
+        clean = (scrub_record(record, self._scrub.text, self._scrub.value) for record in records)
         events = [Event(record, self._config.run) for record in clean]
         self._writer.append(events).result()
         for event in events:
@@ -155,7 +156,7 @@ class Publisher:
         self.checkpoints.adopt(config.model, own, config.algorithm.head_width)
 
     def has_checkpoint(self, version: int) -> bool:
-        """Whether there is one of this version, that training can resume from."""
+        """Whether this version has a checkpoint that training can resume from."""
         return self._checkpointed == version
 
     def restored(self, version: int) -> None:
@@ -175,15 +176,16 @@ class Publisher:
         before_cache: Callable[[], None] = lambda: None,
         last: bool = False,
     ) -> None:
-        """Write a version's checkpoint if requested, and sync the engines to it; then remove checkpoints that
-        are not to be kept.
+        """Write a version's checkpoint if requested, and sync the engines to it; then remove
+        checkpoints that are not to be kept.
 
-        Either may be under way when this returns, if the configuration says so; both of the version before
-        are waited for.
+        Either may still be under way when this returns, if the configuration says so; those of
+        the version before are waited for.
 
         Args:
             like: a model directory whose other files are copied into a checkpoint.
-            checkpoint: write one with the optimizer's state, so that training can resume from it.
+            checkpoint: write one with the optimizer's state, so that training can resume from
+                it.
             sync: send it to the engines, if there are any.
             critic: its state goes into the checkpoint.
             before_cache: as of `Syncer.sync`.
@@ -214,7 +216,7 @@ class Publisher:
 
     @property
     def under_way(self) -> bool:
-        """Whether a sync is."""
+        """Whether a sync is under way."""
         return self._travels is not None and not self._travels.done()
 
     def settle(self) -> None:
@@ -228,7 +230,7 @@ class Publisher:
             travels.result()
 
     def rest(self, version: int) -> None:
-        """Have the engines give their memory away, until the sync of this version.
+        """Have the engines release their memory, until the sync of this version.
 
         Raises:
             EngineLostError: none of them can be reached for `wait_s`.
@@ -343,7 +345,7 @@ class Publisher:
             sync = self._config.sync
             assert sync is not None
             key, admin_key = sync.key(os.environ), os.environ.get(ADMIN_KEY_VARIABLE)
-            whose = Whose(self._log.store_id, self._config.run, os.environ.get(WANTED, ""))
+            whose = ProxyIdentity(self._log.store_id, self._config.run, os.environ.get(WANTED, ""))
             self._engines = [
                 EngineControl(address.url, sync.timeout_s, key, address.login, admin_key, whose)
                 for address in sync.engines

@@ -1,6 +1,5 @@
-"""A rank's part of a trainable policy: weights, optimizer and gradients of one Megatron model, as named
-tensors. Where there is one rank, it is the policy.
-"""
+"""A rank's part of a trainable policy: weights, optimizer and gradients of one Megatron model, as
+named tensors. With a single rank, it is the whole policy."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rollbook.train.model.model import Build, MegatronParts, build
 from rollbook.train.model.offload import Offloaded
 from rollbook.train.model.optimizer_slices import stepped_of
 from rollbook.train.model.packed import pack
-from rollbook.train.model.reshard import Piece, Work, copied, given, rank_weights
+from rollbook.train.model.reshard import Piece, Work, copied, held_pieces, rank_weights
 from rollbook.train.model.routing import Routing
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.model.weight_names import stream_weights
@@ -35,7 +34,7 @@ MAIN = "main"
 
 
 class TrainablePolicy:
-    """One policy in training, or a rank's part of it. All names of weights are Hugging Face's.
+    """One policy in training, or a rank's part of it. All weights have Hugging Face names.
 
     Args:
         shape: the architecture.
@@ -103,8 +102,8 @@ class TrainablePolicy:
         return {factor.huggingface[0]: held[factor.megatron] for factor in factors(self.shape, self.lora)}
 
     def own_weights(self) -> Tensors:
-        """The weights that this rank holds, under Megatron's names; of a policy with low-rank factors those
-        that these are beside."""
+        """The weights that this rank holds, under Megatron's names; of a policy with low-rank
+        factors the base weights."""
         return self._named(of_adapter=False)
 
     def own_adapter(self) -> Tensors:
@@ -132,28 +131,28 @@ class TrainablePolicy:
         """Adam's moments and step counts, and the float32 weights where the model's are narrower,
         `parameter.field`; empty before the first step."""
         held = self.pieces("state").items()
-        return {f"{name}.{field}": piece.whole() for name, of in held for field, piece in of.items()}
+        return {f"{name}.{field}": piece.whole() for name, fields in held for field, piece in fields.items()}
 
     def pieces(self, kind: Kind) -> dict[str, dict[str, Piece]]:
-        """What this rank holds, by Megatron's name and field; weights and gradients have one field, "". Of
-        gradients and state it is what its optimizer steps."""
+        """The pieces that this rank holds, by Megatron's name and field; weights and gradients have
+        one field, "". Pieces of gradients and state are what its optimizer steps."""
         if kind == "weights":
             return {name: {"": Piece.all_of(tensor)} for name, tensor in self.own_weights().items()}
         if kind == "adapter":
             return {name: {"": Piece.all_of(tensor)} for name, tensor in self.own_adapter().items()}
         stepped = self._stepped.items()
         if kind == "gradients":
-            return {name: {"": of.piece(of.gradient)} for name, of in stepped}
+            return {name: {"": part.piece(part.gradient)} for name, part in stepped}
         held = {}
-        for name, of in stepped:
-            if fields := dict(of.state):
-                fields |= {MAIN: of.tensor} if of.narrow else {}
-                held[name] = {field: of.piece(torch.as_tensor(value)) for field, value in fields.items()}
+        for name, part in stepped:
+            if fields := dict(part.state):
+                fields |= {MAIN: part.tensor} if part.narrow else {}
+                held[name] = {field: part.piece(torch.as_tensor(value)) for field, value in fields.items()}
         return held
 
     def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
-        """Have the one rank do something with its pieces. As `Policy`."""
-        own = given(self, [self.layout], 0)
+        """Call a function with the pieces of the one rank. As `Policy`."""
+        own = held_pieces(self, [self.layout], 0)
         pieces = copied(own) if meanwhile else own
         return lambda: [work(0, 1, pieces)]
 
@@ -171,28 +170,28 @@ class TrainablePolicy:
             optimizer.optimizer.state.clear()
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Put the weight of one of Megatron's names in place. Those that stand in for others that are aside
-        are not the optimizer's."""
+        """Set a weight by its Megatron name. Weights that only stand in while the policy's own are
+        put aside do not change the optimizer's."""
         self._digests.changed("weights")
-        parameter, of = self._parts.module.get_parameter(name), self._stepped.get(name)
+        parameter, part = self._parts.module.get_parameter(name), self._stepped.get(name)
         with torch.no_grad():
             parameter.copy_(value)
-            if not self._aside and of is not None and of.narrow:
+            if not self._aside and part is not None and part.narrow:
                 self._digests.changed("state")
-                of.tensor.copy_(of.own(parameter))
+                part.tensor.copy_(part.own(parameter))
 
     def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:
-        """Put one field of the optimizer's state of a parameter in place, laid as the parameter; of it this
-        rank takes what its optimizer steps."""
+        """Set one field of a parameter's optimizer state from a value laid out as the parameter;
+        this rank takes the part that its optimizer steps."""
         self._digests.changed("state")
-        if (of := self._stepped.get(name)) is None:
+        if (part := self._stepped.get(name)) is None:
             return
         if field == MAIN:
             with torch.no_grad():
-                of.tensor.copy_(of.own(value))
+                part.tensor.copy_(part.own(value))
         else:  # a copy each, since torch counts steps in place, and on the host
-            held = of.own(value).to(of.tensor.device, copy=True) if value.dim() else value.clone()
-            of.optimizer.state[of.tensor][field] = held
+            held = part.own(value).to(part.tensor.device, copy=True) if value.dim() else value.clone()
+            part.optimizer.state[part.tensor][field] = held
 
     def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
@@ -215,7 +214,7 @@ class TrainablePolicy:
         """Learning rate of the phase's step (from 0), by Megatron's schedule.
 
         Args:
-            steps: that the schedule is to span, if others than its own.
+            steps: that the schedule is to span, if different from its own.
         """
         schedule = self._schedule
         if steps is not None:
@@ -227,7 +226,8 @@ class TrainablePolicy:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """Accumulate the gradients of all micro-batches; what is kept of each, on the last pipeline stage."""
+        """Accumulate the gradients of all micro-batches; returns what is kept of each, on the last
+        pipeline stage."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -243,26 +243,27 @@ class TrainablePolicy:
 
         schedule = self._schedule_of(micro_batches, scaled)
         with timed("backward"):  # the forward passes within count as such
-            found: list[T] = get_forward_backward_func()(**schedule, forward_only=False)
-        return found
+            results: list[T] = get_forward_backward_func()(**schedule, forward_only=False)
+        return results
 
     def forward(
         self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """A forward pass alone: what is read of each micro-batch, on the last pipeline stage."""
+        """A forward pass only; returns what is read of each micro-batch, on the last pipeline
+        stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         with torch.no_grad():
             if len(self.layout.stages) == 1:
                 return [read(self._outputs(self._parts.wrapped, micro), micro) for micro in micro_batches]
             only = {"forward_only": True, "collect_non_loss_data": True}
-            found: list[T] = get_forward_backward_func()(**self._schedule_of(micro_batches, read), **only)
-            return found
+            results: list[T] = get_forward_backward_func()(**self._schedule_of(micro_batches, read), **only)
+            return results
 
     def _schedule_of(
         self, micro_batches: Sequence[MicroBatch], of_output: Callable[[torch.Tensor, MicroBatch], Any]
     ) -> dict[str, Any]:
-        """What Megatron's schedules are given: on the last stage each output goes to `of_output`."""
+        """Arguments for Megatron's schedules: on the last stage each output goes to `of_output`."""
 
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
@@ -285,7 +286,7 @@ class TrainablePolicy:
 
     @contextlib.contextmanager
     def using(self, weights: Tensors) -> Iterator[None]:
-        """Other weights in place of its own, for forward passes.
+        """A context in which other weights are in place of its own, for forward passes.
 
         Raises:
             ModelError: they are another architecture's.
@@ -298,13 +299,14 @@ class TrainablePolicy:
             self.put_back()
 
     def put_aside(self) -> None:
-        """Keep a copy of the weights in place, until `put_back`; low-rank factors rest until then."""
+        """Keep a copy of the current weights until `put_back`; low-rank factors are inactive until
+        then."""
         self._aside = [parameter.detach().clone() for parameter in self._parts.module.parameters()]
         for adapter in self._parts.adapters:
             adapter.active = False
 
     def put_back(self) -> None:
-        """Put the weights of the last `put_aside` in place."""
+        """Restore the weights of the last `put_aside`."""
         self._digests.changed("weights")
         with torch.no_grad():
             for parameter, value in zip(self._parts.module.parameters(), self._aside, strict=True):
@@ -314,19 +316,19 @@ class TrainablePolicy:
             adapter.active = True
 
     def offload(self) -> None:
-        """Give the memory of weights, gradients and the optimizer's state away, until `onload`."""
+        """Release the memory of weights, gradients and the optimizer's state, until `onload`."""
         if self._offloaded is not None:
             return
         parts, wrapped = self._parts, self._parts.wrapped
         buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
-        kept: list[torch.Tensor] = [parameter.data for parameter in parts.module.parameters()]
-        kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        for of in self._stepped.values():
-            kept += [of.tensor, *(value for value in of.state.values() if value.dim())]
-        self._offloaded = Offloaded(kept, [buffer.grad_data for buffer in buffers])
+        tensors: list[torch.Tensor] = [parameter.data for parameter in parts.module.parameters()]
+        tensors += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        for part in self._stepped.values():
+            tensors += [part.tensor, *(value for value in part.state.values() if value.dim())]
+        self._offloaded = Offloaded(tensors, [buffer.grad_data for buffer in buffers])
 
     def onload(self) -> None:
-        """Take it again; gradients are lost."""
+        """Allocate it again; gradients are lost."""
         if self._offloaded is not None:
             self._offloaded.bring_back()
             self._offloaded = None
@@ -347,30 +349,32 @@ class TrainablePolicy:
 
     @property
     def _multiple(self) -> int:
-        """What the length of a forward pass is a multiple of."""
+        """The number of which the length of a forward pass is a multiple."""
         return self.layout.tensor if self.layout.sequence else 1
 
     def _packed_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
-        of = pack(micro, self.device, self._multiple)
-        places = None if self.shape.scores else of.before_trained
+        packed = pack(micro, self.device, self._multiple)
+        places = None if self.shape.scores else packed.before_trained
         with self._parts.output_places.only(places):
-            given: torch.Tensor = model(of.tokens, of.positions, None, packed_seq_params=of.documents)
+            output: torch.Tensor = model(
+                packed.tokens, packed.positions, None, packed_seq_params=packed.documents
+            )
         if not self.layout.last:  # hidden states for the next stage
-            return given
-        outputs: torch.Tensor = given[0, :, : self.shape.outputs]
+            return output
+        outputs: torch.Tensor = output[0, :, : self.shape.outputs]
         if not self.shape.scores:
             return outputs
         placed = outputs.new_zeros((*micro.tokens.shape, self.shape.scores))
-        count = len(of.rows)
-        return placed.index_put((of.rows, of.positions[0, :count]), outputs[:count])
+        count = len(packed.rows)
+        return placed.index_put((packed.rows, packed.positions[0, :count]), outputs[:count])
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together, of which no step is taken."""
+        """The 2-norm of all gradients together, without taking a step."""
         norms = [gradient.norm() for gradient in self.gradients().values()]
         return float(torch.stack(norms).norm())
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip and take one Adam step; the gradient norm before clipping."""
+        """Clip and take one Adam step; returns the gradient norm before clipping."""
         self._digests.changed("weights", "state")
         for group in self._parts.optimizer.param_groups:
             group["lr"] = learning_rate

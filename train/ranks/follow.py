@@ -1,6 +1,7 @@
-"""A rank that follows: `python -m rollbook.train.ranks.follow HOST PORT RANK COUNT LEADER`.
+"""A following rank: `python -m rollbook.train.ranks.follow HOST PORT RANK COUNT LEADER`.
 
-It does its part of what rank 0 asks all ranks to do, and ends when that does. A `Follower` starts it.
+It does its part of what rank 0 asks all ranks to do, and ends when rank 0 does. A `Follower`
+starts it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with(leader: int) -> None:
-    """Have the kernel end this process when its parent ends, however that does (Linux)."""
+    """Have the kernel end this process when its parent ends, in whatever way (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != leader:  # it ended before
@@ -29,11 +30,11 @@ def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     gc.disable()  # `follow` has it again: until then modules load, and to go through them takes a tenth of it
     from rollbook.train.interface import choose_interface
-    from rollbook.train.ranks.meeting import MeetingPoint, meet, taken_secret
+    from rollbook.train.ranks.meeting import MeetingPoint, meet, take_secret
     from rollbook.train.ranks.ranks import follow
 
     choose_interface(host)
-    follow(meet(MeetingPoint(host, port, taken_secret()), leads=False), rank, count)
+    follow(meet(MeetingPoint(host, port, take_secret()), leads=False), rank, count)
 
 
 if __name__ == "__main__":

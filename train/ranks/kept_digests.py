@@ -1,6 +1,7 @@
-"""Digests of a policy's weights and of its optimizer's state, kept for as long as these stay as they are.
+"""Digests of a policy's weights and of its optimizer's state, cached for as long as these do not
+change.
 
-What a step ends with the next one begins with: to read it twice would take as long again.
+A step begins with what the step before ended with: reading it twice would take as long again.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ Digested = Literal["weights", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of named tensors, and the line of each in it, in the order in which they came."""
+    """The digest of named tensors, and each tensor's line in it, in the order in which they came."""
 
     digest: str
     lines: tuple[str, ...]
 
 
 def digest_of(lines: Sequence[str]) -> Digest:
-    """The digest that lines come to."""
+    """The digest of a set of lines."""
     return Digest(combine(lines), tuple(lines))
 
 
 class KeptDigests:
-    """Whoever changes what is digested says so."""
+    """A cache of digests. Whoever changes the tensors behind a digest calls `changed`."""
 
     def __init__(self) -> None:
         self._kept: dict[Digested, Digest] = {}
 
     def changed(self, *kinds: Digested) -> None:
-        """These are others now."""
+        """The tensors behind these digests have changed."""
         for kind in kinds:
             self._kept.pop(kind, None)
 
@@ -47,10 +48,11 @@ class KeptDigests:
         stream: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         look: Look | None = None,
     ) -> Digest:
-        """The digest of what `stream` gives, which is only asked if there is none.
+        """The digest of the tensors that `stream` gives, which is called only if the digest is not
+        cached.
 
         Args:
-            look: what is to look at every tensor; then the stream is asked in any case.
+            look: called with every tensor; with it, the stream is read in any case.
         """
         if look is not None or kind not in self._kept:
             self._kept[kind] = digest_of(lines_of_stream(stream(), look))

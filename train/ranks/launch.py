@@ -1,4 +1,4 @@
-"""Starts the other ranks of a training as processes, and tells what became of them."""
+"""Starts the other ranks of a training as processes, and reports what became of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ WAITING = "torch/distributed/"
 
 
 class Follower:
-    """A rank as a process of this host. It leads a session of its own, so that Ctrl-C is for rank 0 alone,
-    and ends when the process that started it does.
+    """A rank as a process of this host. It leads a session of its own, so that Ctrl-C reaches rank
+    0 alone, and ends when the process that started it does.
 
     Args:
-        point: where all ranks meet; it is given the secret by its environment, which nobody else reads.
+        point: where all ranks meet; the process gets the secret by its environment, which nobody
+            else reads.
         environment: of the process, all the rest of it; None: that of this one.
-        program: words of the interpreter, before its own; None: those of a rank.
+        program: the interpreter's arguments that come first; None: those of a rank.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class Follower:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def ended(self) -> tuple[int, str] | None:
-        """Its exit code, or the negative number of the signal that ended it, and how it ended, with its last
-        words; None while it runs."""
+        """Its exit code, or the negative number of the signal that ended it, and how it ended, with
+        its last output; None while it runs."""
         code = self._process.poll()
         return None if code is None else (code, f"{_ending(code)}; its last words:\n{self._words()}")
 
     def dump(self) -> None:
-        """Have it say where it is."""
+        """Have it print where it is."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
     def where(self) -> list[str]:
-        """The innermost calls that it said it is in; none where it did not say."""
+        """The innermost calls that it printed; none if it printed none."""
         return self._output().rpartition("most recent call first")[2].splitlines()[1:6]
 
     def close(self, wait_s: float) -> None:
@@ -96,30 +97,30 @@ class Follower:
 
 
 class FollowerRanks(ABC):
-    """Ranks 1 to `count` - 1, wherever they are."""
+    """Ranks 1 to `count` - 1, on whatever hosts."""
 
     def __init__(self, count: int) -> None:
         self._ranks = range(1, count)
 
     @abstractmethod
     def _ask(self, method: str) -> dict[int, Any]:
-        """What the method of a `Follower` gives, by rank; without those that do not answer."""
+        """The result of a `Follower`'s method, by rank; ranks that do not answer are left out."""
 
     @abstractmethod
     def close(self) -> None:
-        """End them all, those that do not end by themselves by force."""
+        """End all of them, by force those that do not end by themselves."""
 
     def ended(self) -> str | None:
-        """How a rank ended, and its last words; None where none did. Of several, one that a signal ended: the
-        others may have ended since it was gone."""
-        found = {rank: how for rank, how in self._ask("ended").items() if how is not None}
-        if not found:
+        """How a rank ended, and its last output; None where none did. If several ended, one that a
+        signal ended: the others may have ended because it was gone."""
+        endings = {rank: how for rank, how in self._ask("ended").items() if how is not None}
+        if not endings:
             return None
-        rank = min(found, key=lambda rank: int(found[rank][0]))
-        return f"rank {rank} {found[rank][1]}"
+        rank = min(endings, key=lambda rank: int(endings[rank][0]))
+        return f"rank {rank} {endings[rank][1]}"
 
     def last_words(self, wait_s: float = DEATH_S) -> str | None:
-        """What became of a rank that ended or hangs, and its last words; None where all are well."""
+        """What became of a rank that ended or hangs, and its last output; None where all are well."""
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
             if ended := self.ended():
@@ -128,7 +129,7 @@ class FollowerRanks(ABC):
         return self._hanging()
 
     def _hanging(self) -> str | None:
-        """The first rank that is somewhere else than waiting for another one, and where."""
+        """The first rank that is not waiting for another one, and where it is."""
         self._ask("dump")
         time.sleep(DUMP_S)
         places = self._ask("where")
@@ -156,7 +157,7 @@ class Launched(FollowerRanks):
         return {rank: getattr(follower, method)() for rank, follower in self._followers.items()}
 
     def close(self) -> None:
-        """End them all, those that do not end by themselves by force."""
+        """End all of them, by force those that do not end by themselves."""
         until = time.monotonic() + DEATH_S
         for follower in self._followers.values():
             follower.close(max(until - time.monotonic(), 0))
@@ -168,14 +169,14 @@ Launch = Callable[[int], tuple[Meeting, FollowerRanks | None]]
 
 
 def launch_here(count: int) -> tuple[Meeting, FollowerRanks]:
-    """On this host."""
+    """Start the other ranks on this host."""
     stay_on_this_host()
     meeting = meet(MeetingPoint(LOOPBACK, 0, new_secret()), leads=True)
     return meeting, Launched(count, meeting.point)
 
 
 def _ending(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """How a process ended, from its exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

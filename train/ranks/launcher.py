@@ -11,7 +11,7 @@ from rollbook.store.errors import ConfigError, NotAStoreError
 from rollbook.store.marker import read_marker
 from rollbook.store.secret import store_secret
 from rollbook.train.interface import LOOPBACK, choose_interface, stay_on_this_host
-from rollbook.train.ranks.meeting import SECRET, Meeting, MeetingPoint, meet, taken_secret
+from rollbook.train.ranks.meeting import SECRET, Meeting, MeetingPoint, meet, take_secret
 
 FEWEST_CHARACTERS = 32
 """Of a secret that somebody made."""
@@ -34,11 +34,11 @@ class Place:
 
 
 def place_in(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, Slurm or another launcher gives this process by its environment; None where
-    it is no rank of several.
+    """The place that torchrun, Slurm or another launcher gives this process in its environment;
+    None if it is not one of several ranks.
 
     Raises:
-        ConfigError: there are several ranks, and it is not said where they meet.
+        ConfigError: there are several ranks, and nothing says where they meet.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "RANK" not in environment and "SLURM_PROCID" in environment:
@@ -58,19 +58,19 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
 
 
 def shared_secret(place: Place, store: Path) -> str:
-    """The secret that the ranks of a launcher share: what the environment has, or the store's.
+    """The secret that the ranks of a launcher share: the one in the environment, or the store's.
 
     Raises:
         ConfigError: there is neither, or it is short enough to be guessed.
     """
     if os.environ.get(SECRET):
-        found = taken_secret()
-        if len(found) < FEWEST_CHARACTERS:
+        secret = take_secret()
+        if len(secret) < FEWEST_CHARACTERS:
             raise ConfigError(
-                f"{SECRET} has {len(found)} characters: take {FEWEST_CHARACTERS} or more that nobody "
+                f"{SECRET} has {len(secret)} characters: take {FEWEST_CHARACTERS} or more that nobody "
                 "guesses, such as those of `openssl rand -hex 32`"
             )
-        return found
+        return secret
     try:
         read_marker(store)
     except NotAStoreError as error:
@@ -82,7 +82,7 @@ def shared_secret(place: Place, store: Path) -> str:
 
 
 def meet_at(place: Place, secret: str) -> Meeting:
-    """Where the ranks of a launcher meet: at its own store, or at one that rank 0 serves."""
+    """The meeting of a launcher's ranks: at the launcher's store, or at one that rank 0 serves."""
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
     if place.one_host:
         stay_on_this_host()

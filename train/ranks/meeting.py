@@ -1,7 +1,9 @@
-"""Where the ranks of a training meet: torch's store, of which each reads only what another rank signed.
+"""Where the ranks of a training meet: torch's store, of which each reads only what another rank
+signed.
 
-Whoever reaches the store can write into it, and what ranks say to each other is unpickled. So all of it is
-behind an HMAC-SHA256 by a key of the secret that the training's ranks share and of a nonce of every rank.
+Whoever reaches the store can write into it, and messages between ranks are unpickled. So each
+message carries an HMAC-SHA256, whose key is made of the secret that the training's ranks share
+and of a nonce of every rank.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ _SAME = (
 
 
 def new_secret() -> str:
-    """A secret for one training, of ranks that one process starts."""
+    """A secret for one training whose ranks one process starts."""
     return secrets.token_hex(32)
 
 
-def taken_secret() -> str:
-    """The secret that this process was given, which those that it starts are not given in turn."""
+def take_secret() -> str:
+    """The secret that this process was given; it is removed, so that its own child processes do not
+    get it."""
     return os.environ.pop(SECRET)
 
 
@@ -50,21 +53,21 @@ class MeetingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Signs what the ranks of a training say to each other.
+    """Signs the messages between the ranks of a training.
 
     Args:
-        where: they meet, as errors say it.
+        where: they meet, for error messages.
     """
 
     key: bytes = field(repr=False)
     where: str
 
     def signed(self, name: str, words: bytes) -> bytes:
-        """Words with their signature, which holds under this name alone."""
+        """A message with its signature, which is valid under this name alone."""
         return self.signature(name, words) + words
 
     def opened(self, name: str, signed: bytes) -> bytes:
-        """The words of what was signed under a name.
+        """The message in what was signed under a name.
 
         Raises:
             RankError: no rank of this training signed it.
@@ -79,16 +82,16 @@ class Signer:
         return words
 
     def signature(self, name: str, words: bytes) -> bytes:
-        """The HMAC-SHA256 of a name and words."""
+        """The HMAC-SHA256 of a name and a message."""
         return hmac.digest(self.key, len(name).to_bytes(8, "big") + name.encode() + words, "sha256")
 
     def among(self, nonces: bytes) -> Signer:
-        """The signer of the ranks that have these nonces, and of no others with the same secret."""
+        """The signer for the ranks that have these nonces, and for no others with the same secret."""
         return Signer(self.signature("ranks", nonces), self.where)
 
 
 class Meeting:
-    """The store at which ranks meet, and the signatures of what is said there.
+    """The store at which ranks meet, with signed messages.
 
     Args:
         store: torch's, which rank 0 serves, or a launcher.
@@ -99,25 +102,25 @@ class Meeting:
         self.signer = Signer(point.secret.encode(), f"{point.host} port {point.port}")
 
     def say(self, key: str, words: bytes) -> None:
-        """Put words under a key."""
+        """Put a message under a key."""
         self.store.set(key, self.signer.signed(key, words))
 
     def heard(self, key: str) -> bytes:
-        """The words under a key, which are there.
+        """The message under a key, which is there.
 
         Raises:
-            RankError: no rank of this training signed them.
+            RankError: no rank of this training signed it.
         """
         return self.signer.opened(key, self.store.get(key))
 
     def come(self, rank: int) -> None:
-        """Say that this rank is there, and wait until rank 0 has heard it of all.
+        """Announce this rank, and wait until rank 0 has heard of all.
 
         Raises:
             RankError: whoever answered has another secret, or did not answer this rank.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self.say(here(rank), nonce)
+        self.say(presence_key(rank), nonce)
         self.store.wait([AGREED], FOREVER)
         nonces = self.heard(AGREED)
         if nonces[rank * NONCE_BYTES :][:NONCE_BYTES] != nonce:
@@ -125,33 +128,33 @@ class Meeting:
         self.signer = self.signer.among(nonces)
 
     def agree(self, count: int) -> None:
-        """As rank 0, have all ranks sign as those of this meeting, once they are there.
+        """As rank 0, once all ranks are there, have them sign as those of this meeting.
 
         Raises:
             RankError: one of them has another secret.
         """
         nonces = secrets.token_bytes(NONCE_BYTES) + b"".join(
-            self.heard(here(rank)) for rank in range(1, count)
+            self.heard(presence_key(rank)) for rank in range(1, count)
         )
         self.say(AGREED, nonces)
         self.signer = self.signer.among(nonces)
 
     def within(self, name: str) -> Meeting:
-        """The part of it that has this name."""
+        """The part of the meeting with this name."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         return Meeting(PrefixStore(name, self.store), self.point)
 
     @property
     def of_group(self) -> Any:
-        """The store as a process group is given it: under a name that only ranks know."""
+        """The store for a process group: under a name that only the ranks know."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         return PrefixStore(self.signer.signature("group", b"").hex(), self.store)
 
 
-def here(rank: int) -> str:
-    """The key by which a rank says that it is there."""
+def presence_key(rank: int) -> str:
+    """The key under which a rank announces itself."""
     return f"here/{rank}"
 
 
@@ -159,7 +162,7 @@ def meet(point: MeetingPoint, *, leads: bool) -> Meeting:
     """The meeting at a point; rank 0 serves its store, at that address alone.
 
     Args:
-        point: whose port, where rank 0 serves, may be 0: then one is chosen that nobody knew before.
+        point: its port may be 0 where rank 0 serves: then one is chosen that nobody knew before.
 
     Raises:
         RankError: the address is not one of this host, or the port is taken.
@@ -184,7 +187,7 @@ def meet(point: MeetingPoint, *, leads: bool) -> Meeting:
 
 
 def listening_at(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at one address of this host, and at none of its others.
+    """A socket that listens at one address of this host only.
 
     Raises:
         OSError: it is not one of this host, or the port is taken.
@@ -197,10 +200,10 @@ def listening_at(host: str, port: int = 0) -> socket.socket:
 
 
 def sign_objects(signer: Signer) -> None:
-    """Sign the objects that ranks send each other by torch's collectives, which pickle them, and have none
-    unpickled that no rank signed.
+    """Have torch's collectives sign the objects that ranks send each other, which they pickle, and
+    refuse to unpickle what no rank signed.
 
-    Megatron sends some, too: so this stands where torch makes bytes of all of them.
+    Megatron sends some, too, so this is patched in where torch serializes all of them.
     """
     from torch.distributed import distributed_c10d as c10d
 

@@ -1,4 +1,5 @@
-"""A rank's part of a policy that is spread over ranks: what each does of what rank 0 asks of all."""
+"""A rank's part of a policy that is spread over ranks: what each rank does when rank 0 asks all of
+them."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from rollbook.train.model.reshard import (
     RankLayout,
     Work,
     copied,
-    given,
-    givers,
+    held_pieces,
     holds,
     local_name,
+    owners,
     part_of,
     tied_output,
 )
@@ -52,7 +53,7 @@ Givers = Sequence[tuple[Weight, list[list[int]]]]
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What became of a rank's work: its host, the error, and of an error of the system its number."""
+    """A rank's failure: its host, the error, and the errno of an OSError."""
 
     host: str
     error: str
@@ -89,11 +90,11 @@ class Part:
         return cls(policy, layouts, wait_s)
 
     def named(self, kind: Kind) -> tuple[Weight, ...]:
-        """All that there is of a kind, in the order in which it is streamed."""
+        """All weights of a kind, in the order of the stream."""
         return plan(self.shape) if kind == "weights" or not self.factors else self.factors
 
     def _givers_of(self, weights: Sequence[Weight]) -> Givers:
-        return [(weight, givers(weight, self.shape, self.layouts)) for weight in weights]
+        return [(weight, owners(weight, self.shape, self.layouts)) for weight in weights]
 
     @property
     def copies(self) -> int:
@@ -103,49 +104,51 @@ class Part:
     # Passes -----------------------------------------------------------------------------------
 
     def pass_over(self, work: Any, backward: bool, shares: list[list[MicroBatch]] | None = None) -> list[Any]:
-        """Forward, or forward and backward, over the rank's share, which it gets from rank 0; there, what is
-        told of each micro-batch of all.
+        """Run a forward, or forward and backward, pass over the rank's share, which it gets from
+        rank 0; there, returns the results of all micro-batches.
 
         Args:
             work: of a micro-batch, a `LossOf` or a `Read`.
             shares: of every copy, on rank 0.
         """
         mine: list[Any] = [None]
-        sent = None if shares is None else [_even(shares, layout.copy) for layout in self.layouts]
+        sent = None if shares is None else [_padded_share(shares, layout.copy) for layout in self.layouts]
         dist.scatter_object_list(mine, sent, src=0)
         micro_batches, real = mine[0]
         if backward:
-            found = self.policy.forward_backward(micro_batches, _muted(work, micro_batches[real:]))
+            results = self.policy.forward_backward(micro_batches, _without_loss(work, micro_batches[real:]))
         else:
-            found = self.policy.forward(micro_batches, work)
-        told: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
-        dist.gather_object(found[:real] if self.layout.tells else None, told, dst=0)
-        if told is None:
+            results = self.policy.forward(micro_batches, work)
+        gathered: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
+        dist.gather_object(results[:real] if self.layout.tells else None, gathered, dst=0)
+        if gathered is None:
             return []
-        tellers = sorted((of.copy, rank) for rank, of in enumerate(self.layouts) if of.tells)
-        return [one for _, rank in tellers for one in told[rank]]
+        tellers = sorted((place.copy, rank) for rank, place in enumerate(self.layouts) if place.tells)
+        return [result for _, rank in tellers for result in gathered[rank]]
 
     # Tensors ----------------------------------------------------------------------------------
 
     def stream(self, kind: Kind) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
-        """On rank 0: of each weight and field the parts that the ranks hold, one after the other. Others send
-        theirs, and yield nothing."""
+        """On rank 0: for each weight and field the parts that the ranks hold, one after the other.
+        Other ranks send theirs, and yield nothing."""
         held = self.policy.pieces(kind)
         shared = kind in ("gradients", "state") and self.policy.distributed_optimizer
         all_givers = self._givers["weights" if kind == "weights" else "state"]
-        from_ = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in all_givers]
-        if all(copies == [0] for _, of in from_ for copies in of):  # there is nothing to send
+        from_ = [(w, [copies if shared else copies[:1] for copies in entry]) for w, entry in all_givers]
+        if all(copies == [0] for _, entry in from_ for copies in entry):  # there is nothing to send
             return self._receiving([held], from_) if self.rank == 0 else iter(())
-        said = {name: {field: _announced(of[field]) for field in of} for name, of in held.items()}
-        all_said: list[Held] | None = [said] * len(self.layouts) if self.rank == 0 else None
-        dist.gather_object(said, all_said, dst=0)
+        announced = {
+            name: {field: _announced(entry[field]) for field in entry} for name, entry in held.items()
+        }
+        all_said: list[Held] | None = [announced] * len(self.layouts) if self.rank == 0 else None
+        dist.gather_object(announced, all_said, dst=0)
         if all_said is None:
             return self._sending(held, from_)
         self._streaming = self._receiving([held, *all_said[1:]], from_)
         return self._streaming
 
     def drain(self) -> None:
-        """Take what is still being sent, of a stream that nobody goes on with."""
+        """Receive what is still being sent of a stream that was not read to its end."""
         for _ in self._streaming or ():
             pass
         self._streaming = None
@@ -166,11 +169,11 @@ class Part:
             names = [local_name(weight, self.shape, layout) for layout in self.layouts]
             at = [{rank: held[rank].get(names[rank], {}) for rank in copies} for copies in of_parts]
             for field in sorted({field for part in at for fields in part.values() for field in fields}):
-                pieces = ({rank: of[field] for rank, of in part.items() if field in of} for part in at)
-                yield weight, field, [self._whole(of) for of in pieces]
+                pieces = ({rank: item[field] for rank, item in part.items() if field in item} for part in at)
+                yield weight, field, [self._whole(item) for item in pieces]
 
     def _whole(self, pieces: dict[int, Piece]) -> torch.Tensor:
-        """A part, of what is this rank's own and what others send of it."""
+        """A whole part, from this rank's own pieces and those that others send."""
         some = next(iter(pieces.values()))
         count = prod(some.dims)
         if not some.dims or (0 in pieces and len(some.numbers) == count):
@@ -185,20 +188,20 @@ class Part:
         return whole.view(some.dims)
 
     def each(self, work: Work[T], meanwhile: bool) -> Callable[[], list[T]]:
-        """Do something with the rank's own pieces; on rank 0 when the result is called, which waits for the
-        others' too."""
-        own = given(self.policy, self.layouts, self.rank)
+        """Call a function with the rank's own pieces; on rank 0 when the result is called, which
+        waits for the others, too."""
+        own = held_pieces(self.policy, self.layouts, self.rank)
         pieces = copied(own) if meanwhile else own
         if self._meeting is None:
             self._meeting = dist.new_group(backend="gloo", timeout=self._wait)
 
         def together() -> list[T]:
-            mine, error = _done(work, self.rank, len(self.layouts), pieces)
-            found: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
-            dist.gather_object(mine, found, dst=0, group=self._meeting)
-            if error is not None and found is not None:
+            mine, error = _run_work(work, self.rank, len(self.layouts), pieces)
+            results: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
+            dist.gather_object(mine, results, dst=0, group=self._meeting)
+            if error is not None and results is not None:
                 raise error
-            return _all_done(found or [])
+            return _checked_results(results or [])
 
         if self.rank == 0:
             return together
@@ -206,16 +209,16 @@ class Part:
         self._worker.submit(together)
         return list  # of nothing: rank 0 alone is told
 
-    def take(self, kind: Kind, said: Sequence[Named]) -> None:
-        """Put the rank's part of weights, or of low-rank factors, in place, which it gets from rank 0 whole.
+    def take(self, kind: Kind, specs: Sequence[Named]) -> None:
+        """Set the rank's part of weights, or of low-rank factors, which it gets whole from rank 0.
 
         Args:
-            said: of every Hugging Face tensor, in the order of `named`.
+            specs: of every Hugging Face tensor, in the order of `named`.
         """
-        self.spread(kind, {name: torch.empty(dims, dtype=dtype) for name, dims, dtype in said})
+        self.spread(kind, {name: torch.empty(dims, dtype=dtype) for name, dims, dtype in specs})
 
     def spread(self, kind: Kind, tensors: Tensors) -> None:
-        """The same on rank 0, which has them."""
+        """The same on rank 0, which has the tensors."""
         for weight in self.named(kind):
             whole = {name: tensors[name] for name in weight.huggingface}
             for tensor in whole.values():
@@ -226,16 +229,16 @@ class Part:
             if tied_output(weight, self.shape, self.layout):
                 self.policy.put(OUTPUT, part_of(weight, whole, self.shape, self.layout))
 
-    def take_state(self, said: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]) -> None:
-        """Put the rank's part of an optimizer's state in place, which it gets from rank 0 whole.
+    def take_state(self, specs: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]) -> None:
+        """Set the rank's part of an optimizer's state, which it gets whole from rank 0.
 
         Args:
-            said: number of the weight in `named`, field, shape and type, of each tensor.
+            specs: number of the weight in `named`, field, shape and type, of each tensor.
         """
-        self.spread_state([(at, f, torch.empty(dims, dtype=dtype)) for at, f, dims, dtype in said])
+        self.spread_state([(at, f, torch.empty(dims, dtype=dtype)) for at, f, dims, dtype in specs])
 
     def spread_state(self, state: Sequence[tuple[int, str, torch.Tensor]]) -> None:
-        """The same on rank 0, which has it."""
+        """The same on rank 0, which has the state."""
         self.policy.forget_optimizer_state()
         for at, field, tensor in state:
             dist.broadcast(tensor, src=0)
@@ -279,8 +282,8 @@ class Part:
         self.policy.put_back()
 
 
-def _done(work: Work[T], rank: int, count: int, pieces: Pieces) -> tuple[T | Failed, Exception | None]:
-    """What a rank says of its work; or how that failed, which the others are told, and the error."""
+def _run_work(work: Work[T], rank: int, count: int, pieces: Pieces) -> tuple[T | Failed, Exception | None]:
+    """The result of a rank's work; or its failure, for the other ranks, and the error."""
     try:
         return work(rank, count, pieces), None
     except Exception as error:
@@ -288,36 +291,36 @@ def _done(work: Work[T], rank: int, count: int, pieces: Pieces) -> tuple[T | Fai
         return Failed(socket.gethostname(), repr(error), number), error
 
 
-def _all_done(found: Sequence[Any]) -> list[Any]:
-    """What all say of their work, by rank.
+def _checked_results(results: Sequence[Any]) -> list[Any]:
+    """The results of all ranks, in order.
 
     Raises:
         RankError: one failed.
     """
-    for rank, said in enumerate(found):
-        if isinstance(said, Failed):
-            cause = None if said.number is None else OSError(said.number, said.error)
-            raise RankError(f"rank {rank} on {said.host} failed: {said.error}") from cause
-    return list(found)
+    for rank, result in enumerate(results):
+        if isinstance(result, Failed):
+            cause = None if result.number is None else OSError(result.number, result.error)
+            raise RankError(f"rank {rank} on {result.host} failed: {result.error}") from cause
+    return list(results)
 
 
 def _announced(piece: Piece) -> Piece:
-    """What is said of a piece before it is sent: all but the numbers; a single number is said."""
+    """A piece as it is announced before it is sent: without the numbers, unless it is a single one."""
     return replace(piece, numbers=piece.numbers.to("meta")) if piece.dims else piece
 
 
-def _even(shares: list[list[MicroBatch]], copy: int) -> tuple[list[MicroBatch], int]:
-    """A copy's share, and how much of it is real: all have as many micro-batches, since ranks that share
-    experts meet in each; what is missing is one in which nothing is trained."""
+def _padded_share(shares: list[list[MicroBatch]], copy: int) -> tuple[list[MicroBatch], int]:
+    """A copy's share, and how much of it is real: all copies have as many micro-batches, since
+    ranks that share experts meet in each; those that fill a share up train nothing."""
     share = shares[copy]
     most = max(map(len, shares))
-    nothing = next(micro for one in shares for micro in one)
+    nothing = next(micro for batches in shares for micro in batches)
     nothing = replace(nothing, loss_mask=np.zeros_like(nothing.loss_mask))
     return [*share, *[nothing] * (most - len(share))], len(share)
 
 
-def _muted(loss_of: LossOf[T], without: Sequence[MicroBatch]) -> LossOf[T]:
-    """The loss, without that of some micro-batches."""
+def _without_loss(loss_of: LossOf[T], without: Sequence[MicroBatch]) -> LossOf[T]:
+    """The loss function, with a loss of 0 for some micro-batches."""
     muted = {id(micro) for micro in without}
 
     def of(outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, T]:

@@ -1,4 +1,5 @@
-"""What a training asks of a policy, wherever its weights are: in this process, or spread over ranks."""
+"""The interface that a training has to a policy, wherever its weights are: in this process, or
+spread over ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ Read = Callable[[torch.Tensor, MicroBatch], T]
 
 
 class Policy(Protocol):
-    """One policy in training. Weights have Hugging Face's names; gradients and the optimizer's state those of
-    Megatron, as one rank with the whole model has them."""
+    """One policy in training. Weights have Hugging Face names; gradients and the optimizer's state
+    have those of Megatron, as one rank with the whole model would."""
 
     @property
     def shape(self) -> ModelShape:
@@ -36,7 +37,7 @@ class Policy(Protocol):
         """Where this rank's part is."""
 
     def load_weights(self, tensors: Tensors) -> None:
-        """Put Hugging Face weights in place; of a policy with low-rank factors those that these are beside.
+        """Put Hugging Face weights in place; of a policy with low-rank factors the base weights.
 
         Raises:
             ModelError: they are another architecture's.
@@ -59,8 +60,8 @@ class Policy(Protocol):
         """
 
     def adapter(self) -> Tensors:
-        """The low-rank factors, under PEFT's names; none of a policy that is trained whole. The weights have
-        their products in them."""
+        """The low-rank factors, under PEFT's names; none for a policy that is trained whole. Their
+        products are merged into the weights."""
 
     def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradients, before clipping."""
@@ -72,27 +73,29 @@ class Policy(Protocol):
         """Put an optimizer state in place; an empty one starts the optimizer anew."""
 
     def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
-        """Have each rank do something with its own pieces of weights, low-rank factors and optimizer state,
-        which are every number once.
+        """Have each rank call a function with its own pieces of weights, low-rank factors and
+        optimizer state, which together are every number once.
 
         Args:
-            meanwhile: it gets copies in the host's memory, and does it while training goes on; else the
-                policy must stay as it is until the result was called.
+            meanwhile: it gets copies in the host's memory, and runs while training goes on; else
+                the policy must stay as it is until the result was called.
 
         Returns:
-            Waits until all ranks have done it, once: what each says of it, by rank. It raises RankError,
-            which names the rank that failed; where rank 0 did, its error.
+            A function to be called once, which waits until all ranks are done and returns their
+            results by rank. It raises RankError, which names the rank that failed; where rank 0
+            did, its error.
         """
 
     def weights_digest(self, look: Look | None = None) -> Digest:
-        """Digest of the weights, as in checkpoints and engines; kept until a method here changes them.
+        """Digest of the weights, as in checkpoints and engines; cached until a method here changes
+        them.
 
         Args:
-            look: what is to look at each tensor first; it may raise.
+            look: called with each tensor first; it may raise.
         """
 
     def optimizer_digest(self) -> Digest:
-        """Digest of the optimizer state, kept likewise."""
+        """Digest of the optimizer state, cached likewise."""
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator for a step."""
@@ -101,13 +104,13 @@ class Policy(Protocol):
         """Learning rate of the phase's step (from 0), by Megatron's schedule.
 
         Args:
-            steps: that the schedule is to span, if others than its own.
+            steps: that the schedule is to span, if different from its own.
         """
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """Accumulate the gradients of all micro-batches; what is kept of each.
+        """Accumulate the gradients of all micro-batches; returns what is kept of each.
 
         Args:
             micro_batches: of all data-parallel ranks, rank by rank.
@@ -117,23 +120,24 @@ class Policy(Protocol):
     def forward(
         self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """A forward pass alone: what is read of each micro-batch. Arguments as of `forward_backward`."""
+        """A forward pass only; returns what is read of each micro-batch. Arguments as of
+        `forward_backward`."""
 
     def using(self, weights: Tensors) -> AbstractContextManager[None]:
-        """Other weights in place of its own, for forward passes.
+        """A context in which other weights are in place of its own, for forward passes.
 
         Raises:
             ModelError: they are another architecture's.
         """
 
     def offload(self) -> None:
-        """Give the memory of weights, gradients and the optimizer's state away, until `onload`."""
+        """Release the memory of weights, gradients and the optimizer's state, until `onload`."""
 
     def onload(self) -> None:
-        """Take it again; gradients are lost. Nothing is done where it was not given away."""
+        """Allocate it again; gradients are lost. Does nothing if it was not released."""
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together, of which no step is taken."""
+        """The 2-norm of all gradients together, without taking a step."""
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip and take one step; the gradient norm before clipping."""
+        """Clip and take one step; returns the gradient norm before clipping."""

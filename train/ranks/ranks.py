@@ -1,8 +1,8 @@
 """The ranks of a training: rank 0 leads, the others do their part of what it asks of all.
 
-Rank 0 alone has the log and decides what comes next. Others are told by a key of the store at which all met:
-they may wait there for as long as nothing is to be done. What is computed goes over the process group, gloo
-on CPUs and nccl on GPUs.
+Rank 0 alone has the log and decides what comes next. It tells the others by a key of the store
+at which all met: they may wait there for as long as there is nothing to do. What is computed
+goes over the process group, gloo on CPUs and nccl on GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.ranks.launch import FollowerRanks, Launch, launch_here
 from rollbook.train.ranks.launcher import Place, meet_at
-from rollbook.train.ranks.meeting import FOREVER, Meeting, here, sign_objects
+from rollbook.train.ranks.meeting import FOREVER, Meeting, presence_key, sign_objects
 from rollbook.train.ranks.part import Part
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.spread import SpreadPolicy
@@ -57,11 +57,12 @@ KEPT_GROUPS = (
 """What `destroy_model_parallel` of megatron-core 0.16.1 leaves in place."""
 
 
-class _Words(pickle.Pickler):
-    """What rank 0 says to others. Algorithms go by their keys: whoever is sent one imports its own parts."""
+class _CommandPickler(pickle.Pickler):
+    """Pickles what rank 0 tells the others. Algorithms go by their keys: the receiver imports its
+    own parts."""
 
     def reducer_override(self, obj: object) -> Any:
-        """How an object is made again."""
+        """How an object is unpickled."""
         if isinstance(obj, Algorithm):
             return sent_algorithm, (obj.model_dump(mode="json"),)
         return NotImplemented
@@ -69,14 +70,15 @@ class _Words(pickle.Pickler):
 
 def _in_words(what: tuple[Any, ...]) -> bytes:
     buffer = io.BytesIO()
-    _Words(buffer).dump(what)
+    _CommandPickler(buffer).dump(what)
     return buffer.getvalue()
 
 
 def _forget_groups() -> None:
-    """End the process groups that there are, Megatron's first.
+    """End the existing process groups, Megatron's first.
 
-    They lie in cycles with models, and each has threads, which are busy once its other ranks are gone.
+    They are in reference cycles with models, and each has threads, which are busy once its other
+    ranks are gone.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -117,7 +119,8 @@ def _join(meeting: Meeting, rank: int, count: int, parallel: ParallelConfig, dev
 
 
 class Ranks:
-    """Where the policies of a training are: in this process, or spread over it, as rank 0, and others.
+    """The ranks that hold a training's policies: this process alone, or this one, as rank 0, and
+    others.
 
     Args:
         count: of ranks; 1: this process alone.
@@ -142,7 +145,7 @@ class Ranks:
 
     @property
     def described(self) -> Json:
-        """The layout as a step's fingerprint has it."""
+        """The layout as in a step's fingerprint."""
         return self.parallel.described(self.count)
 
     def policy(self, name: str, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Policy:
@@ -175,7 +178,7 @@ class Ranks:
         Raises:
             RankError: one ended before, or does not come in time.
         """
-        missing, store = {here(rank) for rank in range(1, self.count)}, self._met.store
+        missing, store = {presence_key(rank) for rank in range(1, self.count)}, self._met.store
         until = time.monotonic() + START_S
         while missing := {key for key in missing if not store.check([key])}:
             ended = self._launched.ended() if self._launched else None
@@ -192,28 +195,28 @@ class Ranks:
         assert self._meeting is not None
         return self._meeting
 
-    def _ask(self, name: str, method: str, *given: Any, own: Callable[[], Any] | None = None) -> Any:
-        """Have all ranks call a method of their parts; what this one's gives."""
+    def _ask(self, name: str, method: str, *args: Any, own: Callable[[], Any] | None = None) -> Any:
+        """Have all ranks call a method of their parts; returns this rank's result."""
         with self._heard():
             for part in self._parts.values():
                 part.drain()
-        self._say(("call", name, method, given))
+        self._say(("call", name, method, args))
         with self._heard():
-            result = own() if own else getattr(self._parts[name], method)(*given)
+            result = own() if own else getattr(self._parts[name], method)(*args)
         if method == EACH:
             return functools.partial(self._waited, result)
         return self._streamed(result) if method == STREAM else result
 
     def _waited(self, wait: Callable[[], T]) -> T:
-        """What `wait` gives."""
+        """The result of `wait`."""
         with self._heard():
             return wait()
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
-        """What others send. Should nobody go on with it, the next call takes what is left."""
+        """What other ranks send. If nobody reads it to the end, the next call reads the rest."""
         with self._heard():
-            while (one := next(stream, None)) is not None:  # `yield from` would close the stream with this
-                yield one
+            while (item := next(stream, None)) is not None:  # `yield from` would close the stream with this
+                yield item
 
     def _say(self, what: tuple[Any, ...]) -> None:
         with self._heard():
@@ -222,7 +225,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _heard(self) -> Iterator[None]:
-        """Turn an error of the process group into one that names the rank that is to blame.
+        """Turn an error of the process group into one that names the rank to blame.
 
         Raises:
             RankLostError: a rank ended or hangs.
@@ -230,7 +233,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not _of_group(error):
+            if not _is_group_error(error):
                 raise
             why = self._launched.last_words() if self._launched else None
             raise RankLostError(
@@ -261,8 +264,8 @@ class Ranks:
         self.close()
 
 
-def _of_group(error: RuntimeError) -> bool:
-    """Whether the error is one of the process group: gloo's have no type of their own."""
+def _is_group_error(error: RuntimeError) -> bool:
+    """Whether an error comes from the process group: gloo's have no type of their own."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or any(
@@ -274,24 +277,24 @@ def _of_group(error: RuntimeError) -> bool:
 def follow(meeting: Meeting, rank: int, count: int) -> None:
     """Do this rank's part of what rank 0 asks of all, until it lets go."""
     parts: dict[str, Part] = {}
-    said, store = 0, meeting.store
+    number, store = 0, meeting.store
     _import_all()
     gc.freeze()
     gc.enable()
     meeting.come(rank)
     while True:
-        key = f"said/{said}"
+        key = f"said/{number}"
         store.wait([key], FOREVER)
         what = pickle.loads(meeting.heard(key))
-        if store.add(f"read/{said}", 1) == count - 1:  # all have heard it
+        if store.add(f"read/{number}", 1) == count - 1:  # all have heard it
             store.delete_key(key)
-            store.delete_key(f"read/{said}")
-        said += 1
+            store.delete_key(f"read/{number}")
+        number += 1
         match what:
             case ("join", parallel, device):
-                _join(meeting, rank, count, parallel, _own(device, rank))
+                _join(meeting, rank, count, parallel, _own_device(device, rank))
             case ("make", name, shape, optimizer, how, wait_s):
-                own = replace(how, device=_own(how.device, rank))
+                own = replace(how, device=_own_device(how.device, rank))
                 parts[name] = Part.made(shape, optimizer, own, wait_s)
             case ("call", name, method, given):
                 result = getattr(parts[name], method)(*given)
@@ -303,8 +306,8 @@ def follow(meeting: Meeting, rank: int, count: int) -> None:
 
 
 def _import_all() -> None:
-    """Import what a step needs before the others are told that this rank is there: they wait long for it to
-    come, and within a step no longer than `timeout_s`."""
+    """Import what a step needs before this rank announces itself: the others wait long for it to
+    come, but within a step no longer than `timeout_s`."""
     if not torch.cuda.is_available():
         cpu_device.install()
     for name in ("core.models.gpt", "core.optimizer", "core.pipeline_parallel"):
@@ -319,8 +322,8 @@ def follow_at(place: Place, secret: str) -> None:
     follow(meet_at(place, secret), place.rank, place.count)
 
 
-def _own(device: torch.device, rank: int) -> torch.device:
-    """A rank's own device: of this host's GPUs the one with its number."""
+def _own_device(device: torch.device, rank: int) -> torch.device:
+    """A rank's own device: the GPU of this host with its number."""
     if device.type != "cuda":
         return device
     local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))

@@ -1,7 +1,8 @@
 """Ranks that Ray places on the nodes of a cluster.
 
-Rank 0 stays the process of the command. Each other rank is a process beside an actor, which tells what
-becomes of it: all that Ray decides is where. It tries nothing again: a rank that fails ends the step.
+Rank 0 stays the process of the command. Each other rank is a process beside an actor, which
+reports what becomes of it: Ray decides only where the ranks run. It retries nothing: a rank that
+fails ends the step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ A_LITTLE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is asked of Ray.
+    """What a training asks of Ray.
 
     Args:
         strategy: how it spreads ranks over nodes.
@@ -62,7 +63,7 @@ class Room:
 
     @property
     def resource(self) -> str:
-        """What a rank takes one of."""
+        """The resource that a rank takes one of."""
         return "GPU" if self.gpus else "CPU"
 
 
@@ -83,21 +84,21 @@ def launch_by_ray(room: Room, count: int) -> tuple[Meeting, FollowerRanks]:
         sent = sent_variables(given_environment()) | {THREADS: str(torch.get_num_threads())}
         choose_interface(host)
         meeting = meet(MeetingPoint(host, 0, new_secret()), leads=True)
-        given = (meeting.point, count, sent)
-        actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *given) for rank in range(1, count)}
+        args = (meeting.point, count, sent)
+        actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *args) for rank in range(1, count)}
         return meeting, RayRanks(actors, undo.pop_all())
 
 
 def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, the variables that ranks get."""
+    """The variables of an environment that are sent to other ranks."""
     return {
         name: value for name, value in environment.items() if name in VARIABLES or name.startswith(FAMILIES)
     }
 
 
 class RemoteFollower(Follower):
-    """A rank beside an actor, which is an object of this. Its process has the environment of the node, and
-    what is sent of that of rank 0."""
+    """A rank beside a Ray actor, which is an instance of this class. Its process has the
+    environment of the node, and the variables sent from rank 0's."""
 
     def __init__(self, rank: int, point: MeetingPoint, count: int, sent: Mapping[str, str]) -> None:
         super().__init__(point, rank, count, os.environ | dict(sent))
@@ -107,7 +108,7 @@ class Holder:
     """Rank 0's actor: holds its GPU."""
 
     def gpus(self) -> str:
-        """The GPU, as CUDA_VISIBLE_DEVICES has it."""
+        """The GPU, as in CUDA_VISIBLE_DEVICES."""
         return os.environ[GPUS]
 
 
@@ -122,22 +123,23 @@ class RayRanks(FollowerRanks):
         super().__init__(len(actors) + 1)
         self._actors, self._undo = actors, undo
 
-    def _ask(self, method: str, *given: float, wait_s: float = LOOK_S) -> dict[int, Any]:
+    def _ask(self, method: str, *args: float, wait_s: float = LOOK_S) -> dict[int, Any]:
         import ray
 
-        asked = {getattr(actor, method).remote(*given): rank for rank, actor in self._actors.items()}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=wait_s)
+        pending = {getattr(actor, method).remote(*args): rank for rank, actor in self._actors.items()}
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=wait_s)
         answers = {}
         for answer in ready:
             try:
-                answers[asked[answer]] = ray.get(answer)
+                answers[pending[answer]] = ray.get(answer)
             except ray.exceptions.RayError as error:
                 if method == "ended":
-                    answers[asked[answer]] = (GONE, f"was lost with its actor; Ray says:\n{_words(error)}")
+                    answers[pending[answer]] = (GONE, f"was lost with its actor; Ray says:\n{_words(error)}")
         return answers
 
     def close(self) -> None:
-        """End them all, those that do not end by themselves by force; nothing is left in the cluster."""
+        """End all of them, by force those that do not end by themselves; nothing is left in the
+        cluster."""
         with self._undo:
             self._ask("close", DEATH_S, wait_s=2 * DEATH_S)
 
@@ -146,7 +148,7 @@ class RayRanks(FollowerRanks):
 
 
 def _connected(undo: contextlib.ExitStack) -> Any:
-    """Ray, connected as `connect` does it.
+    """Ray, once it is connected as by `connect`.
 
     Raises:
         ConfigError: it is not installed, or this process would be outside of the cluster.
@@ -165,7 +167,7 @@ def _connected(undo: contextlib.ExitStack) -> Any:
 
 
 def _group(room: Room, count: int, here: str, undo: contextlib.ExitStack) -> Any:
-    """A placement group that is in place.
+    """A placement group that is ready.
 
     Raises:
         RankError: there is no room for it.
@@ -187,7 +189,9 @@ def _no_room(room: Room, count: int, here: str) -> str:
     import ray
 
     nodes = sum(node["Alive"] for node in ray.nodes())
-    total, free = (of.get(room.resource, 0) for of in (ray.cluster_resources(), ray.available_resources()))
+    total, free = (
+        resources.get(room.resource, 0) for resources in (ray.cluster_resources(), ray.available_resources())
+    )
     return (
         f"Ray had no room for {count} ranks within {room.within_s:g} s: asked for {count} x 1 "
         f"{room.resource} by {room.strategy}, rank 0's on this node ({here}); the cluster has {total:g} "
@@ -196,9 +200,9 @@ def _no_room(room: Room, count: int, here: str) -> str:
     )
 
 
-def _actor(kind: type, room: Room, group: Any, bundle: int, undo: contextlib.ExitStack, *given: Any) -> Any:
-    """An actor in a bundle, which is never started again; a `RemoteFollower` gets its rank and what is
-    given."""
+def _actor(kind: type, room: Room, group: Any, bundle: int, undo: contextlib.ExitStack, *args: Any) -> Any:
+    """An actor in a bundle, which is never restarted; a `RemoteFollower` is given its rank and
+    arguments."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -209,13 +213,13 @@ def _actor(kind: type, room: Room, group: Any, bundle: int, undo: contextlib.Exi
         max_task_retries=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     )
-    actor = options.remote(*((bundle, *given) if given else ()))
+    actor = options.remote(*((bundle, *args) if args else ()))
     undo.callback(_quietly, ray.kill, actor)
     return actor
 
 
 def _quietly(undo: Any, what: Any) -> None:
-    """Where the cluster is gone, what was in it is."""
+    """Run a clean-up step; errors are ignored: if the cluster is gone, so is what was in it."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError, ConnectionError, RuntimeError):

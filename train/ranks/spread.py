@@ -1,4 +1,4 @@
-"""A policy whose weights are spread over ranks, as one: what rank 0 asks of all."""
+"""A policy whose weights are spread over ranks, used as one: each call has rank 0 ask all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollbook.engines.weights.digests import Look, Tensors
 from rollbook.train.batches.batch import MicroBatch, evenly
 from rollbook.train.model.lora import check_factors, merged
 from rollbook.train.model.reshard import Work, joined
-from rollbook.train.model.weight_names import checked, parts, put_together
+from rollbook.train.model.weight_names import checked, fuse_experts, parts
 from rollbook.train.ranks.backend import Kind
 from rollbook.train.ranks.kept_digests import Digest, KeptDigests
 from rollbook.train.ranks.part import Part
@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 
 class Ask(Protocol):
-    """Has all ranks call a method of their parts, and gives what rank 0's gives.
+    """Has all ranks call a method of their parts, and returns rank 0's result.
 
-    `own` is called on rank 0 in the place of the method, where rank 0 has more to give it than others.
+    On rank 0, `own` is called instead of the method, where rank 0 has more to pass to it than
+    the others.
     """
 
-    def __call__(self, method: str, *given: Any, own: Callable[[], Any] | None = None) -> Any: ...
+    def __call__(self, method: str, *args: Any, own: Callable[[], Any] | None = None) -> Any: ...
 
 
 class SpreadPolicy:
@@ -57,8 +58,8 @@ class SpreadPolicy:
         self._digests.changed("weights")
         names = [name for weight in self._part.named(kind) for name in weight.huggingface]
         own = {name: tensors[name].contiguous() for name in names}
-        said = [(n, tuple(t.shape), t.dtype) for n, t in own.items()]
-        self._ask("take", kind, said, own=lambda: self._part.spread(kind, own))
+        specs = [(n, tuple(t.shape), t.dtype) for n, t in own.items()]
+        self._ask("take", kind, specs, own=lambda: self._part.spread(kind, own))
 
     def load_adapter(self, tensors: Tensors) -> None:
         """Put low-rank factors in place, on each rank its part. As `Policy`."""
@@ -83,7 +84,7 @@ class SpreadPolicy:
             zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
             for weight, _, shards in self._ask("stream", kind)
         )
-        yield from put_together((named for pair in each for named in pair), self.shape)
+        yield from fuse_experts((named for pair in each for named in pair), self.shape)
 
     def weights(self) -> Tensors:
         """The weights under Hugging Face names."""
@@ -104,7 +105,7 @@ class SpreadPolicy:
             yield f"{weight.megatron}.{field}", whole
 
     def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
-        """Have each rank do something with its own pieces. As `Policy`."""
+        """Have each rank call a function with its own pieces. As `Policy`."""
         wait: Callable[[], list[T]] = self._ask("each", work, meanwhile)
         return wait
 
@@ -114,8 +115,8 @@ class SpreadPolicy:
         number = {weight.megatron: at for at, weight in enumerate(self._part.named("state"))}
         split = [(key.rpartition("."), value.contiguous()) for key, value in state.items()]
         own = [(number[name], field, value) for (name, _, field), value in split]
-        said = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
-        self._ask("take_state", said, own=lambda: self._part.spread_state(own))
+        specs = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
+        self._ask("take_state", specs, own=lambda: self._part.spread_state(own))
 
     def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
@@ -136,14 +137,14 @@ class SpreadPolicy:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """Accumulate the gradients of all micro-batches, each copy those of its share; what is kept of
-        each."""
+        """Accumulate the gradients of all micro-batches, each copy those of its share; returns what
+        is kept of each."""
         return self._pass_over(micro_batches, loss_of, shares, backward=True)
 
     def forward(
         self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
     ) -> list[T]:
-        """A forward pass alone: what is read of each micro-batch."""
+        """A forward pass only; returns what is read of each micro-batch."""
         return self._pass_over(micro_batches, read, shares, backward=False)
 
     def _pass_over(
@@ -151,17 +152,18 @@ class SpreadPolicy:
     ) -> list[T]:
         copies = self._part.copies
         counts = shares or [len(some) for some in evenly(micro_batches, copies)]
-        taken = iter(micro_batches)
-        own = [[next(taken) for _ in range(count)] for count in counts]
+        remaining = iter(micro_batches)
+        own = [[next(remaining) for _ in range(count)] for count in counts]
         own += [[] for _ in range(copies - len(own))]
-        told: list[T] = self._ask(
+        results: list[T] = self._ask(
             "pass_over", work, backward, own=lambda: self._part.pass_over(work, backward, own)
         )
-        return told
+        return results
 
     @contextlib.contextmanager
     def using(self, weights: Tensors) -> Iterator[None]:
-        """Other weights in place of its own, on all ranks, for forward passes.
+        """A context in which other weights are in place of its own, on all ranks, for forward
+        passes.
 
         Raises:
             ModelError: they are another architecture's.
@@ -177,19 +179,19 @@ class SpreadPolicy:
             self._ask("put_back")
 
     def offload(self) -> None:
-        """Give the memory that all ranks hold away, until `onload`."""
+        """Release the memory that all ranks hold, until `onload`."""
         self._ask("offload")
 
     def onload(self) -> None:
-        """Take it again; gradients are lost."""
+        """Allocate it again; gradients are lost."""
         self._ask("onload")
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together, of which no step is taken."""
+        """The 2-norm of all gradients together, without taking a step."""
         return float(torch.stack([gradient.norm() for _, gradient in self.stream_gradients()]).norm())
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip and take one step; the gradient norm before clipping."""
+        """Clip and take one step; returns the gradient norm before clipping."""
         self._digests.changed("weights", "state")
         norm: float = self._ask("optimizer_step", learning_rate)
         return norm

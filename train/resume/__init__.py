@@ -1,5 +1,5 @@
-"""A training goes on.
+"""Resumes a training.
 
-In: the log, and its checkpoints. Out: the state after the newest step, by the nearest checkpoint and
-committed steps that run again, compared with what was recorded.
+In: the log, and its checkpoints. Out: the state after the newest step, from the nearest
+checkpoint and a rerun of the committed steps after it, compared with what was recorded.
 """

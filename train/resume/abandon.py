@@ -44,7 +44,7 @@ def go_back(
         TrainError: there is no checkpoint of the version from which this configuration can go on.
         ModelError: the checkpoint is damaged.
     """
-    now = _known_as(history, version)
+    now = _current_number(history, version)
     if now != version:
         note(
             f"the steps after version {version} were abandoned before, and training goes on from it as "
@@ -70,15 +70,17 @@ def go_back(
 
 
 def _summary(steps: list[StepCommitted], version: int, now: int) -> str:
-    made = f"versions {steps[0].policy_version} to {steps[-1].policy_version}"
+    versions = f"versions {steps[0].policy_version} to {steps[-1].policy_version}"
     return (
-        f"abandoned {len(steps)} steps ({steps[0].step} to {steps[-1].step}), which made {made}: training "
+        f"abandoned {len(steps)} steps ({steps[0].step} to {steps[-1].step}), which made {versions}: "
+        "training "
         f"goes on from version {version}, as version {now}; what they consumed may be used again"
     )
 
 
-def _known_as(history: History, version: int) -> int:
-    """The number under which training went on from a version, if it went back to it before."""
+def _current_number(history: History, version: int) -> int:
+    """The number under which training went on from a version, if it went back to it before; else
+    the version."""
     held = {*history.held_versions, *(removed.policy_version for removed in history.removed)}
     names = {r.back_to: r.goes_on_as for r in history.abandoned.values() if r.goes_on_as in held}
     while version in names:
@@ -88,15 +90,15 @@ def _known_as(history: History, version: int) -> int:
 
 def _checkpoint(config: TrainConfig, source: str, history: History, version: int) -> CheckpointWritten:
     fit = [c for c in history.checkpoints if _fits(config, source, history, c)]
-    found = [c for c in fit if c.policy_version == version]
-    if not found:
+    matches = [c for c in fit if c.policy_version == version]
+    if not matches:
         there = ", ".join(str(v) for v in sorted({c.policy_version for c in fit})) or "none"
         raise TrainError(
             f"--abandon-after {version}: run {config.run!r} has no checkpoint of version {version} of policy "
             f"{config.policy!r} that this CONFIG can go on from; it can from: {there}"
             f"{history.why_gone(version)}"
         )
-    return found[-1]
+    return matches[-1]
 
 
 def _fits(config: TrainConfig, source: str, history: History, checkpoint: CheckpointWritten) -> bool:

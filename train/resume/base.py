@@ -1,4 +1,5 @@
-"""Finds the checkpoint to resume from: the newest undamaged one; and whether its weights can be trained."""
+"""Finds the checkpoint to resume from, the newest undamaged one, and checks whether its weights can
+be trained."""
 
 from __future__ import annotations
 
@@ -62,14 +63,15 @@ def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str]
 
 
 def folder_to_copy(log: Store, history: History, base: WholeCheckpoint) -> Path:
-    """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which nothing
-    removes; where it is gone all the same, that of the checkpoint that training goes on from."""
+    """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which
+    nothing removes; if it is gone all the same, that of the checkpoint that training goes on
+    from."""
     begun = [place_inside(log.path, c.path) for c in history.checkpoints if c.policy_version == 0]
     return next((folder for folder in begun if (folder / "config.json").is_file()), base.path)
 
 
 def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) -> None:
-    """Check that weights in place are those of the version that they came from: a narrower type may have
+    """Check that the weights in place are exactly those of their version: a narrower type may have
     rounded them.
 
     Raises:
@@ -86,15 +88,16 @@ def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) ->
 def put_in_place(
     policy: Policy, held: Checkpoint, lora: LoraTraining | None, references: References, *, goes_on: bool
 ) -> None:
-    """Put what a checkpoint holds in place.
+    """Load the contents of a checkpoint into the policy.
 
     Args:
         lora: the training of low-rank factors, if it is one.
-        references: by which the weights are read that factors are beside.
-        goes_on: whether the checkpoint is one of the same training; else it begins there.
+        references: reads the base weights of the factors.
+        goes_on: whether the checkpoint is one of the same training; else the training begins
+            there.
 
     Raises:
-        TrainError: there is no checkpoint of the weights that factors are beside.
+        TrainError: there is no checkpoint of the factors' base weights.
         ModelError: it is damaged.
     """
     if lora is None or not goes_on:

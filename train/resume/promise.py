@@ -1,4 +1,5 @@
-"""What can be said of a replay before it starts: whether it is promised to give the recorded bits here."""
+"""What can be said of a replay before it starts: whether the recorded bits are promised to come out
+here."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ _RING = 2
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Whether a step is promised to come out bit for bit, and what speaks against it.
+    """Whether a step is promised to come out bit for bit, and the reasons against it.
 
     Attributes:
         against: differences that may change bits.
-        unsteady: what may change bits from one run to the next even in the same environment, as text.
+        unsteady: what may change bits from one run to the next even in the same environment, as
+            text.
         unrecorded: what may change bits and was not recorded: keys of a fingerprint.
         beside: differences that are not known to change bits.
     """
@@ -31,16 +33,16 @@ class Promise:
 
     @property
     def bits(self) -> bool:
-        """Whether bits are promised. Without a promise they may be the same all the same."""
+        """Whether bits are promised. They may come out the same even without a promise."""
         return not (self.against or self.unsteady or self.unrecorded)
 
     @property
     def reasons(self) -> list[str]:
         """Why there is no promise, a line each."""
-        found = [*map(str, self.against), *self.unsteady]
+        reasons = [*map(str, self.against), *self.unsteady]
         if self.unrecorded:
-            found.append(f"not recorded by that step: {', '.join(self.unrecorded)}")
-        return found
+            reasons.append(f"not recorded by that step: {', '.join(self.unrecorded)}")
+        return reasons
 
 
 def promise(recorded: Json, here: Json) -> Promise:
@@ -50,28 +52,28 @@ def promise(recorded: Json, here: Json) -> Promise:
         here: the fingerprint that the step would get here: taken once its threads and deterministic kernels
             are set, as `set_deterministic` does.
     """
-    found = differences(recorded, here)
+    diffs = differences(recorded, here)
     return Promise(
-        against=tuple(one for one in found if one.matters == "bits"),
+        against=tuple(diff for diff in diffs if diff.matters == "bits"),
         unsteady=tuple(_unsteady(recorded, "as recorded") or _unsteady(here, "here")),
         unrecorded=tuple(unrecorded(recorded, here)),
-        beside=tuple(one for one in found if one.matters != "bits"),
+        beside=tuple(diff for diff in diffs if diff.matters != "bits"),
     )
 
 
 def _unsteady(environment: Json, where: str) -> list[str]:
-    """What of an environment lets the same step come out in several ways."""
-    found = []
+    """Reasons in an environment why the same step may come out differently from run to run."""
+    reasons = []
     if not environment.get("deterministic", True):
-        found.append(f"deterministic kernels are off ({where})")
+        reasons.append(f"deterministic kernels are off ({where})")
     if environment.get("flags", {}).get("warn_only", False):
-        found.append(f"kernels that are not deterministic only warn ({where})")
+        reasons.append(f"kernels that are not deterministic only warn ({where})")
     dynamic = (environment.get("variables") or {}).get("OMP_DYNAMIC")
     if dynamic is not None and dynamic.strip().lower() not in _NO:
-        found.append(
+        reasons.append(
             f"OMP_DYNAMIC={dynamic} lets the machine's load decide how many threads add up ({where})"
         )
     ranks = recorded_parallel(environment.get("parallel") or {})[1]
     if str(environment.get("device", "")).startswith("cuda") and ranks > _RING:
-        found.append(f"{ranks} GPUs add up in an order that follows how they are connected ({where})")
-    return found
+        reasons.append(f"{ranks} GPUs add up in an order that follows how they are connected ({where})")
+    return reasons

@@ -30,7 +30,7 @@ class RerunStep:
     """A rerun step: the recorded and the new digest of every stage, and the new metrics.
 
     Attributes:
-        evidence: of the parts of stages, with those of what the step started from.
+        evidence: of the parts of stages, and of what the step started from.
     """
 
     step: int
@@ -42,17 +42,18 @@ class RerunStep:
 
     @property
     def first_difference(self) -> str | None:
-        """The first recorded stage whose digest differs, in the order of `STAGES`; None if all are equal.
+        """The first recorded stage whose digest differs, in the order of `STAGES`; None if all are
+        equal.
 
-        A stage that was not recorded, since the release of then did not know it, is not compared.
+        A stage that was not recorded, because the release did not know it yet, is not compared.
         """
         stages = [stage for stage in STAGES if stage in self.recorded]
         return next((stage for stage in stages if self.recorded[stage] != self.found.get(stage)), None)
 
 
 def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]:
-    """The samples that a manifest names, by leaf turn, materialized from the log at the manifest's cut: those
-    of its whole rollout batch if the step begins one.
+    """The samples that a manifest names, by leaf turn, materialized from the log at the manifest's
+    cut; if the step begins a rollout batch, all of its samples.
 
     Args:
         run: that the step is of.
@@ -65,8 +66,8 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
     source, paths = plan.recipe["reward_source"], plan.recipe.get("paths", "all")
     trajectories = log.trajectories(parse_cut(plan.cut), wanted)
     own = None if plan.recipe.get("other_policies") is None else plan.policy
-    made = (s for t in trajectories.values() for s in samples_of(t, source, paths, policy=own))
-    samples = {sample.leaf_turn_id: sample for sample in made}
+    materialized = (s for t in trajectories.values() for s in samples_of(t, source, paths, policy=own))
+    samples = {sample.leaf_turn_id: sample for sample in materialized}
     samples |= {leaf: of_another_run(s) for leaf, s in samples.items() if s.run != run}
     missing = [ref for ref in named if ref["turn_id"] not in samples]
     if missing:
@@ -83,7 +84,7 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
 
 
 def _why_erased(log: Store, trajectory_id: str) -> str:
-    """The reason that was given for an erasure."""
+    """The recorded reason of an erasure."""
     records = [
         e.record for e in log.events_of([TrajectoryErased.KIND]) if isinstance(e.record, TrajectoryErased)
     ]
@@ -106,7 +107,7 @@ def rerun_steps(
     Args:
         run: that the steps are of.
         experiences: of the policy; afterwards of the rollout batch of the last step.
-        look: what is to look at each gradient of the policy.
+        look: called with each gradient of the policy.
 
     Raises:
         ReplayError: the log does not hold a sample that a manifest names.
@@ -114,7 +115,7 @@ def rerun_steps(
     for step in steps:
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
-        found = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
         inputs = input_evidence(policy, experiences.critic)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
@@ -123,15 +124,15 @@ def rerun_steps(
         )
         recorded = plan.input_digests | step.committed.digests
         yield RerunStep(
-            plan.step, recorded, found | result.digests, result.metrics, inputs | result.evidence, batch
+            plan.step, recorded, digests | result.digests, result.metrics, inputs | result.evidence, batch
         )
 
 
 def input_evidence(policy: Policy, critic: Policy | None) -> Evidence:
-    """The tensors that a step starts from."""
-    found = of_tensors(input_weights=policy.weights_digest(), input_optimizer=policy.optimizer_digest())
+    """The evidence of the tensors that a step starts from."""
+    evidence = of_tensors(input_weights=policy.weights_digest(), input_optimizer=policy.optimizer_digest())
     if critic is None:
-        return found
-    return found | of_tensors(
+        return evidence
+    return evidence | of_tensors(
         critic_input_weights=critic.weights_digest(), critic_input_optimizer=critic.optimizer_digest()
     )

@@ -1,4 +1,4 @@
-"""Restores a training: the nearest checkpoint, and the committed steps after it run again."""
+"""Restores a training: loads the nearest checkpoint, and runs the committed steps after it again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def restored(
     ranks: Ranks,
     warn: Callable[[str], None],
 ) -> Restored:
-    """Restore a phase; one that has no step yet begins at the newest checkpoint.
+    """Restore a phase; a phase without a step begins at the newest checkpoint.
 
     Args:
         warn: called for each checkpoint that is damaged.
@@ -98,10 +98,10 @@ def _restored(
     lora = _lora(config, whole, goes_on=goes_on)
     put_in_place(policy, whole.held, lora, references, goes_on=goes_on)
     check_exact(policy, whole.record, config)
-    found = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora)
-    _run_again(config, log, found, history.between(whole.record, history.next_step), ranks)
+    state = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora)
+    _run_again(config, log, state, history.between(whole.record, history.next_step), ranks)
     set_deterministic(config.threads)
-    return found
+    return state
 
 
 def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks) -> ReferenceProcess:
@@ -120,7 +120,7 @@ def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks
 
 
 def fingerprint_of(config: TrainConfig, ranks: Ranks) -> Json:
-    """The fingerprint of what a training's steps run in here."""
+    """The fingerprint of the environment in which a training's steps run here."""
     device, algorithm = choose_device(config.device), config.algorithm.model_dump()
     return fingerprint(device, algorithm, ranks.described, dtype=config.dtype)
 
@@ -135,19 +135,19 @@ def _lora(config: TrainConfig, whole: WholeCheckpoint, *, goes_on: bool) -> Lora
 
 
 def _run_again(
-    config: TrainConfig, log: Store, of: Restored, between: list[CommittedStep], ranks: Ranks
+    config: TrainConfig, log: Store, state: Restored, between: list[CommittedStep], ranks: Ranks
 ) -> None:
-    version = of.base.record.policy_version
+    version = state.base.record.policy_version
     remedy = f"go on from the checkpoint without the steps since: --abandon-after {version}"
     try:
-        for replayed in rerun_steps(log, of.policy, of.experiences, between, config.run):
+        for replayed in rerun_steps(log, state.policy, state.experiences, between, config.run):
             if replayed.first_difference is not None:
-                raise TrainError(f"{_differs(config, log, replayed, between, ranks)}, or {remedy}")
+                raise TrainError(f"{_difference_text(config, log, replayed, between, ranks)}, or {remedy}")
     except ReplayError as error:
         raise TrainError(f"run {config.run!r} cannot be resumed: {error}; {remedy}") from error
 
 
-def _differs(
+def _difference_text(
     config: TrainConfig, log: Store, replayed: RerunStep, between: list[CommittedStep], ranks: Ranks
 ) -> str:
     recorded = between[-1].planned.environment
@@ -159,8 +159,8 @@ def _differs(
     )
 
 
-def adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:
-    """The algorithm of a training's next step: what adapts follows from the last one that was committed."""
+def adapted_algorithm(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:
+    """The algorithm of a training's next step: what adapts follows from the last committed step."""
     if not algorithm.adapts or not steps:
         return algorithm
     last = steps[-1]

@@ -1,7 +1,8 @@
-"""What a manifest says beside its samples and weights: what its step needs, and what that follows from.
+"""What a manifest holds beside its samples and weights: the settings of its step, and what these
+follow from.
 
-Recorded with a step, so that a replay can compute learning rate, seed and micro-batches again, instead of
-taking them from where they are to be proved.
+Recorded with a step, so that a replay can compute learning rate, seed and micro-batches again,
+instead of taking them from the very record that it is to prove.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollbook.train.step.step import StepSettings
 
 
 def settings_of(plan: StepPlanned) -> StepSettings:
-    """What a step needs to know beside its batch, as its manifest has it."""
+    """The settings of a step beside its batch, from its manifest."""
     critic = plan.critic or {}
     return StepSettings(
         recorded_algorithm(plan.algorithm),
@@ -30,11 +31,12 @@ def settings_of(plan: StepPlanned) -> StepSettings:
 
 
 def schedule_of(config: TrainConfig, number: int, slice_: int | None) -> Json:
-    """What `step.planned` says of it.
+    """The schedule as `step.planned` records it.
 
     Args:
         number: of the step in its training, from 0.
-        slice_: of the epochs, that its rollout batch is; None where samples are used once.
+        slice_: the slice of the epochs that is its rollout batch; None where samples are used
+            once.
     """
     return {
         "number": number,
@@ -46,14 +48,14 @@ def schedule_of(config: TrainConfig, number: int, slice_: int | None) -> Json:
     }
 
 
-def divided(
+def divide_samples(
     samples: Sequence[Sample],
     algorithm: Algorithm,
     schedule: Json,
     copies: int,
     work: Callable[[int], int],
 ) -> Partition:
-    """Micro-batches of samples, by data-parallel rank.
+    """Divide samples into micro-batches, by data-parallel rank.
 
     Args:
         copies: of the model, between which the samples are shared out.

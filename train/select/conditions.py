@@ -1,4 +1,5 @@
-"""A recipe's conditions on trajectories: labels, models, and its own; in SQL, and of one trajectory."""
+"""A recipe's conditions on trajectories (labels, models, and its own), as SQL and for a single
+trajectory."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Conditions:
     """A recipe's conditions on trajectories.
 
     Attributes:
-        sql: a query for the ids of those for which they hold; parameters: of the query.
+        sql: a query for the ids of the trajectories that meet them; parameters: of the query.
         said: the recipe's own condition, for an error message.
     """
 
@@ -47,15 +48,17 @@ def conditions_of(recipe: RecipeConfig) -> Conditions | None:
 
 
 def chooses(recipe: RecipeConfig, trajectory: Trajectory) -> bool:
-    """Whether a recipe's labels and models choose a trajectory, as the SQL does; a `where` is SQL alone."""
+    """Whether a trajectory meets a recipe's conditions on labels and models, as in SQL; `where` is
+    not checked."""
     labels = {name: _text(value) for name, value in trajectory.opened.labels.items()}
     wanted = (label.partition("=") for label in recipe.labels)
     if any(labels.get(name) != value for name, _, value in wanted):
         return False
-    asked = (turn.requested.requested_model for turn in trajectory.turns.values())
-    return not recipe.models or all(model in recipe.models for model in asked)
+    models = (turn.requested.requested_model for turn in trajectory.turns.values())
+    return not recipe.models or all(model in recipe.models for model in models)
 
 
 def _text(value: Any) -> str | None:
-    """As DuckDB's `json_extract_string`: a string as it is, null as none, anything else as its JSON."""
+    """A value as text, as DuckDB's `json_extract_string` does: a string as it is, null as None,
+    anything else as JSON."""
     return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()

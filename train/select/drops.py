@@ -1,8 +1,8 @@
-"""What a recipe's rules drop, as columns, with details that are made once somebody reads them; and the
-dropped members of groups with which the kept samples are compared.
+"""What a recipe's rules drop, as columns, with details that are computed only when they are read;
+and the dropped members of groups with which the kept samples are compared.
 
-A manifest holds what was used of these members, so that a step needs nothing else of them when it is run
-again.
+A manifest holds what was used of these members, so that a step needs nothing else of them when
+it is run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dropped:
     Attributes:
         rule: its name.
         at: int64 [D], the candidates' indexes, in order.
-        detail: of the candidate of an index, the numbers that the rule compared.
+        detail: gives the numbers that the rule compared, for the candidate of an index.
     """
 
     rule: str
@@ -38,12 +38,14 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drops:
-    """All that is dropped of N candidates, each by one rule. Iterating gives (number, rule, detail).
+    """All that is dropped of N candidates, each by one rule. Iterating gives (number, rule,
+    detail).
 
     Attributes:
-        alone: by rules that look at each candidate alone, which are read in the order of candidates.
+        alone: by rules that look at each candidate alone, which are read in the order of
+            candidates.
         compared: by rules that compare candidates, which are read after them, rule by rule.
-        numbers: int64 [N], what candidates are called; None: by their indexes.
+        numbers: int64 [N], the candidates' numbers; None: their indexes.
     """
 
     alone: tuple[Dropped, ...]
@@ -65,51 +67,55 @@ class Drops:
         return at if self.numbers is None else int(self.numbers[at])
 
     def called(self, numbers: Ints) -> Drops:
-        """The same, of candidates that are called by these numbers, int64 [N]."""
+        """The same drops, with the candidates numbered as given, int64 [N]."""
         return replace(self, numbers=numbers)
 
 
 def dropped_members(samples: Sequence[Candidate], drops: Sequence[Drop]) -> list[Json]:
-    """What a manifest says of the trajectories of the samples' groups that were dropped.
+    """The dropped trajectories of the samples' groups, as a manifest records them.
 
     Each counts once, if all of its samples were dropped, and if its reward is a number.
     """
     groups = {(sample.run, sample.group) for sample in samples if sample.group is not None}
     kept = {sample.trajectory_id for sample in samples}
-    found: dict[str, Json] = {}
-    for one in (drop.sample for drop in drops):
-        if (one.run, one.group) not in groups or one.trajectory_id in kept or not _rewarded(one):
+    members: dict[str, Json] = {}
+    for candidate in (drop.sample for drop in drops):
+        if (
+            (candidate.run, candidate.group) not in groups
+            or candidate.trajectory_id in kept
+            or not _rewarded(candidate)
+        ):
             continue
-        said = found.setdefault(
-            one.trajectory_id,
+        member = members.setdefault(
+            candidate.trajectory_id,
             {
-                "trajectory_id": one.trajectory_id,
-                "run": one.run,
-                "group": one.group,
-                "reward": one.reward,
+                "trajectory_id": candidate.trajectory_id,
+                "run": candidate.run,
+                "group": candidate.group,
+                "reward": candidate.reward,
                 "tokens": 0,
                 "truncated": False,
             },
         )
-        said["tokens"] += one.learnable
-        said["truncated"] = said["truncated"] or one.truncated
-    return list(found.values())
+        member["tokens"] += candidate.learnable
+        member["truncated"] = member["truncated"] or candidate.truncated
+    return list(members.values())
 
 
-def others_of(samples: Sequence[Sample], said: Sequence[Json] | None) -> GroupPeers | None:
-    """What an estimator is told of the members that a manifest names; None where it names none."""
-    if not said:
+def peers_of(samples: Sequence[Sample], members: Sequence[Json] | None) -> GroupPeers | None:
+    """The members that a manifest names, as an estimator takes them; None where it names none."""
+    if not members:
         return None
     places: dict[tuple[str, str | None], int] = {}
     for place, sample in enumerate(samples):
         places.setdefault((sample.run, sample.group), place)
     return GroupPeers(
-        beside=np.array([places[one["run"], one["group"]] for one in said], np.int64),
-        rewards=np.array([one["reward"] for one in said], np.float64),
-        lengths=np.array([one["tokens"] for one in said], np.int64),
-        truncated=np.array([one["truncated"] for one in said], np.bool_),
+        beside=np.array([places[member["run"], member["group"]] for member in members], np.int64),
+        rewards=np.array([member["reward"] for member in members], np.float64),
+        lengths=np.array([member["tokens"] for member in members], np.int64),
+        truncated=np.array([member["truncated"] for member in members], np.bool_),
     )
 
 
-def _rewarded(one: Candidate) -> bool:
-    return one.reward is not None and bool(np.isfinite(one.reward))
+def _rewarded(candidate: Candidate) -> bool:
+    return candidate.reward is not None and bool(np.isfinite(candidate.reward))

@@ -1,4 +1,4 @@
-"""Prompt groups that are complete, and trajectories that may become part of one."""
+"""Complete prompt groups, and trajectories that may become part of one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rollbook.train.select.recipe import Candidate, Drop
 
 @dataclass(frozen=True, slots=True)
 class CompleteGroup:
-    """What a step uses together: a prompt group's trajectories, or (`leaf`) one sample as a group of its own.
+    """What a step uses together: a prompt group's trajectories, or (`leaf`) one sample as a group
+    of its own.
 
     Attributes:
-        began: place of its first trajectory in the order in which trajectories began.
+        began: its first trajectory's position in the order in which trajectories began.
         completed_s: when it was complete, by the monotonic clock.
     """
 
@@ -37,10 +38,10 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Standing:
-    """How a complete group stands before a step.
+    """The state of a complete group before a step.
 
     Attributes:
-        kept, drops: what the recipe makes of it.
+        kept, drops: of its samples, by the recipe.
         unfit: it is dropped whole, at once.
         lacks_reward: one may still come, for which the training waits a while.
     """
@@ -55,4 +56,4 @@ class Standing:
     @property
     def leaves(self) -> set[str]:
         """The leaf turns of all of its samples."""
-        return {one.leaf_turn_id for one in (*self.kept, *(drop.sample for drop in self.drops))}
+        return {sample.leaf_turn_id for sample in (*self.kept, *(drop.sample for drop in self.drops))}

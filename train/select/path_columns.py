@@ -1,5 +1,5 @@
-"""The root-to-leaf paths of trajectories, from the columns of their turns, and which one of each is trained
-on where a recipe takes one. Pure."""
+"""The root-to-leaf paths of trajectories, from the columns of their turns, and which one of them is
+trained on where a recipe takes only one. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathColumns:
-    """Where each path begins, the rows of turns on it, which of them it owns, and of each path whether it is
+    """The start of each path, the rows of its turns, which of them it owns, and whether the path is
     one that is taken."""
 
     starts: Ints
@@ -33,8 +33,8 @@ class PathColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Sums, minima and maxima over runs of an array, whose beginnings, and end, are `starts`; each run has at
-    least one value."""
+    """Sums, minima and maxima over consecutive runs of an array, with boundaries `starts`, the end
+    included; each run has at least one value."""
 
     starts: Ints
 
@@ -55,7 +55,8 @@ _EMPTY = np.empty(0, np.int64)
 
 
 def path_columns(turns: pa.Table, rule: Paths = "all") -> PathColumns:
-    """Every path of each trajectory; those of trajectories that never branch as they stand in the table.
+    """Every path of each trajectory; paths of trajectories that never branch are consecutive rows
+    of the table.
 
     Args:
         rule: which paths are taken.
@@ -79,25 +80,26 @@ def path_columns(turns: pa.Table, rule: Paths = "all") -> PathColumns:
             whole = slice(int(begins[number]), int(ends[number]))
             parents = _parents(turns, whole.start, whole.stop)
             before = preferred_leaf(rule, parents, *_deciding(turns[whole]))
-            for one in owned_paths(parents, before):
-                lengths.append(np.array([len(one.nodes)]))
-                path.append(begins[number] + np.array(one.nodes))
-                owned.append(np.array(one.owned))
-                preferred.append(np.array([before in (None, one.nodes[-1])]))
+            for owned_path in owned_paths(parents, before):
+                lengths.append(np.array([len(owned_path.nodes)]))
+                path.append(begins[number] + np.array(owned_path.nodes))
+                owned.append(np.array(owned_path.owned))
+                preferred.append(np.array([before in (None, owned_path.nodes[-1])]))
         at = number + 1
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
     return PathColumns(starts, np.concatenate(path), np.concatenate(owned), np.concatenate(preferred))
 
 
 def _deciding(turns: pa.Table) -> tuple[list[int], list[bool]]:
-    """Of each turn the tokens that can be trained, and whether it was delivered."""
+    """For each turn, the number of tokens that can be trained, and whether it was delivered."""
     delivered = turns["delivered"].to_pylist()
     rows = zip(delivered, turns["altered"].to_pylist(), turns["completion_length"].to_pylist(), strict=True)
     return [length or 0 if had and not altered else 0 for had, altered, length in rows], delivered
 
 
 def _straight(turns: pa.Table, begins: Ints) -> Bools:
-    """Of each trajectory whether each turn extends the one before it, and the first is a root."""
+    """For each trajectory, whether its first turn is a root and each other turn extends the one
+    before it."""
     ids, parents = turns["turn_id"].combine_chunks(), turns["parent_turn_id"].combine_chunks()
     before = pa.concat_arrays([ids.slice(0, 1), ids.slice(0, len(ids) - 1)])
     extends = pc.fill_null(pc.equal(parents, before), False).to_numpy(zero_copy_only=False).copy()
@@ -106,7 +108,7 @@ def _straight(turns: pa.Table, begins: Ints) -> Bools:
 
 
 def _parents(turns: pa.Table, begin: int, end: int) -> list[int]:
-    """Place of each turn's parent within its trajectory, -1 for a root."""
+    """Position of each turn's parent within its trajectory, -1 for a root."""
     ids = turns["turn_id"].slice(begin, end - begin).to_pylist()
     places = {turn_id: place for place, turn_id in enumerate(ids)}
     named = turns["parent_turn_id"].slice(begin, end - begin).to_pylist()
@@ -116,12 +118,13 @@ def _parents(turns: pa.Table, begin: int, end: int) -> list[int]:
 def preferred_leaf(
     rule: Paths, parents: Sequence[int], tokens: Sequence[int], delivered: Sequence[bool]
 ) -> int | None:
-    """The leaf that owns all of its path, and alone is trained on; None where all are.
+    """The leaf that owns its whole path, and is the only one trained on; None where all are.
 
     Args:
-        parents: place of each completed turn's parent, -1 for a root.
+        parents: position of each completed turn's parent, -1 for a root.
         tokens: that can be trained, of each turn.
-        delivered: whether the client had the turn; of leaves, those come last that it had.
+        delivered: whether the client had the turn; leaves that it had count as later than all
+            others.
     """
     if rule == "all" or not len(parents):
         return None
@@ -132,7 +135,7 @@ def preferred_leaf(
 
 
 def preferred_turn(rule: Paths, trajectory: Trajectory) -> str | None:
-    """The same, of a folded trajectory, by the leaf's name."""
+    """The same for a folded trajectory, by the leaf's turn id."""
     if rule == "all":
         return None
     done, parents = trajectory.completed()

@@ -1,10 +1,11 @@
 """Applies a recipe: which candidates are trained on, and which rule drops each of the others. Pure.
 
-Samples of another split, or without a trainable token, are not candidates: the ledger counts them as kept
-out. A candidate is kept, or dropped by exactly one named rule. Candidates with erased tokens, and those that
-do not fit the model, are always dropped. Whether rewards of a group differ is decided on the members that are
-left. Of a group a recipe uses the best samples, all that differ, or the best and the worst; a sample without
-a group is, where samples are ranked, a group of its trajectory alone.
+Samples of another split, or without a trainable token, are not candidates: the ledger counts
+them as kept out. A candidate is kept, or dropped by exactly one named rule. Candidates with
+erased tokens, and those that do not fit the model, are always dropped. Whether rewards of a
+group differ is decided on the members that are left. Of a group a recipe uses the best samples,
+all that differ, or the best and the worst. Where samples are ranked, a sample without a group is
+a group of its trajectory alone.
 
 Rules run on columns, so that no object per sample is needed.
 """
@@ -141,11 +142,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop:
-    """A candidate dropped from training, the rule that dropped it, and the numbers that the rule compared.
+    """A candidate dropped from training, the rule that dropped it, and the numbers that the rule
+    compared.
 
     Attributes:
-        decided: the trainer's version, and the cut as it is written, by which that was decided; None: by
-            those of the plan that it is recorded with.
+        decided: the trainer's version, and the cut as it is written, by which that was decided;
+            None: those of the plan that it is recorded with.
     """
 
     sample: Candidate
@@ -154,8 +156,8 @@ class Drop:
     decided: tuple[int, str] | None = None
 
 
-def decided(drops: Iterable[Drop], version: int, cut: Cut) -> list[Drop]:
-    """Drops as decided by this version at this cut, unless they say already when they were."""
+def mark_decided(drops: Iterable[Drop], version: int, cut: Cut) -> list[Drop]:
+    """The drops, marked as decided by this version at this cut, unless they are marked already."""
     at = version, format_cut(cut)
     return [drop if drop.decided is not None else replace(drop, decided=at) for drop in drops]
 
@@ -173,7 +175,7 @@ class ModelLimits:
 
 
 def mixture_in(limits: ModelLimits | None) -> Mixture | None:
-    """The mixture of experts of limits, where they are known."""
+    """The mixture of experts in the limits, if these are known."""
     return None if limits is None else limits.mixture
 
 
@@ -181,8 +183,8 @@ UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The settings that rules compare candidates with."""
+class RuleContext:
+    """The settings against which rules check candidates."""
 
     recipe: RecipeConfig
     algorithm: Algorithm
@@ -194,87 +196,91 @@ class Held:
 class Rule:
     """A rule: which candidates it drops, and the details recorded for each."""
 
-    drops: Callable[[Candidates, Held], Bools]
-    detail: Callable[[Candidates, Held, int], Json] = lambda of, held, at: {}
+    drops: Callable[[Candidates, RuleContext], Bools]
+    detail: Callable[[Candidates, RuleContext, int], Json] = lambda of, held, at: {}
 
 
-def _compares_policies(held: Held) -> bool:
-    """Whether it counts which policy sampled a token: not where the model that is trained samples none."""
+def _compares_policies(held: RuleContext) -> bool:
+    """Whether it matters which policy sampled a token: not where the trained model samples none."""
     return held.recipe.other_policies is not None and not held.algorithm.head_width
 
 
-def _of_another_policy(of: Candidates, held: Held) -> Bools:
-    return np.asarray((of.strangers != "") & _compares_policies(held), np.bool_)
+def _of_another_policy(candidates: Candidates, held: RuleContext) -> Bools:
+    return np.asarray((candidates.strangers != "") & _compares_policies(held), np.bool_)
 
 
-def _too_new(of: Candidates, held: Held) -> Bools:
-    return (of.newest > held.version) & (_compares_policies(held) and held.recipe.counts_ages)
+def _too_new(candidates: Candidates, held: RuleContext) -> Bools:
+    return (candidates.newest > held.version) & (_compares_policies(held) and held.recipe.counts_ages)
 
 
-def _too_old(of: Candidates, held: Held) -> Bools:
+def _too_old(candidates: Candidates, held: RuleContext) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
-        return np.zeros(len(of.oldest), np.bool_)
-    return (of.deciding < held.version - limit) & (of.deciding != NOWHERE)
+        return np.zeros(len(candidates.oldest), np.bool_)
+    return (candidates.deciding < held.version - limit) & (candidates.deciding != NOWHERE)
 
 
-def _age(of: Candidates, held: Held, at: int) -> Json:
-    oldest = int(of.oldest[at])
-    said = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
+def _age(candidates: Candidates, held: RuleContext, at: int) -> Json:
+    oldest = int(candidates.oldest[at])
+    detail = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
     share = held.recipe.stale_share
-    return said | {"oldest_version": oldest} | ({"stale_share": share} if share else {})
+    return detail | {"oldest_version": oldest} | ({"stale_share": share} if share else {})
 
 
-def _another_end(of: Candidates, held: Held) -> Bools:
+def _another_end(candidates: Candidates, held: RuleContext) -> Bools:
     wanted = held.recipe.success
     if wanted is None:
-        return np.zeros_like(of.chosen)
-    return ~of.succeeded if wanted else ~of.failed
+        return np.zeros_like(candidates.chosen)
+    return ~candidates.succeeded if wanted else ~candidates.failed
 
 
-def _of_another_status(of: Candidates, held: Held) -> Bools:
+def _of_another_status(candidates: Candidates, held: RuleContext) -> Bools:
     wanted = held.recipe.statuses
     if wanted is None:
-        return np.zeros_like(of.chosen)
-    return ~np.isin(of.status, [STATUSES.index(status) for status in wanted])
+        return np.zeros_like(candidates.chosen)
+    return ~np.isin(candidates.status, [STATUSES.index(status) for status in wanted])
 
 
-def _status(of: Candidates, held: Held, at: int) -> Json:
-    status = None if of.status[at] == NO_STATUS else STATUSES[of.status[at]]
+def _status(candidates: Candidates, held: RuleContext, at: int) -> Json:
+    status = None if candidates.status[at] == NO_STATUS else STATUSES[candidates.status[at]]
     return {"status": status, "statuses": list(held.recipe.statuses or ())}
 
 
-def _too_little(of: Candidates, held: Held) -> Bools:
+def _too_little(candidates: Candidates, held: RuleContext) -> Bools:
     least = held.recipe.min_reward
-    return np.zeros_like(of.chosen) if least is None else ~(of.rewarded & (of.rewards >= least))
+    return (
+        np.zeros_like(candidates.chosen)
+        if least is None
+        else ~(candidates.rewarded & (candidates.rewards >= least))
+    )
 
 
-def _reward(of: Candidates, held: Held, at: int) -> Json:
-    reward = float(of.rewards[at]) if of.rewarded[at] else None
+def _reward(candidates: Candidates, held: RuleContext, at: int) -> Json:
+    reward = float(candidates.rewards[at]) if candidates.rewarded[at] else None
     return {"reward": reward, "min_reward": held.recipe.min_reward}
 
 
-def _odd_reward(of: Candidates, held: Held, at: int) -> Json:
-    if not np.isfinite(of.rewards[at]):
-        return {"reward": str(float(of.rewards[at]))}
-    return {"turn_reward": str(float(of.turn_rewards[at]))}
+def _odd_reward(candidates: Candidates, held: RuleContext, at: int) -> Json:
+    if not np.isfinite(candidates.rewards[at]):
+        return {"reward": str(float(candidates.rewards[at]))}
+    return {"turn_reward": str(float(candidates.turn_rewards[at]))}
 
 
-def _where_needed(need: str, of: Bools, held: Held) -> Bools:
-    return of if need in held.algorithm.needs else np.zeros_like(of)
+def _where_needed(need: str, mask: Bools, held: RuleContext) -> Bools:
+    return mask if need in held.algorithm.needs else np.zeros_like(mask)
 
 
-def _ambiguous(of: Candidates, held: Held) -> Bools:
+def _ambiguous(candidates: Candidates, held: RuleContext) -> Bools:
     several = "pairs" in held.algorithm.needs and held.recipe.paths == "all"
-    return in_several(of.trajectories) if several else np.zeros_like(of.chosen)
+    return in_several(candidates.trajectories) if several else np.zeros_like(candidates.chosen)
 
 
-def _outside(of: Candidates, held: Held) -> Bools:
-    return (of.lowest < 0) | (of.highest >= held.limits.vocabulary)
+def _outside(candidates: Candidates, held: RuleContext) -> Bools:
+    return (candidates.lowest < 0) | (candidates.highest >= held.limits.vocabulary)
 
 
-def _token(of: Candidates, held: Held, at: int) -> Json:
-    token = of.lowest[at] if of.lowest[at] < 0 else of.highest[at]
+def _token(candidates: Candidates, held: RuleContext, at: int) -> Json:
+    token = candidates.lowest[at] if candidates.lowest[at] < 0 else candidates.highest[at]
     return {"token": int(token), "vocabulary": held.limits.vocabulary}
 
 
@@ -340,44 +346,47 @@ def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
 
 
 def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
-    """The values of candidates, one by one; `share` is the recipe's deciding one."""
+    """The values of candidates as columns; `share` is the recipe's deciding share."""
     oldest, newest, deciding = (
-        [one.oldest_version for one in candidates],
-        [one.newest_version for one in candidates],
-        [one.deciding_version(share) for one in candidates],
+        [candidate.oldest_version for candidate in candidates],
+        [candidate.newest_version for candidate in candidates],
+        [candidate.deciding_version(share) for candidate in candidates],
     )
     return Candidates(
-        groups=numbered([one.group for one in candidates]),
+        groups=numbered([candidate.group for candidate in candidates]),
         rewards=np.array([np.nan if c.reward is None else c.reward for c in candidates], np.float64),
-        trajectories=numbered([one.trajectory_id for one in candidates]),
-        succeeded=np.array([one.success is True for one in candidates], np.bool_),
-        failed=np.array([one.success is False for one in candidates], np.bool_),
+        trajectories=numbered([candidate.trajectory_id for candidate in candidates]),
+        succeeded=np.array([candidate.success is True for candidate in candidates], np.bool_),
+        failed=np.array([candidate.success is False for candidate in candidates], np.bool_),
         status=np.array(
-            [STATUSES.index(one.status) if one.status in STATUSES else NO_STATUS for one in candidates],
+            [
+                STATUSES.index(candidate.status) if candidate.status in STATUSES else NO_STATUS
+                for candidate in candidates
+            ],
             np.int64,
         ),
-        preferred=np.array([one.preferred for one in candidates], np.bool_),
-        infinite=np.array([one.infinite for one in candidates], np.bool_),
-        turn_rewards=np.array([one.turn_reward for one in candidates], np.float64),
-        chosen=np.array([one.chosen for one in candidates], np.bool_),
-        rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
-        unknown=np.array([one.unknown for one in candidates], np.int64),
-        strangers=np.array([one.stranger for one in candidates], np.str_),
+        preferred=np.array([candidate.preferred for candidate in candidates], np.bool_),
+        infinite=np.array([candidate.infinite for candidate in candidates], np.bool_),
+        turn_rewards=np.array([candidate.turn_reward for candidate in candidates], np.float64),
+        chosen=np.array([candidate.chosen for candidate in candidates], np.bool_),
+        rewarded=np.array([candidate.reward is not None for candidate in candidates], np.bool_),
+        unknown=np.array([candidate.unknown for candidate in candidates], np.int64),
+        strangers=np.array([candidate.stranger for candidate in candidates], np.str_),
         oldest=_versions(oldest),
         newest=_versions(newest),
         deciding=_versions(deciding),
-        exact=np.array([one.exact for one in candidates], np.bool_),
-        erased=np.array([one.erased for one in candidates], np.bool_),
-        learnable=np.array([one.learnable for one in candidates], np.int64),
-        lengths=np.array([one.length for one in candidates], np.int64),
-        lowest=np.array([one.lowest_token for one in candidates], np.int64),
-        highest=np.array([one.highest_token for one in candidates], np.int64),
-        misrouted=np.array([one.misrouted for one in candidates], np.str_),
+        exact=np.array([candidate.exact for candidate in candidates], np.bool_),
+        erased=np.array([candidate.erased for candidate in candidates], np.bool_),
+        learnable=np.array([candidate.learnable for candidate in candidates], np.int64),
+        lengths=np.array([candidate.length for candidate in candidates], np.int64),
+        lowest=np.array([candidate.lowest_token for candidate in candidates], np.int64),
+        highest=np.array([candidate.highest_token for candidate in candidates], np.int64),
+        misrouted=np.array([candidate.misrouted for candidate in candidates], np.str_),
     )
 
 
-def _versions(of: Sequence[int | None]) -> Ints:
-    return np.array([NOWHERE if one is None else one for one in of], np.int64)
+def _versions(versions: Sequence[int | None]) -> Ints:
+    return np.array([NOWHERE if version is None else version for version in versions], np.int64)
 
 
 _AT_ONCE = 1 << 15
@@ -386,20 +395,21 @@ _AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Of N samples the group's number, or `NO_GROUP`, the trajectory's, and the reward; arrays are [N]."""
+    """Each sample's group number, or `NO_GROUP`, its trajectory's number, and its reward; arrays
+    are [N]."""
 
     groups: Ints
     trajectories: Ints
     rewards: npt.NDArray[np.float64]
 
 
-def below_top(of: Members, left: Bools, fraction: float) -> Bools:
-    """Which of those that are left are not of their group's best trajectories; of equal rewards the first
-    count."""
+def below_top(members: Members, left: Bools, fraction: float) -> Bools:
+    """The samples left that do not belong to their group's best trajectories; among equal rewards
+    the first count as better."""
     at = np.flatnonzero(left)
-    groups, trajectories = _of_each(of, at), of.trajectories[at]
+    groups, trajectories = _group_or_trajectory(members, at), members.trajectories[at]
     first = np.unique(trajectories, return_index=True)[1]
-    order = first[np.lexsort((first, -of.rewards[at][first], groups[first]))]
+    order = first[np.lexsort((first, -members.rewards[at][first], groups[first]))]
     begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
     sizes = np.diff(begins, append=len(order))
     rank = np.arange(len(order)) - np.repeat(begins, sizes)
@@ -409,47 +419,47 @@ def below_top(of: Members, left: Bools, fraction: float) -> Bools:
     return below
 
 
-def members_left(of: Members, left: Bools) -> Ints:
-    """How many trajectories of its group are left, of each sample that is; [N]."""
+def members_left(members: Members, left: Bools) -> Ints:
+    """For each sample left, how many trajectories of its group are left; [N]."""
     at = np.flatnonzero(left)
-    groups = _of_each(of, at)
-    first = np.unique(of.trajectories[at], return_index=True)[1]
+    groups = _group_or_trajectory(members, at)
+    first = np.unique(members.trajectories[at], return_index=True)[1]
     counts = np.zeros(len(left), np.int64)
     counts[at] = np.bincount(groups[first], minlength=int(groups.max(initial=0)) + 1)[groups]
     return counts
 
 
-def flat(of: Members, left: Bools, compared: Bools) -> Bools:
-    """Which of those that are left are in groups whose rewards are all equal; those without a group are one.
+def flat(members: Members, left: Bools, compared: Bools) -> Bools:
+    """The samples left whose group has all rewards equal; those without a group are one group.
 
-    All rewards of a group are equal if each is equal to one of them, whichever that is.
+    All rewards of a group are equal if each equals one of them, whichever that is.
 
     Args:
         compared: those whose rewards count; all that are left are among them.
     """
-    count = int(of.groups.max(initial=NO_GROUP)) + 2  # the last is NO_GROUP's, which is -1
-    one, differ, equal = np.empty(count), np.zeros(count, np.bool_), np.empty_like(left)
+    count = int(members.groups.max(initial=NO_GROUP)) + 2  # the last is NO_GROUP's, which is -1
+    any_reward, differ, equal = np.empty(count), np.zeros(count, np.bool_), np.empty_like(left)
     pieces = [slice(at, at + _AT_ONCE) for at in range(0, len(left), _AT_ONCE)]
     for piece in pieces:
         at = np.flatnonzero(compared[piece])
-        one[of.groups[piece][at]] = of.rewards[piece][at]
+        any_reward[members.groups[piece][at]] = members.rewards[piece][at]
     for piece in pieces:
-        unequal = (of.rewards[piece] != one[of.groups[piece]]) & compared[piece]
-        differ[of.groups[piece][np.flatnonzero(unequal)]] = True
+        unequal = (members.rewards[piece] != any_reward[members.groups[piece]]) & compared[piece]
+        differ[members.groups[piece][np.flatnonzero(unequal)]] = True
     for piece in pieces:
-        equal[piece] = left[piece] & ~differ[of.groups[piece]]
+        equal[piece] = left[piece] & ~differ[members.groups[piece]]
     return equal
 
 
-def best_and_worst(of: Members, left: Bools) -> Ints:
-    """Of each group the sample of the greatest reward and that of the least, [P, 2], groups in the order of
-    their first sample.
+def best_and_worst(members: Members, left: Bools) -> Ints:
+    """The sample with the greatest and the one with the least reward of each group, [P, 2], groups
+    in the order of their first sample.
 
-    Of equal rewards the first counts. Groups of one trajectory, and groups whose rewards are all equal, have
-    no pair.
+    Among equal rewards the first counts. Groups of one trajectory, and groups whose rewards are
+    all equal, have no pair.
     """
     at = np.flatnonzero(left)
-    groups, rewards = _of_each(of, at), of.rewards[at]
+    groups, rewards = _group_or_trajectory(members, at), members.rewards[at]
     if not len(at):
         return np.zeros((0, 2), np.int64)
     ranked = np.lexsort((np.arange(len(at)), -rewards, groups))
@@ -463,12 +473,12 @@ def best_and_worst(of: Members, left: Bools) -> Ints:
 
 
 def in_several(trajectories: Ints) -> Bools:
-    """Whether a sample's trajectory has several samples, [N]."""
+    """Whether a sample's trajectory has more than one sample, [N]."""
     return np.asarray(np.bincount(trajectories)[trajectories] > 1, np.bool_)
 
 
-def _of_each(of: Members, at: Ints) -> Ints:
+def _group_or_trajectory(members: Members, at: Ints) -> Ints:
     """A number for the group of each sample, or for its trajectory where it has none."""
-    groups = of.groups[at]
-    alone = groups.max(initial=NO_GROUP) + 1 + of.trajectories[at]
+    groups = members.groups[at]
+    alone = groups.max(initial=NO_GROUP) + 1 + members.trajectories[at]
     return np.asarray(np.where(groups == NO_GROUP, alone, groups), np.int64)

@@ -1,9 +1,11 @@
-"""Which samples a log holds at a cut, as columns: what each is made of, and what decides whether it is used.
+"""Which samples a log holds at a cut, as columns: what each is made of, and what decides whether it
+is used.
 
-No event is decoded for this: it comes from the scalars of turns (`store.sql`), which sealed units keep ready.
-Tokens are read when a sample is used: `train.batches.materialize`. Columns tell which policies and versions
-sampled a sample, the version by which it becomes too old, whether a reward is no number, the order of a
-trajectory's turns over several lanes, and whether a turn records the experts of its tokens.
+No event is decoded for this: it comes from the scalars of turns (`store.sql`), which sealed
+units keep ready. Tokens are read when a sample is used: `train.batches.materialize`. Columns
+hold the policies and versions that sampled a sample, the version by which it becomes too old,
+whether a reward is not a number, the order of a trajectory's turns over several lanes, and
+whether a turn records the experts of its tokens.
 """
 
 from __future__ import annotations
@@ -115,13 +117,14 @@ class References:
         return len(self.leaf)
 
     def without_paths_of(self, trajectories: Collection[str]) -> References:
-        """With no path of these trajectories preferred."""
+        """The same references, with no path of these trajectories preferred."""
         ids = self.trajectories["trajectory_id"]
         these = pc.is_in(ids, pa.array(sorted(trajectories), pa.string())).to_numpy(zero_copy_only=False)
         return replace(self, preferred=self.preferred & ~these[self.trajectory])
 
     def candidates(self) -> tuple[Ints, Candidates]:
-        """The samples that a recipe speaks of, by number, and what it decides by."""
+        """The numbers of the samples that are candidates of a recipe, and the values that it
+        decides by."""
         at = np.flatnonzero((self.trained_tokens > 0) | self.erased)
         rewards = self.trajectories["reward"].cast(pa.float64()).to_numpy()
         groups = numbered(self.trajectories["group_key"].combine_chunks())
@@ -153,7 +156,7 @@ class References:
         )
 
     def refs(self, samples: Sequence[int] | Ints) -> list[SampleRef]:
-        """Samples by name, by their numbers."""
+        """References to samples, by number."""
         at = np.asarray(samples, np.int64)
         named = self.trajectories.select(_NAMED).take(pa.array(self.trajectory[at])).to_pylist()
         leaves = self.turns["turn_id"].take(pa.array(self.leaf[at])).to_pylist()
@@ -183,7 +186,7 @@ class References:
         ]
 
     def ref(self, sample: int) -> SampleRef:
-        """One sample by name."""
+        """A reference to one sample."""
         return self.refs([sample])[0]
 
 
@@ -198,11 +201,14 @@ def find_references(
     mixture: Mixture | None = None,
     policy: str | None = None,
 ) -> References:
-    """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and splits.
+    """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and
+    splits.
 
     Args:
         run: that is trained; tokens of others have no version of its own.
-        mixture: of a model that is to replay the routing that turns record; None: nobody asks.
+        without: trajectories that are left out.
+        mixture: of a model that is to replay the routing that turns record; None: routing is not
+            checked.
         policy: in training; None: versions of all policies count, as if they were one.
 
     Raises:
@@ -223,10 +229,8 @@ def references_over(
     mixture: Mixture | None = None,
     policy: str | None = None,
 ) -> References:
-    """`find_references` over a connection to the log at the cut, for who asks it other things too.
-
-    Args:
-        without: trajectories that are left out.
+    """`find_references` over an open connection to the log at the cut, for callers that have other
+    queries, too.
 
     Raises:
         CorruptionError, ConfigError: as `find_references`.
@@ -235,8 +239,8 @@ def references_over(
     holds = "true" if conditions is None else f"o.trajectory_id IN ({conditions.sql})"
     ids = pa.array(sorted(without), pa.string())
     connection.register("left_out", pa.table({"trajectory_id": ids}))
-    given = {"runs": list(recipe.runs(run)), "source": recipe.reward_source}
-    chosen = given | {"own": run, "splits": sorted(recipe.splits)}
+    params = {"runs": list(recipe.runs(run)), "source": recipe.reward_source}
+    chosen = params | {"own": run, "splits": sorted(recipe.splits)}
     chosen |= {} if conditions is None else conditions.parameters
     try:
         query = _TRAJECTORIES.replace("{chosen}", holds)
@@ -248,7 +252,7 @@ def references_over(
     places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
     connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
     turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
-    rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
+    rewards = dict(connection.execute(_TURN_REWARDS, params).fetchall())
     own = recipe.own(policy)
     # The oldest and the newest token are known of each turn, but not of which policies they are.
     several = 0 < recipe.deciding_share < 1 or own is not None
@@ -315,8 +319,8 @@ def _references(
 
 
 def _with_loss(turns: pa.Table, paths: PathColumns) -> tuple[Bools, Bools, Bools]:
-    """Of each turn on each path whether the client had it, and whether it has loss; of each path whether its
-    loss was erased."""
+    """For each turn on each path whether the client had it, and whether it has loss; for each path
+    whether its loss was erased."""
     of_sample, path = Sums(paths.starts), paths.path
     sampled = paths.owned & _flags(turns, "delivered")[path]
     trained = sampled & ~_flags(turns, "altered")[path]
@@ -326,7 +330,7 @@ def _with_loss(turns: pa.Table, paths: PathColumns) -> tuple[Bools, Bools, Bools
 
 
 def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
-    """Of each leaf whether it, or its trajectory, was cut off at its greatest length."""
+    """For each leaf whether it, or its trajectory, was cut off at its greatest length."""
     cut_off = np.asarray(pc.equal(turns["finish_reason"], CUT_OFF).fill_null(False).to_numpy(), np.bool_)
     ended = np.asarray(pc.equal(trajectories["status"], TRUNCATED).fill_null(False).to_numpy(), np.bool_)
     return cut_off[leaf] | ended[turns["place"].to_numpy()[leaf]]
@@ -335,7 +339,8 @@ def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
 def _versions(
     turns: pa.Table, paths: PathColumns, versions: Versions, trained: Bools, share: float, spans: Spans
 ) -> tuple[Ints, Ints, Ints]:
-    """Of each path the versions of its oldest and its newest token, and the one that decides on staleness."""
+    """For each path the versions of its oldest and its newest token, and the one that decides on
+    staleness."""
     of_path, none = Sums(paths.starts), np.iinfo(np.int64).max
     known = np.where(trained, versions.tokens[paths.path], 0)
     least = of_path.least(np.where(known > 0, versions.least[paths.path], none))
@@ -348,7 +353,7 @@ def _versions(
 
 
 def _codes(status: pa.ChunkedArray) -> Ints:
-    """Places of statuses among `STATUSES`; `NO_STATUS` for any other."""
+    """The index of each status in `STATUSES`; `NO_STATUS` for any other."""
     places = pc.index_in(status, value_set=pa.array(STATUSES))
     return np.asarray(places.fill_null(NO_STATUS).to_numpy(), np.int64)
 
@@ -380,7 +385,8 @@ _SPANS = """
 
 
 def spans_of_several(connection: Connection) -> Spans:
-    """The spans of each turn of the relation `chosen`'s trajectories that is not whole of one version."""
+    """The spans of each turn that is not wholly of one version, in the trajectories of the relation
+    `chosen`."""
     rows = connection.execute(_SPANS).fetchall()
     return {
         turn_id: [(*policy, *rest) for policy, rest in zip(policies, numbers, strict=True)]
@@ -390,12 +396,14 @@ def spans_of_several(connection: Connection) -> Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Versions:
-    """Of R turns the versions of the policy in training that sampled them; arrays are [R].
+    """For R turns, the versions of the policy in training that sampled them; arrays are [R].
 
     Attributes:
         policy: in training; None: versions of all policies count, as if they were one.
-        tokens: of a known version of it; least, greatest: of these versions, -1 where there are no tokens.
-        strangers: numbers of policies that the recipe does not name, 0 where none sampled any.
+        tokens: of a known version of it; least, greatest: of these versions, -1 where there are
+            no tokens.
+        strangers: number of a policy that the recipe does not name and that sampled tokens, 0 if
+            there is none.
         names: of these policies, by number.
         others: turn -> where the tokens of other policies than that in training begin and end.
     """
@@ -425,11 +433,15 @@ def versions_of(turns: pa.Table, policy: str | None, named: Collection[str], spa
     nobody, none = np.zeros(len(known), np.int64), np.array([""], np.str_)
     if policy is None:
         return Versions(None, known, least, greatest, nobody, none, {})
-    ids, of = turns["turn_id"], turns["policy"].fill_null(policy).combine_chunks()
+    ids, policies = turns["turn_id"], turns["policy"].fill_null(policy).combine_chunks()
     whole = turns["one_version"].fill_null(False).to_numpy()
-    foreign = np.flatnonzero(whole & (known > 0) & pc.not_equal(of, policy).to_numpy(zero_copy_only=False))
+    foreign = np.flatnonzero(
+        whole & (known > 0) & pc.not_equal(policies, policy).to_numpy(zero_copy_only=False)
+    )
     parts: dict[int, Sequence[Span]] = {}
-    for row, length, name in zip(foreign.tolist(), known[foreign].tolist(), of.take(foreign), strict=True):
+    for row, length, name in zip(
+        foreign.tolist(), known[foreign].tolist(), policies.take(foreign), strict=True
+    ):
         parts[row] = [(name.as_py(), 0, 0, length)]
     mixed = np.flatnonzero(~whole & (known > 0))
     for row, turn_id in zip(mixed.tolist(), ids.take(pa.array(mixed)).to_pylist(), strict=True):
@@ -479,40 +491,41 @@ def deciding_versions(
     ]
     apart = np.array(parts, np.int64).reshape(-1, 3)
     whole = at[~several]
-    of = np.concatenate([of_path[~several], apart[:, 0]])
+    path_numbers = np.concatenate([of_path[~several], apart[:, 0]])
     versions = np.concatenate([lowest[paths.path[whole]], apart[:, 1]])
     tokens = np.concatenate([known[whole], apart[:, 2]])
-    order = np.lexsort([versions, of])
-    totals = np.bincount(of, tokens, count).astype(np.int64)
+    order = np.lexsort([versions, path_numbers])
+    totals = np.bincount(path_numbers, tokens, count).astype(np.int64)
     some = totals > 0
     places = np.cumsum(totals) - totals + deciding_places(share, totals)
-    found = np.full(count, -1, np.int64)
-    found[some] = versions[order][np.searchsorted(np.cumsum(tokens[order]), places[some], side="right")]
-    return found
+    deciding = np.full(count, -1, np.int64)
+    deciding[some] = versions[order][np.searchsorted(np.cumsum(tokens[order]), places[some], side="right")]
+    return deciding
 
 
 def odd_rewards(
     rewards: Mapping[str, float], turns: pa.Table, paths: PathColumns, tokens: Ints
 ) -> npt.NDArray[np.float64]:
-    """Of each path the first reward of a turn that is no number; 0 where it has none, float64 [N].
+    """For each path the first turn reward that is not finite; 0 where it has none, float64 [N].
 
     Args:
         rewards: turn -> its reward.
         tokens: with loss, of each turn on each path: a turn without one has no reward there.
     """
-    found = np.zeros(len(paths.starts) - 1)
+    by_path = np.zeros(len(paths.starts) - 1)
     odd = {turn_id: reward for turn_id, reward in rewards.items() if not np.isfinite(reward)}
     if not odd:
-        return found
+        return by_path
     named = {row: odd[name] for row, name in enumerate(turns["turn_id"].to_pylist()) if name in odd}
-    of_path = np.repeat(np.arange(len(found)), np.diff(paths.starts))
+    of_path = np.repeat(np.arange(len(by_path)), np.diff(paths.starts))
     for at in np.flatnonzero(np.isin(paths.path, list(named)) & (tokens > 0))[::-1]:
-        found[of_path[at]] = named[int(paths.path[at])]
-    return found
+        by_path[of_path[at]] = named[int(paths.path[at])]
+    return by_path
 
 
 def in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
-    """The turns; those of a trajectory that several lanes wrote in the order that the fold gives them.
+    """The turns, with those of a trajectory that several lanes wrote in the order that the fold
+    gives them.
 
     Args:
         trajectories, turns: as `References` has them.
@@ -539,8 +552,8 @@ Texts = npt.NDArray[np.str_]
 
 
 def routed_turns(log: Store, cut: Cut, trajectories: Iterable[str]) -> Iterator[tuple[str, Json, int]]:
-    """Of every turn with routed experts of these trajectories its id, the experts, and where its tokens end
-    in its path. Erased turns have none.
+    """The id, the experts and the end of its tokens in its path, for every turn of these
+    trajectories with routed experts. Erased turns have none.
 
     Raises:
         CorruptionError: a file that may hold one is damaged.
@@ -557,7 +570,8 @@ def routed_turns(log: Store, cut: Cut, trajectories: Iterable[str]) -> Iterator[
 def misrouted_paths(
     log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table, paths: PathColumns, mixture: Mixture | None
 ) -> Texts:
-    """Of each path why the model cannot replay what its turns record; empty if it can, or if nobody asks.
+    """For each path why the model cannot replay what its turns record; empty if it can, or is not
+    asked to.
 
     Raises:
         CorruptionError: a file that may hold one is damaged.

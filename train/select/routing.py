@@ -1,6 +1,5 @@
-"""Which experts the tokens of a sample went to, as the turns of its path record it, and whether a model can
-replay that. Pure, and without torch.
-"""
+"""Which experts the tokens of a sample were routed to, as recorded by the turns of its path, and
+whether a model can replay that. Pure, and without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ REMEMBERED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A model's mixture of experts: in each of its `layers` a token passes `topk` of as many `experts`."""
+    """A model's mixture of experts: in each of its `layers` a token goes to `topk` of `experts`
+    experts."""
 
     layers: int
     experts: int
@@ -30,7 +30,7 @@ class Mixture:
 
 
 class Recorded(Protocol):
-    """A path, and what its turns record: see `Sample`."""
+    """A path and the routing that its turns record: see `Sample`."""
 
     @property
     def turn_ids(self) -> tuple[str, ...]: ...
@@ -43,20 +43,21 @@ class Recorded(Protocol):
 
 
 def experts_of(path: Recorded, mixture: Mixture) -> ExpertIds:
-    """The experts of every position of a path, int16 [T, layers, topk]; `FREE` where no turn records them.
+    """The experts of every position of a path, int16 [T, layers, topk]; `FREE` where no turn
+    records them.
 
-    Nobody knows those of the token that was sampled last. Where two turns have a position the earlier one's
-    count: what was sampled behind it was sampled with these.
+    Those of the token that was sampled last are unknown. Where two turns record a position, the
+    earlier one's count: what was sampled after it was sampled with these.
 
     Args:
         path: whose records fit the mixture.
     """
-    found = np.full((path.length, mixture.layers, mixture.topk), FREE, np.int16)
+    experts = np.full((path.length, mixture.layers, mixture.topk), FREE, np.int16)
     for stored in reversed(path.routed.values()):
         start = min(stored["start"], path.length)
         ids = unpack(stored)[: path.length - start]
-        found[start : start + len(ids)] = ids
-    return found
+        experts[start : start + len(ids)] = ids
+    return experts
 
 
 def misfit(stored: Json, end: int, mixture: Mixture) -> str:
@@ -68,8 +69,11 @@ def misfit(stored: Json, end: int, mixture: Mixture) -> str:
     """
     shape = stored.get("shape")
     if isinstance(shape, list) and shape[1:] != [mixture.layers, mixture.topk]:
-        of = " of ".join(map(str, shape[1:]))
-        return f"layers and experts of a token: {of}, where the model has {mixture.layers} of {mixture.topk}"
+        recorded = " of ".join(map(str, shape[1:]))
+        return (
+            f"layers and experts of a token: {recorded}, where the model has {mixture.layers} of "
+            f"{mixture.topk}"
+        )
     try:
         ids, start = unpack(stored), stored.get("start")
     except ValueError as error:
@@ -85,14 +89,15 @@ def misfit(stored: Json, end: int, mixture: Mixture) -> str:
 
 
 class FitCheck:
-    """Says of turns whether a model can replay what they record, and remembers it: that takes decoding."""
+    """Checks whether a model can replay what turns record, and caches the result, since that takes
+    decoding."""
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture = mixture
         self._known: LRUCache[str, str] = LRUCache(REMEMBERED)
 
     def of_turn(self, turn_id: str, stored: Json, end: int) -> str:
-        """As `misfit`, whose name for it begins with the turn's."""
+        """As `misfit`, with the turn's id in front."""
         if turn_id not in self._known:
             why = misfit(stored, end, self._mixture)
             self._known[turn_id] = f"turn {turn_id}: {why}" if why else ""
@@ -101,5 +106,5 @@ class FitCheck:
     def of_path(self, path: Recorded) -> str:
         """The first misfit among the turns of a path; empty if all fit."""
         ends: Sequence[tuple[str, int]] = list(zip(path.turn_ids, path.turn_ends, strict=True))
-        told: Any = (self.of_turn(t, path.routed[t], end) for t, end in ends if t in path.routed)
-        return next(filter(None, told), "")
+        misfits: Any = (self.of_turn(t, path.routed[t], end) for t, end in ends if t in path.routed)
+        return next(filter(None, misfits), "")

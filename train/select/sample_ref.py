@@ -1,6 +1,8 @@
-"""A sample by name, with what decides whether it is used; its tokens are read once it is. Pure.
+"""A reference to a sample: its name, and what decides whether it is used; its tokens are read only
+then. Pure.
 
-Groups and trajectories are numbered once, where samples come from, so that columns hold numbers for names.
+Groups and trajectories are numbered once, where samples come from, so that columns hold numbers
+instead of names.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ class SampleRef:
     stranger: str = ""
 
     def deciding_version(self, share: float) -> int | None:
-        """The version by which it becomes too old: `share` is that of its recipe."""
+        """The version by which it becomes too old; `share` is that of its recipe."""
         return self.deciding
 
     @property
     def reference(self) -> Json:
-        """How a step's manifest names it."""
+        """Its name in a step's manifest."""
         return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
 
 

@@ -132,30 +132,31 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of its oldest trained token, or None if none has one."""
+        """Version of its oldest trained token, or None if none has a version."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]
         return int(known.min()) if known.size else None
 
     @property
     def newest_version(self) -> int | None:
-        """Version of its newest trained token, or None if none has one."""
+        """Version of its newest trained token, or None if none has a version."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]
         return int(known.max()) if known.size else None
 
     def deciding_version(self, share: float) -> int | None:
-        """The version by which more than this share of its trained tokens is too old; None if none has."""
+        """The version by which more than this share of its trained tokens becomes too old; None if
+        none has one."""
         known = np.sort(self.versions[self.loss_mask & (self.versions >= 0)])
         return int(known[deciding_places(share, np.array([known.size]))[0]]) if known.size else None
 
     @property
     def reference(self) -> Json:
-        """How a step's manifest names it."""
+        """Its name in a step's manifest."""
         named: Json = {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
         named |= {} if self.cut_to is None else {"tokens": self.cut_to}
         return named if self.margin is None else named | {"margin": self.margin}
 
     def within(self, context: int) -> Sample:
-        """The sample as far as a context of so many tokens goes."""
+        """The sample, cut to a context of so many tokens."""
         if len(self) <= context:
             return self
         turns = [t for t, begin in zip(self.turn_ids, (0, *self.turn_ends), strict=False) if begin < context]
@@ -195,10 +196,11 @@ class Sample:
 
 
 def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of each number of tokens, in order of their versions, the place of the one that decides on staleness.
+    """For each number of tokens, in order of their versions, the position of the one that decides
+    on staleness.
 
-    More than `share` of the tokens are older than a version exactly if that one is; with a share of 1, if all
-    are.
+    More than `share` of the tokens are older than a version exactly if that one is; with a share
+    of 1, if all are.
     """
     return np.minimum(np.floor(share * counts + 1e-9).astype(np.int64), counts - 1)
 
@@ -214,21 +216,22 @@ def samples_of(
 ) -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
-    Turns that were not delivered, or failed, are context without loss, and so are those whose logprobs are of
-    altered logits (a constraint, a penalty); a path with erased tokens has no
-    loss at all. Rewards are those of `source`. `paths` is the recipe's: a leaf that it prefers owns all of
-    its path, and the others are not preferred. `chosen` says whether its conditions hold.
-    Versions are those of `policy` (None: of any), and `others` are policies that the recipe names beside it.
+    Turns that were not delivered, or failed, are context without loss, and so are those whose
+    logprobs are of altered logits (a constraint, a penalty); a path with erased tokens has no
+    loss at all. Rewards are those of `source`. `paths` is the recipe's: a preferred leaf owns
+    its whole path, and the other leaves are not preferred. `chosen` says whether the recipe's
+    conditions hold. Versions are those of `policy` (None: of any), and `others` are policies
+    that the recipe names beside it.
     """
     before = preferred_turn(paths, trajectory)
     for path in path_tokens(trajectory, before):
         preferred = before in (None, path.turns[-1].turn_id)
-        made = _sample(trajectory, path, source, preferred=preferred, chosen=chosen)
-        yield made if policy is None else _of_policy(made, path, policy, others)
+        sample = _sample(trajectory, path, source, preferred=preferred, chosen=chosen)
+        yield sample if policy is None else _of_policy(sample, path, policy, others)
 
 
 def _of_policy(sample: Sample, path: PathTokens, policy: str, others: Collection[str]) -> Sample:
-    """The sample with the versions of one policy alone."""
+    """The sample with only the versions of one policy."""
     strangers: set[str] = set()
     for turn, place in path.sampled:
         assert turn.completed is not None
@@ -287,13 +290,13 @@ def _sample(
 
 
 def _routed(path: PathTokens) -> dict[str, Json]:
-    """Turn id -> its routed experts, of the path's turns that have any; erased ones have none."""
-    made = ((turn, turn.completed) for turn in path.turns if not turn.tokens_erased)
-    return {turn.turn_id: done.routed_experts for turn, done in made if done and done.routed_experts}
+    """Turn id -> its routed experts, for the path's turns that have any; erased ones have none."""
+    turns = ((turn, turn.completed) for turn in path.turns if not turn.tokens_erased)
+    return {turn.turn_id: done.routed_experts for turn, done in turns if done and done.routed_experts}
 
 
 def of_another_run(sample: Sample) -> Sample:
-    """The sample for the training of another run, of whose versions it has none."""
+    """The sample for the training of another run, without versions of that run."""
     return replace(sample, versions=np.full_like(sample.versions, NO_VERSION))
 
 

@@ -26,10 +26,10 @@ from rollbook.train.select.recipe import (
     Candidate,
     Candidates,
     Drop,
-    Held,
     Ints,
     Members,
     ModelLimits,
+    RuleContext,
     below_top,
     best_and_worst,
     columns_of,
@@ -44,7 +44,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 def sort_out(
-    of: Candidates,
+    candidates: Candidates,
     recipe: RecipeConfig,
     algorithm: Algorithm,
     version: int,
@@ -59,41 +59,41 @@ def sort_out(
         limits: of the model; None where they are not known, and so not held against anything.
         whole_groups: whether the candidates of groups are all there, so that they can be compared.
     """
-    held = Held(recipe, algorithm, version, limits or UNLIMITED)
-    left = np.ones(len(of.erased), np.bool_)
+    held = RuleContext(recipe, algorithm, version, limits or UNLIMITED)
+    left = np.ones(len(candidates.erased), np.bool_)
     alone: list[Dropped] = []
     for name, rule in RULES.items():
-        dropped = rule.drops(of, held) & left
+        dropped = rule.drops(candidates, held) & left
         if dropped.any():
-            alone.append(Dropped(name, np.flatnonzero(dropped), partial(rule.detail, of, held)))
+            alone.append(Dropped(name, np.flatnonzero(dropped), partial(rule.detail, candidates, held)))
             left &= ~dropped
-    kept, compared = _of_groups(of, left, held) if whole_groups else (np.flatnonzero(left), [])
+    kept, compared = _of_groups(candidates, left, held) if whole_groups else (np.flatnonzero(left), [])
     return kept, Drops(tuple(alone), tuple(compared))
 
 
-def _of_groups(of: Candidates, left: Bools, held: Held) -> tuple[Ints, list[Dropped]]:
-    """What is kept of those that are left, and what is dropped of them, by rules that compare the samples of
-    a group."""
+def _of_groups(candidates: Candidates, left: Bools, held: RuleContext) -> tuple[Ints, list[Dropped]]:
+    """Which of the samples left are kept, and which are dropped, by rules that compare the samples
+    of a group."""
     drops: list[Dropped] = []
 
     def drop(rule: str, dropped: Bools, detail: Callable[[int], Json] | None = None) -> None:
         nonlocal left
-        say = detail or (lambda at: {"reward": float(of.rewards[at])})
+        say = detail or (lambda at: {"reward": float(candidates.rewards[at])})
         drops.append(Dropped(rule, np.flatnonzero(dropped), say))
         left = left & ~dropped
 
-    members = Members(of.groups, of.trajectories, of.rewards)
+    members = Members(candidates.groups, candidates.trajectories, candidates.rewards)
     if held.recipe.top_fraction is not None:
         drop("top_fraction", below_top(members, left, held.recipe.top_fraction))
     if (least := held.recipe.min_group) is not None:
         there = members_left(members, left)
-        said = {"min_group": least}
-        drop("group_incomplete", left & (there < least), lambda at: {"members": int(there[at])} | said)
+        limit = {"min_group": least}
+        drop("group_incomplete", left & (there < least), lambda at: {"members": int(there[at])} | limit)
     if "groups" not in held.algorithm.needs:
         return np.flatnonzero(left), drops
     pairs = "pairs" in held.algorithm.needs
     if held.recipe.drop_zero_variance or pairs:
-        drop("zero_variance", flat(members, left, _compared(of, left, held)))
+        drop("zero_variance", flat(members, left, _compared(candidates, left, held)))
     if not pairs:
         return np.flatnonzero(left), drops
     kept = best_and_worst(members, left).ravel()
@@ -103,11 +103,11 @@ def _of_groups(of: Candidates, left: Bools, held: Held) -> tuple[Ints, list[Drop
     return kept, drops
 
 
-def _compared(of: Candidates, left: Bools, held: Held) -> Bools:
-    """The samples whose rewards count where a group's are compared."""
+def _compared(candidates: Candidates, left: Bools, held: RuleContext) -> Bools:
+    """The samples whose rewards count when a group's rewards are compared."""
     if held.recipe.group_statistics == "kept":
         return left
-    return left | (of.rewarded & np.isfinite(of.rewards))
+    return left | (candidates.rewarded & np.isfinite(candidates.rewards))
 
 
 def select(
@@ -138,13 +138,17 @@ def candidates_in(
     """The trajectory's candidates, leaves in turn order.
 
     Args:
-        check: of the experts that its turns record; None: nobody asks.
-        policy: in training; None: it is trained in another run, and versions say nothing.
+        check: of the experts that its turns record; None: they are not checked.
+        policy: in training; None: it is trained in another run, and versions mean nothing.
     """
     chosen = chooses(recipe, trajectory)
     own, others = recipe.own(policy), recipe.other_policies or ()
     samples = samples_of(
         trajectory, recipe.reward_source, recipe.paths, chosen=chosen, policy=own, others=others
     )
-    found = [sample for sample in samples if is_candidate(sample, recipe)]
-    return found if check is None else [replace(one, misrouted=check.of_path(one)) for one in found]
+    candidates = [sample for sample in samples if is_candidate(sample, recipe)]
+    return (
+        candidates
+        if check is None
+        else [replace(candidate, misrouted=check.of_path(candidate)) for candidate in candidates]
+    )

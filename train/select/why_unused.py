@@ -48,23 +48,23 @@ def explain(
         counted = connection.execute(_APART).fetchall()
         mixture = mixture_in(limits)
         which = (config.run, config.recipe)
-        found = references_over(connection, log, cut, *which, mixture=mixture, policy=config.policy)
+        references = references_over(connection, log, cut, *which, mixture=mixture, policy=config.policy)
     total, reasons = sum(count for *_, count in counted), Counter[str]()
     for run, split, ended, count in counted:
-        if (reason := _apart(run, split, config, ended=ended)) is not None:
+        if (reason := _outside_reason(run, split, config, ended=ended)) is not None:
             reasons[reason] += count
     recipe, left = config.recipe, list[list[SampleRef]]()
     used, dropped = (history.consumed(), history.dropped) if once else (set[str](), set[str]())
     gone = used | dropped
     if once and recipe.paths != "all":
-        found = found.without_paths_of(history.trained_trajectories())
-    for numbers, leaves in _each(found):
+        references = references.without_paths_of(history.trained_trajectories())
+    for numbers, leaves in _each(references):
         reason = _spent(leaves, used, dropped)
         if reason is None:
-            fresh = [found.ref(i) for i, leaf in zip(numbers, leaves, strict=True) if leaf not in gone]
+            fresh = [references.ref(i) for i, leaf in zip(numbers, leaves, strict=True) if leaf not in gone]
             reason = _dropped(fresh, config, history.version, limits)
         if reason is None:
-            left.append([found.ref(i) for i in numbers])
+            left.append([references.ref(i) for i in numbers])
         else:
             reasons[reason] += 1
     reasons += _left(left, config)
@@ -72,7 +72,7 @@ def explain(
     return "\n".join([f"of {total} trajectories", *lines]) if total else "there is no trajectory"
 
 
-def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | None:
+def _outside_reason(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | None:
     """Why a trajectory is outside the configuration, or not finished yet; None if it is neither."""
     if run not in config.recipe.runs(config.run):
         return f"are of run {run!r}"
@@ -83,23 +83,24 @@ def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | N
 
 
 def remedy_for(split: str) -> str:
-    """What has a training take the trajectories of a split, as imports are of split `teacher`."""
+    """How to train on the trajectories of a split; imports, for example, are of split `teacher`."""
     trained = get_args(Split)
     return f'; to train on them: recipe.splits = ["{split}"]' if split in trained else ""
 
 
-def _each(found: References) -> Iterator[tuple[list[int], list[str]]]:
-    """Of each trajectory the samples that hold something to train on, by number, and their leaves."""
-    leaves = found.turns["turn_id"].take(pa.array(found.leaf)).to_pylist()
-    candidate = (found.trained_tokens > 0) | found.erased
-    starts = np.searchsorted(found.trajectory, np.arange(found.trajectories.num_rows + 1))
+def _each(references: References) -> Iterator[tuple[list[int], list[str]]]:
+    """For each trajectory, the numbers of its samples that hold something to train on, and their
+    leaves."""
+    leaves = references.turns["turn_id"].take(pa.array(references.leaf)).to_pylist()
+    candidate = (references.trained_tokens > 0) | references.erased
+    starts = np.searchsorted(references.trajectory, np.arange(references.trajectories.num_rows + 1))
     for first, end in itertools.pairwise(starts):
         numbers = [i for i in range(first, end) if candidate[i]]
         yield numbers, [leaves[i] for i in numbers]
 
 
 def _spent(leaves: Sequence[str], used: Set[str], dropped: Set[str]) -> str | None:
-    """Why a trajectory holds no sample, or none that is left, or None."""
+    """Why a trajectory has no sample at all, or none left, or None."""
     if not leaves:
         return "hold no token that can be trained: text only, not delivered, or failed"
     if any(leaf not in used and leaf not in dropped for leaf in leaves):
@@ -111,7 +112,7 @@ def _spent(leaves: Sequence[str], used: Set[str], dropped: Set[str]) -> str | No
 def _dropped(
     fresh: Sequence[SampleRef], config: TrainConfig, version: int, limits: ModelLimits | None
 ) -> str | None:
-    """The rule by which the recipe drops all that is left of a trajectory, or None."""
+    """The rule by which the recipe drops everything left of a trajectory, or None."""
     # What compares the members of groups is counted by groups below.
     kept, drops = select(fresh, config.recipe, config.algorithm, version, limits, whole_groups=False)
     return None if kept else f"are dropped by the rule {drops[0].rule}"

@@ -1,7 +1,9 @@
-"""What a log holds for a training that begins: trajectories that no step has used, without their tokens.
+"""What a log holds for a training that begins: trajectories that no step has used, without their
+tokens.
 
-A training that uses each sample once begins behind a cut. What is finished there is known by its references,
-and what still runs is read as events, since more events of it follow; all else is passed over.
+A training that uses each sample once begins after a cut. What finished before the cut is known
+by its references, and what still runs is read as events, since more events of it follow; all
+else is skipped.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Ended:
     """A finished trajectory of the backlog.
 
     Attributes:
-        began: place in the order in which trajectories of the backlog were opened.
-        status: as its end says.
+        began: position in the order in which trajectories of the backlog were opened.
+        status: with which it finished.
         samples: of its paths, those that hold something to train on, or did until it was erased.
     """
 
@@ -58,9 +60,9 @@ class Backlog:
         mixture: of a model that is to replay the routing that turns record; None: it is not.
 
     Attributes:
-        cut: what it was read at.
+        cut: at which it was read.
         spent: group -> members of it that were used.
-        opened: open trajectory -> its place in the order of opening.
+        opened: open trajectory -> its position in the order of opening.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class Backlog:
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
         with connect_at(log, format_cut(cut)) as connection:
-            of = (config.run, recipe, used, mixture, config.policy)
-            self._found = references_over(connection, log, cut, *of)
-            given = {"run": config.run, "splits": sorted(recipe.splits)}
-            running = connection.execute(_OPEN, given).fetchall()
+            args = (config.run, recipe, used, mixture, config.policy)
+            self._found = references_over(connection, log, cut, *args)
+            params = {"run": config.run, "splits": sorted(recipe.splits)}
+            running = connection.execute(_OPEN, params).fetchall()
             connection.register("used", pa.table({"trajectory_id": pa.array(sorted(used), pa.string())}))
             self.spent: dict[str, int] = dict(connection.execute(_SPENT).fetchall())
         if recipe.paths != "all":
@@ -86,15 +88,15 @@ class Backlog:
             trajectory_id: row for row, trajectory_id in enumerate(ids["trajectory_id"].to_pylist())
         }
         ended = zip(*(ids[n].to_pylist() for n in ("opened_lane", "opened", "trajectory_id")), strict=True)
-        begun = sorted([*ended, *((lane, opened, one) for one, lane, opened in running)])
+        begun = sorted([*ended, *((lane, opened, running_id) for running_id, lane, opened in running)])
         self._began = {trajectory_id: place for place, (_, _, trajectory_id) in enumerate(begun)}
-        self.opened = {one: self._began[one] for one, _, _ in running}
+        self.opened = {running_id: self._began[running_id] for running_id, _, _ in running}
         self._materializer = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
         self._numbers: dict[str, int] = {}
 
     @property
     def lanes(self) -> list[str]:
-        """The lanes that ended its finished trajectories."""
+        """The lanes in which its finished trajectories ended."""
         lanes: list[str] = self._found.trajectories["finished_lane"].unique().to_pylist()
         return lanes
 
@@ -102,30 +104,30 @@ class Backlog:
         return len(self._began)
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Whether it is finished, and was not let go."""
+        """Whether a trajectory is finished, and was not forgotten."""
         return trajectory_id in self._rows
 
     def ended(self) -> Iterator[Ended]:
-        """The finished trajectories in order of ending, but first those of which something was used."""
-        of = self._found
-        ids = of.trajectories.select(["finished_lane", "finished_seq"])
-        leaves = of.turns["turn_id"].take(pa.array(of.leaf))
+        """The finished trajectories in order of ending, those of which something was used first."""
+        references = self._found
+        ids = references.trajectories.select(["finished_lane", "finished_seq"])
+        leaves = references.turns["turn_id"].take(pa.array(references.leaf))
         touched = pc.is_in(leaves, pa.array(sorted(self._used), pa.string())).to_numpy(zero_copy_only=False)
-        fresh = np.ones(of.trajectories.num_rows, np.bool_)
-        fresh[of.trajectory[touched]] = False
+        fresh = np.ones(references.trajectories.num_rows, np.bool_)
+        fresh[references.trajectory[touched]] = False
         places = {lane: place for place, lane in enumerate(sorted(set(ids["finished_lane"].to_pylist())))}
         lanes = np.array([places[lane] for lane in ids["finished_lane"].to_pylist()], np.int64)
         for row in np.lexsort([ids["finished_seq"].to_numpy(), lanes, fresh]):
             yield self._ended(int(row))
 
     def _ended(self, row: int) -> Ended:
-        of = self._found
+        references = self._found
         trajectory_id, group, status = (
-            of.trajectories[name][row].as_py() for name in ("trajectory_id", "group_key", "status")
+            references.trajectories[name][row].as_py() for name in ("trajectory_id", "group_key", "status")
         )
-        first, end = np.searchsorted(of.trajectory, [row, row + 1])
-        numbers = [i for i in range(first, end) if of.trained_tokens[i] > 0 or of.erased[i]]
-        samples = tuple(of.ref(i) for i in numbers)
+        first, end = np.searchsorted(references.trajectory, [row, row + 1])
+        numbers = [i for i in range(first, end) if references.trained_tokens[i] > 0 or references.erased[i]]
+        samples = tuple(references.ref(i) for i in numbers)
         self._numbers |= zip((sample.leaf_turn_id for sample in samples), numbers, strict=True)
         return Ended(trajectory_id, group, self._began[trajectory_id], status, samples)
 
@@ -138,7 +140,7 @@ class Backlog:
         return self._materializer.samples([self._numbers[ref.leaf_turn_id] for ref in refs])
 
     def events(self, trajectories: Collection[str]) -> list[Event]:
-        """All events of these at the cut, lane by lane.
+        """All events of these trajectories at the cut, lane by lane.
 
         Raises:
             CorruptionError: a file that may hold one is damaged.
@@ -146,5 +148,5 @@ class Backlog:
         return self._log.events_about(trajectories, self.cut) if trajectories else []
 
     def forget(self, trajectory_id: str) -> None:
-        """Let go of one: no step will ask for it, or its events were asked for."""
+        """Forget a trajectory: no step will ask for it, or its events were read."""
         self._rows.pop(trajectory_id, None)

@@ -1,4 +1,4 @@
-"""What is held out of a training: samples, and rewards of trajectories, of split `eval`."""
+"""What is held out of a training: the samples, and the rewards of trajectories, of split `eval`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ SPLIT = "eval"
 
 
 def learns_from_samples(algorithm: Algorithm) -> bool:
-    """Whether the algorithm's loss says something of samples that others sampled, as sft's and dpo's do."""
+    """Whether the algorithm's loss is meaningful on samples that others sampled, as sft's and dpo's
+    are."""
     return not algorithm.needs & {"logprobs", "old", "values"}
 
 
 class HeldOutSamples:
     """The samples of split `eval` at a cut that the training's recipe would keep, or pairs of them.
 
-    Staleness is not asked for: how a sample came about decides nothing here.
+    Staleness is ignored: how a sample was made decides nothing here.
 
     Args:
         limits: of the model.
@@ -44,20 +45,20 @@ class HeldOutSamples:
 
     def __init__(self, config: TrainConfig, log: Store, cut: Cut, limits: ModelLimits) -> None:
         assert config.evaluation is not None
-        recipe = _of_eval(config)
-        found = find_references(log, cut, config.run, recipe)
-        kept = sort_units(found, log, cut, config.run, recipe, config.algorithm, 0, limits)
-        if not len(kept):
+        recipe = _eval_recipe(config)
+        references = find_references(log, cut, config.run, recipe)
+        units = sort_units(references, log, cut, config.run, recipe, config.algorithm, 0, limits)
+        if not len(units):
             runs = ", ".join(recipe.runs(config.run))
             raise TrainError(
                 f"[evaluation]: the recipe keeps no sample of split {SPLIT!r} in run {runs} at "
                 f"{format_cut(cut) or 'the beginning of the log'}: record some, name their run by "
                 "evaluation.source_runs, or leave the table out"
             )
-        self._units = replace(kept, drops=())  # nobody asks for them
-        chosen = np.random.default_rng([config.seed, len(kept)]).permutation(len(kept))
+        self._units = replace(units, drops=())  # nobody asks for them
+        chosen = np.random.default_rng([config.seed, len(units)]).permutation(len(units))
         self._chosen = np.sort(chosen[: config.evaluation.max_samples])
-        self._samples = Materializer(log, cut, found, config.run)
+        self._samples = Materializer(log, cut, references, config.run)
         # Samples in a forward pass: as many as in training.
         demand, pairs = config.algorithm.demand, "pairs" in config.algorithm.needs
         self._size = config.micro_batch_size or demand.groups * (2 if pairs else demand.group_size)
@@ -67,14 +68,14 @@ class HeldOutSamples:
         return len(self._chosen) * self._units.units.shape[1]
 
     def micro_batches(self) -> Iterator[list[Sample]]:
-        """The samples of one forward pass after the other, always the same; pairs are not parted."""
+        """The samples, one forward pass after the other, always the same; pairs are not split."""
         step = self._size // self._units.units.shape[1]
         for start in range(0, len(self._chosen), step):
             yield self._units.samples(self._chosen[start : start + step], self._samples)
 
 
-def _of_eval(config: TrainConfig) -> RecipeConfig:
-    """The recipe for what is held out."""
+def _eval_recipe(config: TrainConfig) -> RecipeConfig:
+    """The recipe for held-out samples."""
     assert config.evaluation is not None
     runs = config.evaluation.source_runs or config.recipe.source_runs
     return config.recipe.model_copy(
@@ -102,18 +103,19 @@ class HeldOutReward:
 def held_out_rewards(
     log: Store, cut: Cut, run: str, policy: str, source: str, version: int
 ) -> dict[str, HeldOutReward]:
-    """Trajectory -> its reward, of those of split `eval` that finished with one.
+    """Trajectory -> its reward, for the trajectories of split `eval` that finished with one.
 
     Args:
         source: of the rewards.
-        version: trajectories without a token of this or a newer version of the policy do not count.
+        version: trajectories without a token of this or a newer version of the policy do not
+            count.
 
     Raises:
         CorruptionError: a file is damaged.
     """
-    given = {"run": run, "split": SPLIT, "source": source, "policy": policy, "version": version}
+    params = {"run": run, "split": SPLIT, "source": source, "policy": policy, "version": version}
     with connect_at(log, format_cut(cut)) as connection:
-        rows = connection.execute(_REWARDS, given).fetchall()
+        rows = connection.execute(_REWARDS, params).fetchall()
     return {trajectory_id: HeldOutReward(*row) for trajectory_id, *row in rows}
 
 

@@ -1,7 +1,7 @@
-"""Groups from a stream of events, used once each, as the staleness policy selects them.
+"""Groups from a stream of events, each used once, as the staleness policy selects them.
 
-Trajectories that still run are kept as the groups that they will be. While the source waits for samples, it
-says what it waits for, and it waits only so long.
+Trajectories that still run are tracked as the groups that they will form. While the source waits
+for samples, it reports what it waits for, and its wait is bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollbook.store.fold.history import History
 from rollbook.store.fold.staleness import PromptGroup, StalenessPolicy
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.select.groups import Begun, CompleteGroup
-from rollbook.train.select.recipe import Candidate, Drop, ModelLimits, decided, mixture_in
+from rollbook.train.select.recipe import Candidate, Drop, ModelLimits, mark_decided, mixture_in
 from rollbook.train.select.routing import FitCheck
 from rollbook.train.select.sample_ref import SampleRef
 from rollbook.train.select.samples import Sample
@@ -46,7 +46,7 @@ class QueueSource:
         backlog: what there is before the first of these events.
         live: whether rewards of finished trajectories may still come.
         limits: of the model.
-        say: told what is waited for, where nothing comes for `admission.stall_s`.
+        say: called with what is waited for, where nothing comes for `admission.stall_s`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class QueueSource:
         """When the wait for the next selection began."""
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
-        """Wait for the groups that the policy selects, those that are held first.
+        """Wait for the groups that the policy selects, held ones first.
 
         Raises:
             IdleError: nothing came for `idle_timeout_s`.
@@ -109,15 +109,16 @@ class QueueSource:
                 self._waits_since = None
                 return selection
             # Groups without a difference in reward have had their turn: others wait for their places.
-            evicted(decided(selection.drops, version, selection.cut))
+            evicted(mark_decided(selection.drops, version, selection.cut))
             chosen = self._wait(version, served, evicted, self._groups_of_step)
         return None
 
     def hold(self, version: int, served: int, evicted: Evicted, count: int) -> list[Sample] | None:
-        """Wait until so many groups are there that the next selection will have, and hold them for it; the
-        samples of those that were not held before, in order. Arguments as of `take`.
+        """Wait until so many groups of the next selection are there, and hold them for it; returns
+        the samples of those that were not held before, in order. Arguments as of `take`.
 
-        Until then nothing is decided of them: a reward may still come that has the recipe drop one.
+        Until then nothing is decided about them: a reward may still come by which the recipe
+        drops one.
 
         Raises:
             IdleError: nothing came for `idle_timeout_s`.
@@ -127,7 +128,7 @@ class QueueSource:
             return None
         fresh = [group for group in chosen[:count] if group.name not in self._held]
         self._held |= dict.fromkeys(group.name for group in fresh)
-        return self._with_tokens([one for group in fresh for one in self._fitting(group, version)[0]])
+        return self._with_tokens([sample for group in fresh for sample in self._fitting(group, version)[0]])
 
     def _wait(self, version: int, served: int, evicted: Evicted, count: int) -> list[CompleteGroup] | None:
         """Wait until at least so many groups are there for the next step; None at the end."""
@@ -145,21 +146,23 @@ class QueueSource:
             chosen = self._chosen(version, waits=not impatient)
             if len(chosen) >= count:
                 return chosen
-            made, events = self._made, self._more()
+            made_before, events = self._made, self._more()
             if events is None:
                 return None
             self._take_in(events)
             self._served_before = served
-            if self._made > made:
+            if self._made > made_before:
                 moved = time.monotonic()
             elif not events:
                 patience.check(moved, lambda: self._awaits(version))
                 time.sleep(POLL_S)
 
     def unfilled(self, version: int) -> list[Drop]:
-        """Of the complete groups, what the recipe drops; the others stay waiting in the log."""
-        drops = [drop for of in self._complete_groups.values() for drop in self._fitting(of, version)[1]]
-        return decided(drops, version, self._cut())
+        """What the recipe drops of the complete groups; the others stay waiting in the log."""
+        drops = [
+            drop for group in self._complete_groups.values() for drop in self._fitting(group, version)[1]
+        ]
+        return mark_decided(drops, version, self._cut())
 
     # Choosing ---------------------------------------------------------------------------------
 
@@ -171,33 +174,34 @@ class QueueSource:
                 drops += self._fitting(group, version)[1]
                 self._remove(group)
         if drops:
-            evicted(decided(drops, version, self._cut()))
+            evicted(mark_decided(drops, version, self._cut()))
 
     def _awaited(self, group: CompleteGroup, version: int) -> bool:
-        """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
+        """Whether the group waits for a reward: a judge gives one after the other, but none for a
+        trajectory that broke off."""
         if time.monotonic() - group.completed_s > self._config.admission.wait_s:
             return False
         return self._lacks_reward(group, version)
 
     def _lacks_reward(self, group: CompleteGroup, version: int) -> bool:
-        """Whether a reward that it lacks may still come."""
+        """Whether the group lacks a reward that may still come."""
         if not self._live:
             return False
         lacking = [d.sample for d in self._fitting(group, version)[1] if d.rule == "no_reward"]
         return any(self._status(sample.trajectory_id) not in (None, *BROKEN_OFF) for sample in lacking)
 
     def _status(self, trajectory_id: str) -> str | None:
-        """How a trajectory ended; None while it has not."""
+        """How a trajectory ended; None if it has not."""
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].status
         finished = self._folding[trajectory_id].finished
         return None if finished is None else finished.status
 
     def _chosen(self, version: int, *, waits: bool) -> list[CompleteGroup]:
-        """The groups that are there for the next step, those that are held first.
+        """The groups that are ready for the next step, held ones first.
 
         Args:
-            waits: whether those that run, or lack a reward, are waited for, where the policy would.
+            waits: whether to wait for groups that run, or lack a reward, where the policy would.
         """
         awaited = {group.name for group in self._complete_groups.values() if self._awaited(group, version)}
         ready = [
@@ -217,14 +221,14 @@ class QueueSource:
         return [self._complete_groups[group.name] for group in chosen]
 
     def _oldest(self, ages: Sequence[int], version: int) -> int | None:
-        """The oldest of these versions; what is too old already counts only where all are."""
+        """The oldest of these versions; those that are already too old count only if all are."""
         limit = self._policy.max_staleness
         fresh = [age for age in ages if limit is None or version - age <= limit]
         return min(fresh or ages, default=None)
 
     def _unfit(self, group: CompleteGroup, version: int) -> bool:
-        """Whether the recipe drops all of it; a group without a difference in reward has its turn, if the
-        step is not to be filled with another."""
+        """Whether the recipe drops all of it; a group without a difference in reward still takes
+        its turn, unless the step is to be filled with another."""
         kept, dropped = self._fitting(group, version)
         refill = self._config.recipe.refill
         return not kept and any(refill or drop.rule != "zero_variance" for drop in dropped)
@@ -253,7 +257,8 @@ class QueueSource:
         return [sample if isinstance(sample, Sample) else next(read) for sample in kept]
 
     def _fitting(self, group: CompleteGroup, version: int) -> tuple[list[Candidate], list[Drop]]:
-        """What the recipe keeps and drops of a group, by every event handed out: a replay sees the same."""
+        """What the recipe keeps and drops of a group, given every event handed out: a replay sees
+        the same."""
         held = self._fit.get(group.name)
         if held is None or not self._still_fits(held[0], held[2], version):
             samples = [
@@ -267,7 +272,8 @@ class QueueSource:
         return held[1], held[2]
 
     def _still_fits(self, at: int, drops: Sequence[Drop], version: int) -> bool:
-        """Whether what the recipe made of a group for one version is what it makes of it for another."""
+        """Whether what the recipe kept and dropped of a group for one version is also right for
+        another."""
         if at == version:
             return True
         ages = self._policy.max_staleness is not None  # nothing else becomes another with a later version
@@ -284,7 +290,7 @@ class QueueSource:
 
     def _fresh(self, trajectory_id: str) -> list[Candidate]:
         """Its samples that no step has used or dropped."""
-        return [one for one in self._samples(trajectory_id) if one.leaf_turn_id not in self._used]
+        return [sample for sample in self._samples(trajectory_id) if sample.leaf_turn_id not in self._used]
 
     def _awaits(self, version: int) -> Awaited:
         complete, lacking = self._complete_groups.values(), self._groups.values()
@@ -296,9 +302,9 @@ class QueueSource:
     # What happens -----------------------------------------------------------------------------
 
     def _take_in(self, events: list[Event]) -> None:
-        """Fold events up to a closed cut, and then look at the trajectories that they finish.
+        """Fold events up to a closed cut, and only then look at the trajectories that they finish.
 
-        Not before: of an adopted one another lane may hold the beginning, and be read later.
+        The beginning of an adopted trajectory may be in another lane, and be read later.
         """
         self._unfold({getattr(event.record, "trajectory_id", "") for event in events})
         for event in events:
@@ -309,26 +315,27 @@ class QueueSource:
         ended = [e.record.trajectory_id for e in events if isinstance(e.record, TrajectoryFinished)]
         there = filter(self._folding.__contains__, ended)
         # What was used comes first: who has no sample may have been of its group.
-        for trajectory_id in sorted(there, key=lambda one: not self._was_used(one)):
+        for trajectory_id in sorted(there, key=lambda finished_id: not self._was_used(finished_id)):
             self._finish(trajectory_id)
 
     def _take_backlog(self) -> None:
-        """Take in what there was before: what runs as events, and what is finished by reference."""
+        """Take in the backlog: running trajectories as events, and finished ones by reference."""
         assert self._backlog is not None
         self._begun = True
         self._spent.update(self._backlog.spent)
         self._take_in(self._backlog.events(self._backlog.opened))
-        for one in self._backlog.ended():
-            group = (one.group or one.trajectory_id) if self._grouped else None
-            ages = [age for sample in one.samples if (age := self._age(sample)) is not None]
+        for ended in self._backlog.ended():
+            group = (ended.group or ended.trajectory_id) if self._grouped else None
+            ages = [age for sample in ended.samples if (age := self._age(sample)) is not None]
             served = (self._served_before, self._served)
-            self._running.begin(one.trajectory_id, group, one.began, served)
-            self._running.sampled(one.trajectory_id, ages)
-            self._ended[one.trajectory_id] = one
-            self._finish(one.trajectory_id)
+            self._running.begin(ended.trajectory_id, group, ended.began, served)
+            self._running.sampled(ended.trajectory_id, ages)
+            self._ended[ended.trajectory_id] = ended
+            self._finish(ended.trajectory_id)
 
     def _unfold(self, trajectories: set[str]) -> None:
-        """Read the events of those of the backlog to which more happens: a reward, or an erasure."""
+        """Read the events of backlog trajectories that get a further event: a reward, or an
+        erasure."""
         touched = trajectories & self._ended.keys()
         if self._backlog is not None and touched:
             for event in self._backlog.events(touched):
@@ -348,7 +355,7 @@ class QueueSource:
         return bool(self._used) and any(leaf in self._used for leaf in leaves)
 
     def _note(self, event: Event) -> None:
-        """What an event says of the ages of trajectories and of what is chosen from."""
+        """Note what an event tells about the ages of trajectories and about what can be chosen."""
         record = event.record
         trajectory_id = getattr(record, "trajectory_id", None) or ""
         for used in self._of.get(trajectory_id, ()):
@@ -365,7 +372,7 @@ class QueueSource:
             self._running.sampled(trajectory_id, spans)
 
     def _place(self, trajectory_id: str) -> int:
-        """Its place in the order in which trajectories began."""
+        """Its position in the order in which trajectories began."""
         if self._backlog is not None and trajectory_id in self._backlog.opened:
             return self._backlog.opened[trajectory_id]
         self._seen += 1
@@ -389,7 +396,8 @@ class QueueSource:
                 self._forget(trajectory_id)
 
     def _add_to_group(self, name: str, trajectory_id: str, begun: Begun) -> None:
-        """The first to finish make a group: more may be asked for than are needed."""
+        """Add a finished trajectory to its group. The first to finish make the group, since more
+        may have been asked for than are needed."""
         group = self._groups.setdefault(name, {})
         group[trajectory_id] = begun
         if len(group) < self._size:
@@ -409,7 +417,7 @@ class QueueSource:
             self._of.setdefault(trajectory_id, []).append(group)
 
     def _remove(self, group: CompleteGroup) -> None:
-        """Keep nothing of trajectories that no group needs: the log has them."""
+        """Forget the trajectories of a group that no other group needs: the log has them."""
         del self._complete_groups[group.name]
         self._held.pop(group.name, None)
         self._fit.pop(group.name, None)
@@ -425,7 +433,7 @@ class Awaited:
     """What a source waits for.
 
     Attributes:
-        groups: that the next step takes; complete: that are there.
+        groups: number that the next step takes; complete: number that are complete.
         unrewarded: of the complete ones, those that lack a reward.
         short, missing: groups that lack trajectories, and how many they lack.
         running: trajectories that run.
@@ -439,7 +447,7 @@ class Awaited:
     running: int
 
     def said(self) -> str:
-        """In words."""
+        """The same in words."""
         parts = [f"{self.complete} of {self.groups} groups are complete"]
         if self.unrewarded:
             parts.append(f"{self.unrewarded} of these lack a reward (a judge's?)")
@@ -454,12 +462,13 @@ class Awaited:
 
 
 class Patience:
-    """Of one wait for groups.
+    """The patience of one wait for groups.
 
     Args:
-        idle_s: after so long without a new one it ends.
-        stall_s: after each so long it is said what is waited for; the first time after 10 s, if that is less.
-        say: what takes that.
+        idle_s: the wait ends after so long without a new group.
+        stall_s: after each so long, what is waited for is reported; the first time after 10 s,
+            if that is less.
+        say: called with that report.
     """
 
     def __init__(self, run: str, idle_s: float, stall_s: float, say: Callable[[str], None]) -> None:
@@ -467,7 +476,7 @@ class Patience:
         self._said: store.Patience | None = None
 
     def check(self, since: float, awaited: Callable[[], Awaited]) -> None:
-        """Look at the clock.
+        """Report, or end the wait, if it is time to.
 
         Args:
             since: when the last group came, by the monotonic clock.
@@ -477,10 +486,10 @@ class Patience:
         """
         waited = time.monotonic() - since
         if waited > self._idle_s:
-            found = awaited()
+            state = awaited()
             raise IdleError(
                 f"no complete batch for {self._idle_s:g} s: are agents finishing trajectories of run "
-                f"{self._run!r}? ({found.said()})"
+                f"{self._run!r}? ({state.said()})"
             )
         if self._said is None or self._said.began != since:
             self._said = store.Patience(since, min(store.SAY_AFTER_S, self._stall_s), self._stall_s)
@@ -512,27 +521,28 @@ class Running:
 
     @property
     def unsampled(self) -> bool:
-        """Whether there is one of which no token is known."""
+        """Whether there is a trajectory of which no token is known."""
         return not all(begun.sampled for begun in self._begun.values())
 
     def begin(self, trajectory_id: str, group: str | None, began: int, ages: tuple[int, ...]) -> None:
-        """One begins; its oldest token may be of one of these versions."""
+        """A trajectory begins; its oldest token may be of one of these versions."""
         self._begun[trajectory_id] = Begun(group, began, ages)
 
     def sampled(self, trajectory_id: str, versions: Iterable[int]) -> None:
-        """Tokens of these versions were sampled for one, if it runs."""
-        if (begun := self._begun.get(trajectory_id)) is not None and (found := list(versions)):
-            begun.ages = (self._deciding([*(begun.ages if begun.sampled else ()), *found]),)
+        """Note the versions of tokens that were sampled for a trajectory, if it runs."""
+        if (begun := self._begun.get(trajectory_id)) is not None and (new_versions := list(versions)):
+            begun.ages = (self._deciding([*(begun.ages if begun.sampled else ()), *new_versions]),)
             begun.sampled = True
 
     def end(self, trajectory_id: str) -> Begun | None:
-        """One ends: what was known of it; None of one that is not wanted."""
+        """A trajectory ends; returns what was known of it, or None if it is not wanted."""
         return self._begun.pop(trajectory_id, None)
 
     def groups(
         self, ended: Mapping[str, Mapping[str, Begun]], oldest: Callable[[Sequence[int]], int | None]
     ) -> Iterator[tuple[int, PromptGroup]]:
-        """What will be a group once its trajectories finish, with its place in the order of beginning.
+        """The groups that running trajectories will complete, with their positions in the order of
+        beginning.
 
         Args:
             ended: group -> those of its trajectories that finished.

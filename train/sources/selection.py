@@ -1,4 +1,4 @@
-"""What a source of samples is, and what it gives for one step."""
+"""The interface of a source of samples, and what it gives for one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Selection:
 
 
 class Choosing(Protocol):
-    """What of a training's configuration decides which samples its steps take."""
+    """The part of a training's configuration that decides which samples its steps take."""
 
     @property
     def run(self) -> str: ...
@@ -50,7 +50,7 @@ Evicted = Callable[[list[Drop]], None]
 
 
 class Source(Protocol):
-    """Gives the samples of one step after the other."""
+    """Gives the samples of one step after another."""
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next step's samples, or None when there are no more.
@@ -61,4 +61,4 @@ class Source(Protocol):
         """
 
     def unfilled(self, version: int) -> list[Drop]:
-        """What the recipe drops of the samples that are left when no further step can be filled."""
+        """The recipe's drops among the samples that are left when no further step can be filled."""

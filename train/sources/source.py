@@ -1,8 +1,9 @@
 """Sources of a step's samples: the log at a cut, or its tail. Both serve the same loop.
 
-A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut, and training on
-recorded preferences, go over them in epochs, each a permutation decided by the seed. Everything else uses
-each prompt group (or single sample) once, in the order in which they became complete.
+A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut, and
+training on recorded preferences, go over their samples in epochs, each a permutation decided by
+the seed. Everything else uses each prompt group (or single sample) once, in the order in which
+groups became complete.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rollbook.train.sources.selection import Evicted, Selection, Source
 
 
 class EpochUnits:
-    """What a recipe keeps of the samples at a cut, or of pairs of them, in an endless row of epochs.
+    """The samples that a recipe keeps at a cut, or pairs of them, in an endless sequence of epochs.
 
     Args:
         run: that is trained.
@@ -69,12 +70,12 @@ class EpochUnits:
         return len(self._units)
 
     def drops(self) -> list[Drop]:
-        """What the recipe drops. They are forgotten: their columns are of no use after that."""
+        """The recipe's drops. They can be read once: their columns are freed after that."""
         dropped, self._dropped = self._dropped, None
         return [] if dropped is None else dropped.named(self._found)
 
     def slice(self, number: int) -> npt.NDArray[np.int64]:
-        """Which units a slice of the row has."""
+        """The units of a slice of the sequence."""
         if self._recorded is None:
             return epoch_slice(number, self._size, len(self._units), self._seed)
         places = np.arange(number * self._size, (number + 1) * self._size)
@@ -120,7 +121,7 @@ class EpochSource:
         self._ahead: tuple[int, Future[list[Sample]]] | None = None
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
-        """The next slice of the endless row of epochs; None where there is no sample at all."""
+        """The next slice of the endless sequence of epochs; None where there is no sample at all."""
         if not len(self._units):
             return None
         step, ahead = self._next, self._ahead
@@ -145,7 +146,8 @@ class EpochSource:
 
 
 def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Which of `count` samples a step takes: int64 [size], the step's slice of an endless row of epochs.
+    """Which of `count` samples a step takes: int64 [size], the step's slice of an endless sequence
+    of epochs.
 
     Each epoch is a permutation of all samples, decided by the seed and its number. Pure.
     """
@@ -166,13 +168,13 @@ def make_source(
     limits: ModelLimits | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Source:
-    """The source that `--source` names, set to go on after the configuration's committed steps.
+    """The source that `--source` names, positioned after the configuration's committed steps.
 
     Args:
         version: the trainer's; a configuration that goes on keeps the one that it started from.
         waiting: called repeatedly while the source waits for the tail.
         limits: of the model.
-        say: told what is waited for on the tail, where nothing comes.
+        say: called with what is waited for on the tail, where nothing comes.
     """
     mixture = mixture_in(limits)
     if source == "tail":

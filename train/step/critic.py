@@ -13,7 +13,7 @@ import torch
 from rollbook.engines.weights.digests import digest_tensors, lines_of_stream
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.batches.batch import Batch, MicroBatch, free, in_sample_order
+from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, without_experts
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.model.model import Build
@@ -37,12 +37,13 @@ def restored_critic(
     goes_on: bool,
     name: str = "critic",
 ) -> Policy:
-    """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's policy.
+    """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's
+    policy.
 
     Args:
         how: it computes, as its policy.
-        goes_on: whether the checkpoint is one of the training that the critic is of.
-        name: that the ranks know it by.
+        goes_on: whether the checkpoint belongs to the critic's training.
+        name: by which the ranks know it.
     """
     critic = ranks.policy(name, critic_shape(shape), config, how)
     if goes_on and held.critic is not None:
@@ -60,7 +61,7 @@ def recorded_critic(plan: StepPlanned) -> CriticConfig:
 
 
 def critic_inputs(critic: Policy) -> Json:
-    """Digests of what the critic starts a step from."""
+    """Digests of the critic's state at the start of a step."""
     return {
         "critic_input_weights": critic.weights_digest().digest,
         "critic_input_optimizer": critic.optimizer_digest().digest,
@@ -68,13 +69,13 @@ def critic_inputs(critic: Policy) -> Json:
 
 
 def token_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """The value of the state that each token was sampled in, [B, T - 1], of scores [B, T, 1]."""
+    """The value of the state in which each token was sampled, [B, T - 1], of scores [B, T, 1]."""
     return scores[:, :-1, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """Digests of the critic's stages, their parts, and its metrics."""
+    """Digests and evidence of the critic's stages, and its metrics."""
 
     digests: Json
     metrics: Json
@@ -90,7 +91,9 @@ def run_critic(
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     tokens = max(batch.trained_tokens, 1)
-    losses = critic.forward_backward(free(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares)
+    losses = critic.forward_backward(
+        without_experts(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares
+    )
     if finite:
         check_tokens("value_losses", losses, batch, batch.partition)
     look = finite_values("critic_gradients") if finite else None
@@ -116,8 +119,8 @@ def run_critic(
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """The loss of a critic's micro-batches: the mean over the trained tokens of the whole batch. Other ranks
-    are sent it."""
+    """The loss of a critic's micro-batches: the mean over the trained tokens of the whole batch. It
+    is sent to other ranks."""
 
     algorithm: Algorithm
     tokens: int
@@ -137,7 +140,8 @@ def _placed(array: npt.NDArray[Any] | None, device: torch.device) -> torch.Tenso
 
 
 def _explained(batch: Batch) -> Json:
-    """Mean value, and the share of the returns' variance that the old values explain; None if that is 0."""
+    """The mean value, and the share of the returns' variance that the old values explain; None if
+    that is 0."""
     values, returns = batch.experience.scores.values, batch.experience.advantages.returns
     assert values is not None
     assert returns is not None

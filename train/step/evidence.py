@@ -1,8 +1,9 @@
-"""What a step records beside the digest of each stage: hashes of its parts, by which a replay says in which
-sample or tensor a stage begins to differ, and, where a training asks for it, the numbers of some stages.
+"""What a step records beside the digest of each stage: hashes of the stage's parts, which tell a
+replay in which sample or tensor a stage begins to differ, and, where a training asks for it, the
+values of some stages.
 
-The digest of a stage proves it. The hash of a part only finds it, and is as short as that allows: a
-difference goes unseen in one of 17 million samples, and of 3e14 tensors.
+A stage's digest proves that it is equal. A part's hash only locates a difference, and is as
+short as that allows: a difference goes unseen in one of 17 million samples, and of 3e14 tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Evidence:
     """The parts of a step's stages.
 
     Attributes:
-        samples: stage -> hashes of what it has of each sample, uint8 [N, 3], in the order of the manifest.
+        samples: stage -> hashes of its values for each sample, uint8 [N, 3], in the order of the
+            manifest.
         tensors: stage -> its tensors, as lines of a digest.
         values: stage -> the value of each trained token, float32 [P], sample by sample.
     """
@@ -44,7 +46,7 @@ class Evidence:
     values: Mapping[str, Singles] = field(default_factory=dict)
 
     def __or__(self, other: Evidence) -> Evidence:
-        """Both."""
+        """The evidence of both."""
         return Evidence(
             {**self.samples, **other.samples},
             {**self.tensors, **other.tensors},
@@ -52,7 +54,7 @@ class Evidence:
         )
 
     def described(self) -> Json:
-        """What `step.committed` records of the hashes."""
+        """The hashes as `step.committed` records them."""
         stacked = np.stack(list(self.samples.values())) if self.samples else np.zeros(0, np.uint8)
         return {
             "stages": list(self.samples),
@@ -61,7 +63,7 @@ class Evidence:
         }
 
     def vectors(self, stages: Iterable[str], step: int, attempt: int, policy: str) -> list[StepVectors]:
-        """The events that record the values of stages, as far as the step has these."""
+        """The events that record the values of stages, as far as the step has them."""
         return [
             StepVectors(step, attempt, policy, stage, _packed(self.values[stage].astype("<f4")))
             for stage in stages
@@ -71,25 +73,28 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedHashes:
-    """The hashes that a committed step recorded, as of `Evidence`; `tensors` are uint8 [T, 6], by name."""
+    """The hashes that a committed step recorded, as in `Evidence`; `tensors` are uint8 [T, 6], by
+    name."""
 
     samples: Mapping[str, Hashes]
     tensors: Mapping[str, Hashes]
 
 
-def recorded_hashes(said: Json | None) -> RecordedHashes:
-    """What `Evidence.described` gave; nothing of a step that recorded none.
+def recorded_hashes(recorded: Json | None) -> RecordedHashes:
+    """The inverse of `Evidence.described`; empty for a step that recorded none.
 
     Raises:
-        ReplayError: it is no such thing.
+        ReplayError: the record cannot be read.
     """
-    if not said:
+    if not recorded:
         return RecordedHashes({}, {})
     try:
-        stages = list(said["stages"])
-        flat = _bytes(said["samples"])
+        stages = list(recorded["stages"])
+        flat = _bytes(recorded["samples"])
         each = flat.reshape(len(stages), -1, SAMPLE_BYTES) if stages else flat
-        tensors = {stage: _bytes(data).reshape(-1, TENSOR_BYTES) for stage, data in said["tensors"].items()}
+        tensors = {
+            stage: _bytes(data).reshape(-1, TENSOR_BYTES) for stage, data in recorded["tensors"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReplayError(f"the hashes that the step recorded cannot be read: {error!r}") from error
     return RecordedHashes(dict(zip(stages, each, strict=True)), tensors)
@@ -118,17 +123,17 @@ def tensor_hashes(lines: Sequence[str]) -> Hashes:
 
 
 def name_in(line: str) -> str:
-    """The name of a tensor, in its line in a digest."""
+    """The tensor's name in its line in a digest."""
     return line.partition(" ")[0]
 
 
 def of_tensors(**stages: Digest) -> Evidence:
-    """The tensors of stages."""
+    """The evidence of the tensors of stages."""
     return Evidence(tensors={stage: digest.lines for stage, digest in stages.items()})
 
 
 def of_tokens(batch: Batch, **stages: Singles) -> Evidence:
-    """Values of the trained tokens of a batch, [P] each."""
+    """The evidence of values of a batch's trained tokens, [P] each."""
     return Evidence(
         {stage: _hashed(_split(values, batch.experience.ends)) for stage, values in stages.items()},
         values=stages,
@@ -136,33 +141,39 @@ def of_tokens(batch: Batch, **stages: Singles) -> Evidence:
 
 
 def of_samples(**stages: npt.NDArray[np.floating]) -> Evidence:
-    """Values of samples, a row of each stage each."""
+    """The evidence of values per sample: a row of each stage for each sample."""
     return Evidence({stage: _hashed(list(values)) for stage, values in stages.items()})
 
 
 def of_batch(batch: Batch) -> Evidence:
-    """What a step is given of each sample, by the stages before the loss."""
-    of, count = batch.experience, len(batch.samples)
-    advantages = of.advantages.values
+    """The evidence of what a step is given for each sample, by the stages before the loss."""
+    experience, count = batch.experience, len(batch.samples)
+    advantages = experience.advantages.values
     scores = {
-        "proximal_logprobs": of.scores.old_logprobs,
-        "reference_logprobs": of.scores.reference_logprobs,
-        "values": of.scores.values,
+        "proximal_logprobs": experience.scores.old_logprobs,
+        "reference_logprobs": experience.scores.reference_logprobs,
+        "values": experience.scores.values,
     }
-    found = Evidence(
+    evidence = Evidence(
         {
             "samples": _hashed_all([_arrays(sample) for sample in batch.samples]),
             "old_logprobs": _hashed([sample.logprobs for sample in batch.samples]),
-            "rewards": _hashed(of.rewards.reshape(count, 1)),
+            "rewards": _hashed(experience.rewards.reshape(count, 1)),
             "advantages": _hashed(
-                _split(advantages, of.ends) if of.advantages.per_token else advantages.reshape(count, 1)
+                _split(advantages, experience.ends)
+                if experience.advantages.per_token
+                else advantages.reshape(count, 1)
             ),
         }
     )
-    found |= of_tokens(batch, **{stage: values for stage, values in scores.items() if values is not None})
-    wide = {"returns": of.advantages.returns, "importance_weights": of.weights}
-    more = {stage: _hashed(_split(values, of.ends)) for stage, values in wide.items() if values is not None}
-    return found | Evidence(more)
+    evidence |= of_tokens(batch, **{stage: values for stage, values in scores.items() if values is not None})
+    wide = {"returns": experience.advantages.returns, "importance_weights": experience.weights}
+    more = {
+        stage: _hashed(_split(values, experience.ends))
+        for stage, values in wide.items()
+        if values is not None
+    }
+    return evidence | Evidence(more)
 
 
 def _arrays(sample: Sample) -> list[npt.NDArray[np.generic]]:
@@ -170,7 +181,7 @@ def _arrays(sample: Sample) -> list[npt.NDArray[np.generic]]:
 
 
 def _split(values: npt.NDArray[np.generic], ends: Ints) -> list[npt.NDArray[np.generic]]:
-    """The values [P] of each sample's tokens."""
+    """The values [P], split by sample."""
     return np.split(values, ends[1:-1]) if len(ends) > 1 else []
 
 
@@ -179,12 +190,12 @@ def _hashed(parts: Iterable[npt.NDArray[np.generic]]) -> Hashes:
 
 
 def _hashed_all(parts: Sequence[Sequence[npt.NDArray[np.generic]]]) -> Hashes:
-    """The hash of the bytes of each of N lists of arrays, uint8 [N, 3]."""
-    found = b"".join(
+    """The hash of the bytes in each of N lists of arrays, uint8 [N, 3]."""
+    digests = b"".join(
         xxhash.xxh3_128_digest(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))[:SAMPLE_BYTES]
         for arrays in parts
     )
-    return np.frombuffer(found, np.uint8).reshape(-1, SAMPLE_BYTES)
+    return np.frombuffer(digests, np.uint8).reshape(-1, SAMPLE_BYTES)
 
 
 def _packed(array: npt.NDArray[np.generic]) -> str:

@@ -1,4 +1,4 @@
-"""The experience of the rollout batch in hand: made at its first step, and kept for the others."""
+"""The experience of the rollout batch in hand: computed at its first step, and kept for the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollbook.train.batches.experience import (
 )
 from rollbook.train.clock import timed
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.select.drops import others_of
+from rollbook.train.select.drops import peers_of
 from rollbook.train.select.routing import Mixture
 from rollbook.train.select.samples import Sample
 from rollbook.train.step.critic import critic_inputs
@@ -32,7 +32,7 @@ from rollbook.train.step.step import input_digests
 
 
 class Experiences:
-    """Makes the batches of a policy's steps, which are run in order."""
+    """Builds the batches of a policy's steps, which are run in order."""
 
     def __init__(self, policy: Policy, references: References, critic: Policy | None = None) -> None:
         self._policy, self._references, self.critic = policy, references, critic
@@ -44,19 +44,19 @@ class Experiences:
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """Those of the rollout batch in hand, in order."""
+        """The samples of the rollout batch in hand, in order."""
         return () if self._held is None else self._held.samples
 
     def input_digests(self, algorithm: Algorithm, seed: int) -> Json:
-        """Seed the generators and digest what a step starts from.
+        """Seed the generators, and digest the state that a step starts from.
 
         Raises:
             TrainError: there is no checkpoint of the reference policy.
         """
-        found = input_digests(self._policy, seed)
+        digests = input_digests(self._policy, seed)
         if algorithm.reference is not None:
-            found["reference_weights"] = self._references.digest(algorithm.reference)
-        return found if self.critic is None else found | critic_inputs(self.critic)
+            digests["reference_weights"] = self._references.digest(algorithm.reference)
+        return digests if self.critic is None else digests | critic_inputs(self.critic)
 
     def score_ahead(
         self,
@@ -68,12 +68,12 @@ class Experiences:
         packed: bool,
         routing_replay: bool,
     ) -> None:
-        """Score a part of the rollout batch to come.
+        """Score a part of the next rollout batch.
 
         Args:
             parts: its micro-batches.
             oldest: version before which tokens are masked; None: none are.
-            packed, routing_replay: as the manifest will say.
+            packed, routing_replay: as the manifest will have them.
 
         Raises:
             TrainError, ModelError: as `batch`.
@@ -93,8 +93,9 @@ class Experiences:
         self._ahead.append(_Scored([sample.leaf_turn_id for sample in samples], parts, scores))
 
     def came(self, samples: Sequence[Sample]) -> tuple[Partition, list[int]] | None:
-        """How the rollout batch that came was scored ahead: its micro-batches, and the samples of each part.
-        None where it is another than was scored, or nothing was: then it is scored whole."""
+        """How the rollout batch at hand was scored ahead: its micro-batches, and the samples of
+        each part. None if it differs from what was scored, or nothing was: then it is scored
+        whole."""
         leaves = [leaf for part in self._ahead for leaf in part.leaves]
         if not leaves or leaves != [sample.leaf_turn_id for sample in samples]:
             self._ahead = []
@@ -161,7 +162,8 @@ class Experiences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scored:
-    """A part of a rollout batch: the leaf turns of its samples, its micro-batches, and its scores."""
+    """A scored part of a rollout batch: the leaf turns of its samples, its micro-batches, and its
+    scores."""
 
     leaves: list[str]
     parts: Partition
@@ -169,7 +171,7 @@ class _Scored:
 
 
 def oldest_of(recipe: Json, version: int) -> int | None:
-    """The version before which tokens are masked by a recipe; None where it masks none."""
+    """The version before which a recipe masks tokens; None if it masks none."""
     if recipe.get("stale_tokens") != "mask" or recipe["max_staleness"] is None:
         return None
     return version - int(recipe["max_staleness"])
@@ -180,11 +182,11 @@ def experience_at(
     samples: Mapping[str, Sample],
     scores_of: Callable[[Sequence[Sample], Sequence[Bools]], Scores],
 ) -> Experience:
-    """The experience of the rollout batch that a manifest begins.
+    """The experience of the rollout batch that begins with a manifest.
 
     Args:
         samples: of the batch, by leaf turn.
-        scores_of: gives what models say of ordered samples, of their trained tokens.
+        scores_of: gives the scores of ordered samples, for their trained tokens.
 
     Raises:
         TrainError: a part of the algorithm gives another shape than is asked of it.
@@ -194,7 +196,7 @@ def experience_at(
     masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
     scores = scores_of(ordered, masks)
     aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
-    others = others_of(ordered, plan.others)
+    others = peers_of(ordered, plan.others)
     return experience_of(ordered, recorded_algorithm(plan.algorithm), scores, masks, aged, others)
 
 

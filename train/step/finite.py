@@ -90,7 +90,7 @@ def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, par
 
 
 def finite_values(stage: str) -> Look:
-    """What looks at a stage's tensors, each of whose values is to be finite.
+    """A callback that checks each tensor of a stage to be finite.
 
     Raises:
         NotFiniteError: it names the stage and the first tensor.

@@ -1,5 +1,5 @@
-"""The metrics of a step, from what its tokens came to, also where it replays recorded routing. Recorded with
-the step, and computed again by its replay."""
+"""The metrics of a step, from the values of its tokens, also where it replays recorded routing.
+Recorded with the step, and computed again by its replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.batches.batch import Batch, MicroBatch, free
+from rollbook.train.batches.batch import Batch, MicroBatch, without_experts
 from rollbook.train.batches.experience import Experience
 from rollbook.train.clock import timed
 from rollbook.train.ranks.policy import Policy
@@ -42,12 +42,12 @@ class TokenValues:
     measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def measure(self, values: dict[str, torch.Tensor]) -> None:
-        """Take what the algorithm measures of a micro-batch."""
+        """Add the algorithm's measures of a micro-batch."""
         for name, tensor in values.items():
             self.measured.setdefault(name, []).append(tensor.detach().cpu())
 
     def add(self, mask: torch.Tensor, micro: MicroBatch, version: int, **values: torch.Tensor | None) -> None:
-        """Take the values of a micro-batch's trained tokens, each [B, T - 1]."""
+        """Add the values of a micro-batch's trained tokens, each [B, T - 1]."""
         sampled = torch.from_numpy(micro.versions[:, 1:])[mask.cpu()]
         self.ages.append(torch.where(sampled >= 0, version - sampled, -1))
         for name, tensor in values.items():
@@ -56,18 +56,18 @@ class TokenValues:
 
 
 def all_of(parts: Sequence[TokenValues]) -> TokenValues:
-    """The values of several micro-batches, in their order."""
-    found = TokenValues()
+    """The values of several micro-batches, concatenated in order."""
+    merged = TokenValues()
     for part in parts:
-        for name in (of.name for of in fields(TokenValues) if of.name != "measured"):
-            getattr(found, name).extend(getattr(part, name))
+        for name in (column.name for column in fields(TokenValues) if column.name != "measured"):
+            getattr(merged, name).extend(getattr(part, name))
         for name, tensors in part.measured.items():
-            found.measured.setdefault(name, []).extend(tensors)
-    return found
+            merged.measured.setdefault(name, []).extend(tensors)
+    return merged
 
 
 def of_batch(batch: Batch) -> Json:
-    """Metrics of what a step was given: rewards, lengths, advantages."""
+    """Metrics of a step's input: rewards, lengths, advantages."""
     experience = batch.experience
     rewards = batch.rewards[np.isfinite(batch.rewards)]
     lengths = np.array([int(mask.sum()) for mask in experience.masks])
@@ -86,8 +86,8 @@ def of_batch(batch: Batch) -> Json:
 
 
 def _of_weights(experience: Experience) -> Json:
-    """The mean weight of trained tokens, and the share of those that have none; also of tokens that are
-    counted nowhere else since they were rejected. Nothing where tokens are not weighed."""
+    """The mean weight of trained tokens, and the share with weight 0; both count rejected tokens,
+    too, which are counted nowhere else. Nothing where tokens have no weights."""
     if experience.weights is None:
         return {}
     left_out = int(experience.left_out.sum())
@@ -99,7 +99,8 @@ def _of_weights(experience: Experience) -> Json:
 
 
 def _of_trajectories(batch: Batch) -> Json:
-    """Rewards, each trajectory counted once, however many of its samples the step trains on."""
+    """Metrics of rewards, each trajectory counted once, however many of its samples the step trains
+    on."""
     each = {s.trajectory_id: r for s, r in zip(batch.samples, batch.rewards.tolist(), strict=True)}
     rewards = np.array([reward for reward in each.values() if np.isfinite(reward)])
     return {
@@ -110,44 +111,45 @@ def _of_trajectories(batch: Batch) -> Json:
 
 
 def _flat_groups(batch: Batch) -> float | None:
-    """Share of groups of two and more trajectories whose rewards are all equal; None without such groups."""
+    """Share of the groups of two or more trajectories whose rewards are all equal; None without
+    such groups."""
     rewards: dict[str, dict[str, float]] = {}
     for sample, reward in zip(batch.samples, batch.rewards.tolist(), strict=True):
         if sample.group is not None and np.isfinite(reward):
             rewards.setdefault(sample.group, {})[sample.trajectory_id] = reward
-    several = [set(of.values()) for of in rewards.values() if len(of) > 1]
-    return sum(len(one) == 1 for one in several) / len(several) if several else None
+    several = [set(group.values()) for group in rewards.values() if len(group) > 1]
+    return sum(len(distinct) == 1 for distinct in several) / len(several) if several else None
 
 
 def of_tokens(values: TokenValues) -> Json:
-    """Metrics of what the step's tokens came to.
+    """Metrics of the values of the step's tokens.
 
-    `kl` is the mean of k3 of the policy in training to the reference, `old_kl` that to the old policy
-    (Schulman 2020). `staleness` is of tokens whose version is known.
+    `kl` is the mean of k3 of the policy in training to the reference, `old_kl` that to the old
+    policy (Schulman 2020). `staleness` is of tokens whose version is known.
     """
-    found: Json = {}
+    metrics: Json = {}
     ratios = _joined(values.log_ratios).double().clamp(-20, 20)
     if ratios.numel():
-        found |= {
+        metrics |= {
             "ratio_mean": float(ratios.exp().mean()),
             "ratio_min": float(ratios.exp().min()),
             "ratio_max": float(ratios.exp().max()),
             "old_kl": _k3(ratios),
         }
     if values.low:
-        found |= {"clipped_low": _share(values.low), "clipped_high": _share(values.high)}
+        metrics |= {"clipped_low": _share(values.low), "clipped_high": _share(values.high)}
     if values.reference_gaps:
-        found["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
+        metrics["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
     if values.entropies:
-        found["entropy"] = float(_joined(values.entropies).double().mean())
-    found |= {name: _share(parts) for name, parts in values.measured.items()}
+        metrics["entropy"] = float(_joined(values.entropies).double().mean())
+    metrics |= {name: _share(parts) for name, parts in values.measured.items()}
     ages = _joined(values.ages)
     known = ages[ages >= 0].double()
-    found |= {
+    metrics |= {
         "staleness_mean": float(known.mean()) if known.numel() else None,
         "staleness_max": int(known.max()) if known.numel() else None,
     }
-    return found | _engine_gaps(values)
+    return metrics | _engine_gaps(values)
 
 
 def _engine_gaps(values: TokenValues) -> Json:
@@ -192,43 +194,48 @@ def _k3(log_ratios: torch.Tensor) -> float:
 
 
 def of_routing(policy: Policy, algorithm: Algorithm, batch: Batch, version: int) -> Json:
-    """What was replayed, and what that changes; nothing where routing is not replayed. Before the step.
+    """Metrics of replayed routing and its effect, before the step; none where routing is not
+    replayed.
 
     Args:
         version: of the policy's weights.
 
     Returns:
-        `routing_replayed`: the share of the positions before each sample's last trained token whose experts
-        were replayed: all that logprobs of trained tokens depend on. `own_routing_logprob_gap`: what
-        `engine_logprob_gap` would be had the routers chosen, by a forward pass without gradients over the
-        first micro-batch of each data-parallel rank alone; None if none of its trained tokens is of this
-        version, and absent where engines' logprobs are not asked for.
+        `routing_replayed`: the share of the positions before each sample's last trained token
+        whose experts were
+        replayed: all that logprobs of trained tokens depend on. `own_routing_logprob_gap`: what
+        `engine_logprob_gap` would be had the routers chosen, by a forward pass without gradients
+        over the first
+        micro-batch of each data-parallel rank alone; None if none of its trained tokens is of
+        this version, and
+        absent where engines' logprobs are not asked for.
     """
     if all(micro.experts is None for micro in batch.micro_batches):
         return {}
     counts = np.sum([_replayed(micro) for micro in batch.micro_batches], axis=0)
-    found: Json = {"routing_replayed": float(counts[0] / max(counts[1], 1))}
+    metrics: Json = {"routing_replayed": float(counts[0] / max(counts[1], 1))}
     if "logprobs" in algorithm.needs:
-        found["own_routing_logprob_gap"] = _own_gap(policy, batch, version)
-    return found
+        metrics["own_routing_logprob_gap"] = _own_gap(policy, batch, version)
+    return metrics
 
 
 def _replayed(micro: MicroBatch) -> tuple[int, int]:
-    """How many of the positions before last trained tokens were replayed, and how many there are."""
+    """How many of the positions before each sample's last trained token were replayed, and how many
+    there are."""
     assert micro.experts is not None
     behind = np.flip(np.logical_or.accumulate(np.flip(micro.loss_mask[:, 1:], 1), axis=1), 1)
     return int((behind & (micro.experts[:, :-1, 0, 0] != FREE)).sum()), int(behind.sum())
 
 
 def _own_gap(policy: Policy, batch: Batch, version: int) -> float | None:
-    """The greatest difference of the engine's logprobs from those that the trainer's own routing gives."""
+    """The greatest difference between the engine's logprobs and those of the trainer's own routing."""
     starts = accumulate(batch.shares[:-1], initial=0)
     firsts = [start for start, share in zip(starts, batch.shares, strict=True) if share]
-    asked = free([batch.micro_batches[first] for first in firsts])
+    micro_batches = without_experts([batch.micro_batches[first] for first in firsts])
     with timed("forward"):
-        told = policy.forward(asked, logprobs_of, [min(share, 1) for share in batch.shares])
+        logprobs = policy.forward(micro_batches, logprobs_of, [min(share, 1) for share in batch.shares])
     gaps = []
-    for micro, own in zip(asked, told, strict=True):
+    for micro, own in zip(micro_batches, logprobs, strict=True):
         counted = micro.loss_mask[:, 1:] & (micro.versions[:, 1:] == version)
         engine = torch.from_numpy(micro.rollout_logprobs[:, 1:])
         gaps.append((own.cpu() - engine)[torch.from_numpy(counted)].abs())

@@ -1,4 +1,4 @@
-"""What a policy says of the tokens of a micro-batch, padded or packed, as arrays of one form:
+"""A policy's outputs for the tokens of a micro-batch, padded or packed, in one layout:
 log-probabilities and entropies of tokens, or a reward model's scores and their loss."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ROWS = 512
 
 
 def logprobs_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Log-probability of each token that came, [B, T - 1]. Other processes are sent it."""
+    """Log-probability of each actual token, [B, T - 1]. It is sent to other processes."""
     return Predictions(logits, micro).logprobs()
 
 
 class Predictions:
-    """The distributions that the tokens of a micro-batch are drawn from, by the policy.
+    """The policy's distributions for the tokens of a micro-batch.
 
     Args:
         logits: [B, T, V]; or of a packed micro-batch [N, V], of its N trained tokens.
@@ -39,7 +39,7 @@ class Predictions:
             self._tokens = self._placed(micro.tokens[:, 1:])[self._mask]
 
     def logprobs(self) -> torch.Tensor:
-        """Log-probability of each token that came, [B, T - 1]; of a packed micro-batch 0 where none is
+        """Log-probability of each actual token, [B, T - 1]; of a packed micro-batch 0 where none is
         trained."""
         if self._mask is None:
             return picked(self._of, self._tokens)
@@ -64,10 +64,10 @@ class Predictions:
 
 
 def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """What the head gives each sample's last trained token, [B, k] of scores [B, T, k].
+    """The head's output at each sample's last trained token, [B, k] of scores [B, T, k].
 
-    That token ends the path unless a tool's result does, so this is what transformers' models for sequence
-    classification give.
+    That token ends the path unless a tool's result does, so this is what transformers' models
+    for sequence classification give.
     """
     last = np.where(micro.loss_mask, np.arange(micro.loss_mask.shape[1]), 0).max(-1)
     at = torch.from_numpy(last).to(scores.device)
@@ -75,17 +75,17 @@ def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def score_inputs(scores: torch.Tensor, micro: MicroBatch) -> ScoreInputs:
-    """What the loss of a micro-batch is computed from, of scores [B, T, k]."""
+    """The inputs of a micro-batch's loss, from scores [B, T, k]."""
     assert micro.margins is not None
     assert micro.rewards is not None
-    margins, rewards = (torch.from_numpy(of).to(scores.device) for of in (micro.margins, micro.rewards))
+    margins, rewards = (torch.from_numpy(array).to(scores.device) for array in (micro.margins, micro.rewards))
     return ScoreInputs(sample_scores(scores, micro), margins, rewards, micro.batch_score)
 
 
 def score_loss(
     scores: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(losses [B], scores [B, k], what the algorithm measures) of scores [B, T, k]."""
+    """(losses [B], scores [B, k], the algorithm's measures) from scores [B, T, k]."""
     inputs = score_inputs(scores, micro)
     loss = algorithm.score_loss(inputs)
     with torch.no_grad():
@@ -117,10 +117,10 @@ def row_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch
 
 
 def picked(distributions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each distribution [B, T - 1, V] the value of the token [B, T] that came."""
+    """The value of the actual token [B, T] in each distribution [B, T - 1, V]."""
     return distributions.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
 
 
 def entropies(distributions: torch.Tensor) -> torch.Tensor:
     """Entropy of each distribution in nats, [B, T - 1]. One sample at a time, which bounds the memory."""
-    return torch.stack([-(one.exp() * one).sum(-1) for one in distributions])
+    return torch.stack([-(distribution.exp() * distribution).sum(-1) for distribution in distributions])

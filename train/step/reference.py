@@ -1,12 +1,14 @@
 """The reference of an algorithm: when it is renewed, and how it runs in processes of its own.
 
-Every so many steps the policy's newest version takes the reference's place. The manifest of each step holds
-the version that it used, so a replay needs nothing else. Source: the hard update of Gorbatovski et al. 2024
-(arXiv:2404.09656), there for DPO; `ref_update_interval` of TRL's `ref_model_sync_steps`.
+Every so many steps the policy's newest version becomes the reference. The manifest of each step
+holds the version that it used, so a replay needs nothing else. Source: the hard update of
+Gorbatovski et al. 2024 (arXiv:2404.09656), there for DPO; `ref_update_interval` of TRL's
+`ref_model_sync_steps`.
 
-In processes of its own the reference scores samples while the policy computes. It is one copy of the model,
-laid out over its ranks as the policy is, so its numbers are, to the bit, those of the policy's process with
-the reference's weights in place: a replay needs no second process.
+In processes of its own the reference scores samples while the policy computes. It is one copy of
+the model, laid out over its ranks as the policy is, so its numbers are, to the bit, those that
+the policy's process gives with the reference's weights in place: a replay needs no second
+process.
 
     python -m rollbook.train.step.reference HOST PORT RANK COUNT LEADER
 """
@@ -38,7 +40,7 @@ from rollbook.train.model.model import Build
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.follow import end_with
 from rollbook.train.ranks.launch import Follower
-from rollbook.train.ranks.meeting import FOREVER, Meeting, MeetingPoint, meet, new_secret, taken_secret
+from rollbook.train.ranks.meeting import FOREVER, Meeting, MeetingPoint, meet, new_secret, take_secret
 from rollbook.train.ranks.ranks import START_S, Ranks
 from rollbook.train.step.predictions import logprobs_of
 
@@ -53,12 +55,13 @@ def steps_since(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> int:
 
 
 def reference_line(policy: str) -> str:
-    """The line of weights under which the log has the references of a policy."""
+    """The name under which the log has the references of a policy, as a line of weights of its own."""
     return f"{policy}.reference"
 
 
 def policy_of(line: str) -> str:
-    """The policy whose weights a line has: its own, or for references that of which they are."""
+    """The policy that a line of weights belongs to; for a line of references, the policy whose
+    references they are."""
     return line.removesuffix(".reference")
 
 
@@ -70,10 +73,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class ReferenceProcess:
-    """The reference, as a process of this host, which starts the other ranks of its copy of the model.
+    """The reference, as a process of this host, which starts the other ranks of its copy of the
+    model.
 
     Args:
-        how: the policy computes; so does it.
+        how: the policy computes; so does the reference.
         parallel: how a copy of the model is laid out.
         taken: ranks of the training, each of which has a GPU where it computes on them.
 
@@ -88,13 +92,13 @@ class ReferenceProcess:
         wanted = parallel.model_ranks
         environment = None
         if how.device.type == "cuda":
-            environment = os.environ | {VISIBLE: left_over(os.environ, taken, wanted)}
+            environment = os.environ | {VISIBLE: spare_gpus(os.environ, taken, wanted)}
         self._process = Follower(self._meeting.point, 0, wanted, environment, PROGRAM)
         self._say(shape, how, parallel)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def logprobs(
@@ -141,8 +145,8 @@ class ReferenceProcess:
         self._process.close(CLOSE_S)
 
 
-def left_over(environment: Mapping[str, str], taken: int, wanted: int) -> str:
-    """The GPUs of this host that a training leaves, as `CUDA_VISIBLE_DEVICES` names them.
+def spare_gpus(environment: Mapping[str, str], taken: int, wanted: int) -> str:
+    """The GPUs of this host that a training leaves free, in the form of `CUDA_VISIBLE_DEVICES`.
 
     Raises:
         ConfigError: there are fewer than wanted.
@@ -159,19 +163,20 @@ def left_over(environment: Mapping[str, str], taken: int, wanted: int) -> str:
 
 
 def serve(meeting: Meeting) -> None:
-    """Make the model that is described first; then compute what is asked, until nothing is."""
+    """Build the model that the first message describes; then answer requests until there are no
+    more."""
     shape, how, parallel = _next(meeting, 0)
     with Ranks(parallel, parallel.model_ranks) as ranks:
         policy = ranks.policy("reference", shape, OptimizerConfig(), how)
         held, number = None, 1
-        while asked := _next(meeting, number):
-            checkpoint, digest, micro_batches = asked
+        while request := _next(meeting, number):
+            checkpoint, digest, micro_batches = request
             values, failed = None, None
             try:
                 if held != digest:
                     policy.load_weights(weights_named(checkpoint, digest))
                     held = digest
-                values = [found.cpu() for found in policy.forward(micro_batches, logprobs_of)]
+                values = [logprobs.cpu() for logprobs in policy.forward(micro_batches, logprobs_of)]
             except ModelError as error:
                 failed = str(error)
             meeting.say(f"answered/{number}", pickle.dumps((values, failed)))
@@ -190,7 +195,7 @@ def main(host: str, port: int, _rank: int, _count: int, leader: int) -> None:
     """Serve the process that started this one."""
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    serve(meet(MeetingPoint(host, port, taken_secret()), leads=False))
+    serve(meet(MeetingPoint(host, port, take_secret()), leads=False))
 
 
 if __name__ == "__main__":

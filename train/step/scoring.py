@@ -1,4 +1,5 @@
-"""Scores: what the trainer's and the reference's weights say of a rollout batch, in forward passes alone."""
+"""Scores of a rollout batch, from forward passes alone, by the trainer's and by the reference's
+weights."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from rollbook.train.batches.batch import (
     MicroBatch,
     Partition,
     collate_tokens,
-    free,
     in_sample_order,
     micro_batches_of,
     shares_of,
+    without_experts,
 )
 from rollbook.train.batches.experience import Bools, Scores
 from rollbook.train.checkpoints.checkpoint import weights_named
@@ -39,8 +40,8 @@ REFERENCE = "algorithm.reference_version"
 
 @dataclass(slots=True)
 class References:
-    """Weights of a policy's earlier versions, read when they are first asked for, of which the last is
-    kept.
+    """Weights of a policy's earlier versions, read when they are first needed; those of the last
+    one are cached.
 
     Attributes:
         apart: the process that the reference's forward passes run in; None: that of the policy.
@@ -71,21 +72,21 @@ class References:
         return self._record(version, REFERENCE).weights_digest
 
     def _record(self, version: int, what: str) -> CheckpointWritten:
-        found = [c for c in self.history.checkpoints if c.policy_version == version]
-        if not found:
+        checkpoints = [c for c in self.history.checkpoints if c.policy_version == version]
+        if not checkpoints:
             there = ", ".join(map(str, self.history.held_versions))
             raise TrainError(
                 f"{what} {version}: run {self.history.run!r} has no checkpoint of that "
                 f"version of policy {self.history.policy!r} (it has: {there or 'none'})"
                 f"{self.history.why_gone(version)}"
             )
-        return found[-1]
+        return checkpoints[-1]
 
     def read(self, version: int, what: str = REFERENCE) -> Tensors:
         """The weights of a version, from its checkpoint.
 
         Args:
-            what: asks for it, for an error message.
+            what: needs it, for an error message.
 
         Raises:
             TrainError: there is no checkpoint of it.
@@ -97,21 +98,23 @@ class References:
     def logprobs(
         self, policy: Policy, version: int, micro_batches: Sequence[MicroBatch], parts: Partition
     ) -> Callable[[], list[torch.Tensor]]:
-        """What gives the reference's logprobs of micro-batches, each [B, T - 1], once they are asked for.
+        """A function that returns the reference's logprobs of micro-batches, each [B, T - 1].
 
         Args:
-            policy: in whose place the reference's weights are put, unless it is apart.
+            policy: in which the reference's weights are put in place, unless the reference has
+                its own process.
 
         Raises:
-            TrainError, ModelError: as `read`; what is given may raise `ModelError` and `RankError`.
+            TrainError, ModelError: as `read`; the function may raise `ModelError` and
+                `RankError`.
         """
         if self.apart is not None:
             record = self._record(version, REFERENCE)
             path = place_inside(self.log.path, record.path)
             return self.apart.logprobs(path, record.weights_digest, micro_batches)
         with policy.using(self.weights(version)):
-            found = policy.forward(micro_batches, logprobs_of, shares_of(parts))
-        return lambda: found
+            logprobs = policy.forward(micro_batches, logprobs_of, shares_of(parts))
+        return lambda: logprobs
 
     def close(self) -> None:
         """End the process of the reference, if it has one."""
@@ -135,19 +138,21 @@ def score(
     packed: bool,
     mixture: Mixture | None = None,
 ) -> Pending:
-    """What the algorithm needs of models: of the weights in place, of the reference policy, and of the
-    critic.
+    """The scores that the algorithm needs: by the weights in place, by the reference policy, and by
+    the critic.
 
     Args:
         masks: the trained tokens of each sample.
-        parts: the rollout batch's micro-batches: bits depend on how samples are padded or packed.
-        mixture: of the policy, if the weights in place replay the routing that turns record; else None.
+        parts: the rollout batch's micro-batches: bits depend on how samples are padded or
+            packed.
+        mixture: of the policy, if the weights in place replay the routing that turns record;
+            else None.
     """
     collated = [
         collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed, mixture=mixture)
         for part in micro_batches_of(parts)
     ]
-    micro_batches = free(collated)
+    micro_batches = without_experts(collated)
     old = pending = values = None
     if algorithm.reference is not None:  # first, so that one apart computes while these do
         pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
@@ -158,8 +163,8 @@ def score(
         values = _joined(critic, micro_batches, parts, token_scores)
     mean = None
     if "batch_score" in algorithm.needs:
-        given = policy.forward(micro_batches, sample_scores, shares_of(parts))
-        mean = float(torch.cat(given)[:, 0].double().mean())
+        scores = policy.forward(micro_batches, sample_scores, shares_of(parts))
+        mean = float(torch.cat(scores)[:, 0].double().mean())
 
     def whole() -> Scores:
         reference = None if pending is None else _ordered(micro_batches, parts, pending())
@@ -169,12 +174,13 @@ def score(
 
 
 def part_of(parts: Partition, start: int, end: int) -> Partition:
-    """Of a partition the micro-batches of the samples from `start` to `end`, numbered from 0."""
+    """The micro-batches of a partition that hold the samples from `start` to `end`, renumbered from
+    0."""
     return [[[i - start for i in micro] for micro in rank if start <= micro[0] < end] for rank in parts]
 
 
 def joined_partition(parts: Sequence[tuple[int, Partition]]) -> Partition:
-    """The partition of samples that come one part after the other: (samples, partition) of each."""
+    """The partition of consecutive parts, each given as (samples, partition)."""
     whole: Partition = [[] for _ in parts[0][1]]
     start = 0
     for count, part in parts:
@@ -185,10 +191,10 @@ def joined_partition(parts: Sequence[tuple[int, Partition]]) -> Partition:
 
 
 def joined_scores(parts: Sequence[Scores]) -> Scores:
-    """The scores of samples that come one part after the other."""
+    """The scores of consecutive parts of samples."""
 
     def joined(values: Iterable[Singles | None]) -> Singles | None:
-        there = [one for one in values if one is not None]
+        there = [array for array in values if array is not None]
         return np.concatenate(there) if there else None
 
     return Scores(
@@ -202,7 +208,7 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 def _joined(
     policy: Policy, micro_batches: Sequence[MicroBatch], parts: Partition, read: Read[torch.Tensor]
 ) -> Singles:
-    """What is read of the trained tokens of all samples, in their order, float32 [P]."""
+    """The values that `read` gives the trained tokens of all samples, in sample order, float32 [P]."""
     return _ordered(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
 
 

@@ -1,8 +1,8 @@
 """One optimizer step: the same code for training and for its replay.
 
-A step is a function of a batch, of settings, and of the policy's state. Its result is a digest per stage, in
-the order in which the stages depend on each other. Where the batch and the settings come from, a manifest of
-the log or a client's data, is the caller's matter.
+A step is a function of a batch, of settings, and of the policy's state. Its result is a digest
+per stage, in the order in which the stages depend on each other. The caller decides where the
+batch and the settings come from: a manifest of the log, or a client's data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollbook.engines.weights.digests import Look, digest_tensors, lines_of_stre
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.parts import shaped
+from rollbook.train.algorithms.parts import check_shape
 from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
 from rollbook.train.ranks.kept_digests import digest_of
 from rollbook.train.ranks.policy import Policy
@@ -84,11 +84,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What a step needs to know beside its batch.
+    """The settings of a step beside its batch.
 
     Attributes:
         learning_rate: of the policy's optimizer.
-        version: the policy's as the step begins, which ages of tokens count from.
+        version: the policy's as the step begins, from which ages of tokens count.
         critic_learning_rate: of the critic's optimizer, where the algorithm has a critic.
         critic_alone: whether only the critic's weights move.
     """
@@ -115,7 +115,7 @@ def rng_digest(device: torch.device) -> str:
 
 
 def input_digests(policy: Policy, seed: int) -> Json:
-    """Seed the generators and digest what the step starts from."""
+    """Seed the generators, and digest the state that the step starts from."""
     policy.seed_step(seed)
     return {
         "input_weights": policy.weights_digest().digest,
@@ -133,13 +133,14 @@ def run_step(
     critic: Policy | None = None,
     look: Look | None = None,
 ) -> StepResult:
-    """Forward, backward, optimizer, and then the critic's. The generators were seeded by `input_digests`.
+    """Forward, backward, optimizer, and then the critic's. The generators were seeded by
+    `input_digests`.
 
     Args:
         critic: of an algorithm that has one.
-        finite: end before the optimizer's step where a number is not finite. Steps that were committed with
-            such numbers, by an earlier Rollbook, are run again without it.
-        look: what is to look at each of the policy's gradients, before clipping.
+        finite: stop before the optimizer's step if a number is not finite. Steps that were
+            committed with such numbers, by an earlier Rollbook, are run again without it.
+        look: called with each of the policy's gradients, before clipping.
 
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
@@ -165,58 +166,66 @@ def _run_policy(
     algorithm, version = settings.algorithm, settings.version
     totals = Totals(batch.trained_tokens, batch.trained_samples)
     loss_of = PolicyLoss(algorithm, version, totals)
-    given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
+    output_stage, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
         check_batch(batch, exact="logprobs" in algorithm.needs)
     routed = of_routing(policy, algorithm, batch, version)
-    told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
-    values, losses = [one.values for one in told], [one.losses for one in told]
+    micro_losses = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
+    values, losses = [item.values for item in micro_losses], [item.losses for item in micro_losses]
     if finite:
-        check(given, values, batch, batch.partition)
+        check(output_stage, values, batch, batch.partition)
         check("losses", losses, batch, batch.partition)
-    looks = [one for one in (finite_values("gradients") if finite else None, look) if one is not None]
-    gradients = digest_of(lines_of_stream(policy.stream_gradients(), _each(looks)))
+    looks = [item for item in (finite_values("gradients") if finite else None, look) if item is not None]
+    gradients = digest_of(lines_of_stream(policy.stream_gradients(), _combined(looks)))
     alone = settings.critic_alone
     norm = policy.gradient_norm() if alone else policy.optimizer_step(settings.learning_rate)
     weights = policy.weights_digest(finite_values("weights") if finite else None)
     digests = batch.digests() | {
-        given: digest_tensors({str(i): t for i, t in enumerate(values)}),
+        output_stage: digest_tensors({str(i): t for i, t in enumerate(values)}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "gradients": gradients.digest,
         "optimizer": policy.optimizer_digest().digest,
         "weights": weights.digest,
     }
-    parts = evidence.of_batch(batch) | _of_passes(batch, given, values, losses)
+    parts = evidence.of_batch(batch) | _pass_evidence(batch, output_stage, values, losses)
     parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
-    found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
-    seen = metrics.all_of([one.seen for one in told])
-    found |= metrics.of_batch(batch) | metrics.of_tokens(seen) | routed
-    return StepResult(digests, found, parts)
+    step_metrics = {
+        "loss": float(sum(item.total for item in micro_losses)) / loss_of.divisor,
+        "gradient_norm": norm,
+    }
+    token_values = metrics.all_of([item.seen for item in micro_losses])
+    step_metrics |= metrics.of_batch(batch) | metrics.of_tokens(token_values) | routed
+    return StepResult(digests, step_metrics, parts)
 
 
-def _each(looks: Sequence[Look]) -> Look | None:
-    """What has each of these look; None where there are none."""
+def _combined(looks: Sequence[Look]) -> Look | None:
+    """One callback that calls all of these; None where there are none."""
 
     def look(name: str, tensor: torch.Tensor) -> None:
-        for one in looks:
-            one(name, tensor)
+        for hook in looks:
+            hook(name, tensor)
 
     return look if looks else None
 
 
-def _of_passes(
+def _pass_evidence(
     batch: Batch,
-    given: str,
+    output_stage: str,
     values: Sequence[torch.Tensor],
     losses: Sequence[torch.Tensor],
 ) -> Evidence:
-    """What the passes over a batch gave, by sample."""
-    arrays = {stage: [t.cpu().numpy() for t in of] for stage, of in ((given, values), ("losses", losses))}
-    if given == "logprobs":
-        whole = {s: in_sample_order(batch.micro_batches, batch.partition, of) for s, of in arrays.items()}
+    """The evidence of a batch's forward and backward passes, by sample."""
+    arrays = {
+        stage: [t.cpu().numpy() for t in parts]
+        for stage, parts in ((output_stage, values), ("losses", losses))
+    }
+    if output_stage == "logprobs":
+        whole = {
+            s: in_sample_order(batch.micro_batches, batch.partition, parts) for s, parts in arrays.items()
+        }
         return evidence.of_tokens(batch, **whole)
     order = np.argsort([i for part in micro_batches_of(batch.partition) for i in part])
-    return evidence.of_samples(**{s: np.concatenate(of)[order] for s, of in arrays.items()})
+    return evidence.of_samples(**{s: np.concatenate(parts)[order] for s, parts in arrays.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +247,10 @@ class MicroLoss:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss of a policy's micro-batches. Other ranks are sent it.
+    """The loss of a policy's micro-batches. It is sent to other ranks.
 
     Attributes:
-        version: the policy's, which ages of tokens count from.
+        version: the policy's, from which ages of tokens count.
         totals: of the whole batch.
     """
 
@@ -256,14 +265,14 @@ class PolicyLoss:
 
     def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss]:
         """The micro-batch's part of the loss, and what is kept of it."""
-        algorithm, seen = self.algorithm, metrics.TokenValues()
+        algorithm, token_values = self.algorithm, metrics.TokenValues()
         if algorithm.head_width:
             losses, values, measured = score_loss(outputs, micro, algorithm)
-            seen.measure(measured)
+            token_values.measure(measured)
         else:
-            losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen, self.totals)
+            losses, values = _micro_loss(outputs, micro, algorithm, self.version, token_values, self.totals)
         total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
-        return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), seen)
+        return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), token_values)
 
 
 def _micro_loss(
@@ -271,26 +280,27 @@ def _micro_loss(
     micro: MicroBatch,
     algorithm: Algorithm,
     version: int,
-    seen: metrics.TokenValues,
+    token_values: metrics.TokenValues,
     totals: Totals,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
+    """(masked losses, masked logprobs), each [B, T - 1]; the values for metrics are added to
+    `token_values`."""
     predictions = Predictions(logits, micro)
     with torch.set_grad_enabled("entropy" in algorithm.needs):
         entropy = predictions.entropies()
-    given = entropy if "entropy" in algorithm.needs else None
-    inputs = loss_inputs(predictions.logprobs(), micro, given, totals)
+    loss_entropy = entropy if "entropy" in algorithm.needs else None
+    inputs = loss_inputs(predictions.logprobs(), micro, loss_entropy, totals)
     named = f"algorithm {algorithm.algorithm_name!r}: loss"
-    loss = shaped(named, algorithm.loss(inputs), tuple(inputs.mask.shape))
+    loss = check_shape(named, algorithm.loss(inputs), tuple(inputs.mask.shape))
     with torch.no_grad():
-        _note(seen, inputs, entropy, micro, algorithm, version)
+        _note(token_values, inputs, entropy, micro, algorithm, version)
     return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
 
 
 def loss_inputs(
     logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None, totals: Totals | None = None
 ) -> LossInputs:
-    """What the loss of a micro-batch is computed from.
+    """The inputs of a micro-batch's loss.
 
     Args:
         logprobs: of its tokens, float32 [B, T - 1].
@@ -321,19 +331,19 @@ def loss_inputs(
 
 
 def _note(
-    seen: metrics.TokenValues,
+    token_values: metrics.TokenValues,
     inputs: LossInputs,
     entropy: torch.Tensor,
     micro: MicroBatch,
     algorithm: Algorithm,
     version: int,
 ) -> None:
-    """Keep what the metrics of a micro-batch are made of."""
+    """Add a micro-batch's values for the metrics."""
     exact = "logprobs" in algorithm.needs
-    seen.measure(algorithm.measures(inputs))
+    token_values.measure(algorithm.measures(inputs))
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
-    seen.add(
+    token_values.add(
         inputs.mask,
         micro,
         version,

@@ -1,8 +1,9 @@
-"""A process group of this process and an engine's ranks for broadcasts, with time-outs on every wait.
+"""A process group of this process and an engine's ranks for broadcasts, with time-outs on every
+wait.
 
-Every engine has a group of its own. In one of them all, an engine that dies in the middle would take the
-others along: gloo does not report a connection that ends to a receiver halfway through a tensor, so it
-would wait for its own time-out, which SGLang sets to half an hour.
+Every engine has a group of its own. In a single group for all, an engine that dies in the middle
+would take the others along: gloo does not report a closed connection to a receiver halfway
+through a tensor, so it would wait for its own time-out, which SGLang sets to half an hour.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ atexit.register(_ASKING.acquire)
 
 
 class BroadcastGroup:
-    """Rank 0 is this process, then come an engine's tensor-parallel ranks.
+    """A group in which rank 0 is this process, followed by an engine's tensor-parallel ranks.
 
     Args:
         ranks: of the engine.
@@ -87,8 +88,8 @@ class BroadcastGroup:
     def _store(self, *, serve: bool) -> Any:
         # Not waiting for workers here: this wait could not be ended, while creating the group can.
         timeout = timedelta(seconds=self._timeout_s)
-        made = torch._C._distributed_c10d.TCPStore
-        return made(
+        store_class = torch._C._distributed_c10d.TCPStore
+        return store_class(
             self.address,
             self.port,
             self.size,
@@ -127,7 +128,7 @@ class BroadcastGroup:
         receiving.result()
 
     def close(self) -> None:
-        """Leave the group. Collectives that the other side waits for fail there.
+        """Leave the group. Collectives for which the other side waits fail there.
 
         Collectives on this side end by their own time-out, in a thread of their own.
         """
@@ -145,7 +146,7 @@ class BroadcastGroup:
 
 
 def _outlive(held: list[Any]) -> None:
-    """Keep a group and its collectives with their memory alive until they end, or the process does."""
+    """Keep a group, its collectives and their memory alive until they end, or the process does."""
     while held:
         with _ASKING:
             if all(work.is_completed() for work, _ in held[1]):
@@ -175,8 +176,8 @@ _forming: list[str | None] = []
 
 @contextlib.contextmanager
 def gloo_at(address: str) -> Iterator[None]:
-    """Context: groups are formed at the interface of an address, whatever one others are at. Threads may be
-    in it at once."""
+    """A context in which groups are formed at the interface of an address, whatever interface
+    others use. Several threads may be in it at once."""
     with _FORMING:
         _forming.append(_forming[0] if _forming else os.environ.get(INTERFACE))
         if name := interface_towards(address):

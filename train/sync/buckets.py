@@ -36,7 +36,7 @@ class Bucket:
         return views
 
     def described(self) -> Json:
-        """Names, types and shapes, as `/update_weights_from_distributed` wants them."""
+        """Names, types and shapes, as `/update_weights_from_distributed` takes them."""
         dtype = str(self.dtype).removeprefix("torch.")
         shapes = [list(shape) for shape in self.shapes]
         return {"names": list(self.names), "dtypes": [dtype] * len(self.names), "shapes": shapes}
@@ -71,9 +71,9 @@ class Buffers:
 
 
 def buckets(tensors: Iterable[NamedTensor], buffers: Buffers) -> Iterator[Bucket]:
-    """Pack tensors, in their order. A bucket ends where it is full, and where another type begins.
+    """Pack tensors, in order. A bucket ends where it is full, and where another type begins.
 
-    A bucket's buffer is filled again when the one after the next is asked for.
+    A bucket's buffer is filled again when the bucket after the next is asked for.
     """
     waiting: list[NamedTensor] = []
     filled = 0

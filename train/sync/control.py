@@ -12,7 +12,7 @@ from rollbook.engines.address import EngineAddress
 from rollbook.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
-from rollbook.store.whose import FOR, Whose
+from rollbook.store.whose import FOR, ProxyIdentity
 
 SESSIONS_SINCE = "0.5.21"
 """The first SGLang version with update sessions (begin, update from tensors or broadcast, end)."""
@@ -55,14 +55,15 @@ class _RefusedError(EngineError):
 
 @dataclass(slots=True, eq=False)
 class EngineControl:
-    """Talks to one engine. Every call has a time-out, and every failure is an `EngineError` that names it.
+    """Talks to one engine. Every call has a time-out, and every failure is an `EngineError` that
+    names the engine.
 
     Args:
         url: where its control routes are: an SGLang server, or a proxy's `/engine`.
         key: sent as a bearer token.
         login: the header `authorization`, where the address held a login.
         admin_key: sent instead to routes that control, where the server has one for them.
-        whose: for whom it is: a proxy of another run refuses.
+        whose: on whose behalf it asks: a proxy of another run refuses.
     """
 
     url: str
@@ -70,7 +71,7 @@ class EngineControl:
     key: str | None = field(default=None, repr=False)
     login: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    whose: Whose = field(default_factory=Whose)
+    whose: ProxyIdentity = field(default_factory=ProxyIdentity)
     _address: EngineAddress = field(init=False, repr=False)
     _client: httpx.Client = field(init=False, repr=False)
 
@@ -115,9 +116,11 @@ class EngineControl:
         return str(self._ask("GET", "/model_info").get("weight_version"))
 
     def requests(self) -> int:
-        """How many requests it runs or holds in its queue."""
+        """How many requests it runs or has queued."""
         loads = self._ask("GET", "/v1/loads").get("loads", [])
-        return sum(int(one.get("num_running_reqs", 0)) + int(one.get("num_waiting_reqs", 0)) for one in loads)
+        return sum(
+            int(load.get("num_running_reqs", 0)) + int(load.get("num_waiting_reqs", 0)) for load in loads
+        )
 
     def checksums(self) -> list[RankChecksums]:
         """Every rank's own checksums of the tensors that it holds now."""
@@ -126,8 +129,8 @@ class EngineControl:
     # The flow of requests ---------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
-        """Stop generating. `retract` puts running requests back into the queue and their KV cache away,
-        `in_place` lets both stand, `abort` ends the requests with what they have."""
+        """Stop generating. `retract` puts running requests back into the queue and drops their KV
+        cache, `in_place` leaves both, `abort` ends the requests with what they have."""
         self._ask("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> None:
@@ -135,12 +138,13 @@ class EngineControl:
         self._ask("POST", "/continue_generation", {})
 
     def release_memory(self, *parts: str) -> None:
-        """Have it give parts of its memory away. It is paused, and runs nothing: SGLang would end if not."""
+        """Have it release parts of its memory. It must be paused and run nothing, or SGLang would
+        end."""
         self._ask("POST", "/release_memory_occupation", {"tags": list(parts)})
 
     def resume_memory(self, *parts: str) -> None:
-        """Have it take parts of its memory again that it gave away: of others SGLang would end. What was in
-        them is lost."""
+        """Have it allocate released parts of its memory again: for any others SGLang would end.
+        Their contents are lost."""
         self._ask("POST", "/resume_memory_occupation", {"tags": list(parts)})
 
     # SGLang's route also collects garbage, which takes milliseconds: it freezes what its start has made.
@@ -209,7 +213,7 @@ class EngineControl:
         self._ask("POST", "/update_weight_version", body)
 
     def disown(self) -> None:
-        """Have no token from here on count to a version."""
+        """Have no token from here on count for any version."""
         self.activate(UNVERIFIED)
 
     def _ask(self, method: str, route: str, body: Json | None = None) -> Any:

@@ -39,9 +39,9 @@ def await_one(
         for look in looks:
             stack.callback(look.close)
         while True:
-            found, reasons = _look(looks)
-            if found:
-                return found
+            infos, reasons = _look(looks)
+            if infos:
+                return infos
             if time.monotonic() >= deadline or given_up():
                 raise EngineLostError(
                     f"no engine could be reached within {seconds:g} s: {'; '.join(reasons)}"
@@ -54,12 +54,12 @@ def await_one(
 
 
 def _look(engines: Sequence[EngineControl]) -> tuple[list[EngineInfo], list[str]]:
-    """(what those say that can be reached, why the others cannot be)"""
-    found: list[EngineInfo] = []
+    """(descriptions of the engines that can be reached, why the others cannot be)"""
+    infos: list[EngineInfo] = []
     reasons: list[str] = []
     for engine in engines:
         try:
-            found.append(engine.info())
+            infos.append(engine.info())
         except EngineLostError as error:
             reasons.append(str(error))
-    return found, reasons
+    return infos, reasons

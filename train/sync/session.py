@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.engines.sglang.protocol import release_of
-from rollbook.engines.weights.expected import Expected, Holding, described
+from rollbook.engines.weights.expected import Expected, Holding, describe_holding
 from rollbook.engines.weights.name import read_name, weight_name
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.engines.weights.tensor_checksums import checksum_kind
@@ -78,13 +78,13 @@ class Release:
     dtype: str = "float32"
 
     def name(self) -> str:
-        """What an engine is to call it: a name that is used once, so that it proves this very sync."""
+        """The name that an engine is to give it: it is used once, so that it proves this very sync."""
         return weight_name(self.run, self.policy, self.version)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """How a sync treats the requests that run.
+    """How a sync treats running requests.
 
     Attributes:
         pause: `drain` lets them finish first, while proxies hold new ones; for other modes see
@@ -101,7 +101,7 @@ class SyncAttempt:
     """A sync of one engine in progress.
 
     Attributes:
-        name: what the engine is to call the weights.
+        name: that the engine is to give the weights.
         holding: how the engine holds them.
         own: whether the engine is embedded in a proxy, which tracks its weights itself.
         flush_first: whether to flush before any weight is sent, because the engine may refuse.
@@ -152,11 +152,12 @@ class Syncer:
         """Engine -> the name of its weights given by the last sync of it that went well."""
 
     def rest(self, policy: str, version: int) -> None:
-        """Have every engine give its memory away, until the sync of this version, which begins with it: no
-        request runs from here on.
+        """Have every engine release its memory, until the sync of this version, which begins here:
+        no request runs from now on.
 
         Raises:
-            EngineError: one does not, and is as it was or stays paused; the message gives the reason.
+            EngineError: one does not, and is as it was or stays paused; the message gives the
+                reason.
         """
         ids, name = {engine.url: new_id() for engine in self._engines}, self._transport.name
         self._write(*(SyncStarted(policy, version, sync_id, url, name) for url, sync_id in ids.items()))
@@ -180,8 +181,8 @@ class Syncer:
 
         Args:
             only: addresses of the engines to sync, if not all.
-            before_cache: called once weights are sent, before engines that gave their memory away take that
-                of their caches again.
+            before_cache: called once weights are sent, before engines that released their memory
+                allocate that of their caches again.
 
         Raises:
             EngineLostError: none of them can be reached.
@@ -211,13 +212,13 @@ class Syncer:
     def lost(self) -> list[str]:
         """Engines that can be reached but serve other weights than their last sync gave: they were
         restarted."""
-        found = []
-        for url, given in self._given.items():
+        urls = []
+        for url, expected in self._given.items():
             with contextlib.suppress(EngineError):
                 # One that a sync of this process has left standing waits for the next.
-                if self._looked_at[url].weight_version() not in (given, UNVERIFIED, ASLEEP, WAKING):
-                    found.append(url)
-        return found
+                if self._looked_at[url].weight_version() not in (expected, UNVERIFIED, ASLEEP, WAKING):
+                    urls.append(url)
+        return urls
 
     def close(self) -> None:
         """Close the connections to engines, and the transport."""
@@ -234,9 +235,9 @@ class Syncer:
         once."""
         shared: dict[Any, Expected] = {}
         attempts = []
-        for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
-            error = asked.exception()
-            info, ranks = (None, []) if error is not None else asked.result()
+        for engine, future in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
+            error = future.exception()
+            info, ranks = (None, []) if error is not None else future.result()
             own = info is not None and info.kind == EMBEDDED
             how = holding(info or EngineInfo("", "", "cpu"), release.head_dim, release.dtype)
             held = ((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks)
@@ -334,15 +335,15 @@ class Syncer:
         held = control.checksums()
         attempt.receiver.expected.check(control.url, held)
         self._held[control.url] = held
-        attempt.checksums, attempt.held = ranks_digest(held), described(held, names, attempt.holding)
+        attempt.checksums, attempt.held = ranks_digest(held), describe_holding(held, names, attempt.holding)
 
     def _resume(self, attempt: SyncAttempt) -> None:
         attempt.receiver.control.resume()
         self._standing.discard(attempt.receiver.control.url)
 
     def _note_starts(self, release: Release, attempts: Sequence[SyncAttempt]) -> None:
-        """Say in the log which syncs begin. That of an engine that gave its memory away for this version has
-        begun; one that waits for another version waits in vain."""
+        """Record which syncs begin. For an engine that released its memory for this version, the
+        sync has begun already; one that waits for another version waits in vain."""
         records: list[Record] = []
         for attempt in attempts:
             url = attempt.receiver.control.url
@@ -359,7 +360,7 @@ class Syncer:
             self._write(*records)
 
     def _note_activated(self, release: Release, attempts: list[SyncAttempt]) -> None:
-        """Say in the log which engines hold the verified weights, before they make a token of them."""
+        """Record which engines hold the verified weights, before they sample a token with them."""
         version, files = (release.policy, release.version), (release.weights_digest, release.path)
         records = [
             PolicyActivated(*version, c.receiver.control.url, *files, c.name, c.checksums, c.held)
@@ -455,7 +456,7 @@ def _shape_of(info: EngineInfo) -> ModelShape | None:
 
 
 def holding(info: EngineInfo, head_dim: int, dtype: str) -> Holding:
-    """How an engine will hold what it is sent.
+    """How an engine will hold the tensors that it is sent.
 
     Args:
         head_dim: of the model's attention.
@@ -470,13 +471,13 @@ def holding(info: EngineInfo, head_dim: int, dtype: str) -> Holding:
 
 
 def check_transport(url: str, info: EngineInfo, transport: str) -> None:
-    """Check that an engine knows how weights come to it.
+    """Check that an engine supports the transport.
 
     Raises:
         EngineError: it is too old.
     """
-    found = release_of(info.version)
-    too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
+    release = release_of(info.version)
+    too_old = info.kind != EMBEDDED and release is not None and release < (release_of(SESSIONS_SINCE) or ())
     if transport != FromDisk.name and too_old:
         raise EngineError(
             f"engine {url}: SGLang {info.version} takes no weights by {transport}: use {SESSIONS_SINCE} or "
@@ -491,10 +492,10 @@ def check_transport(url: str, info: EngineInfo, transport: str) -> None:
 
 
 class EngineOffload:
-    """Which engines gave their memory away.
+    """Which engines released their memory.
 
     Attributes:
-        woken: those that have the memory of their weights again, and not that of their caches.
+        woken: those that have the memory of their weights again, but not that of their caches.
     """
 
     def __init__(self) -> None:
@@ -503,7 +504,8 @@ class EngineOffload:
         """Those that gave it to this trainer."""
 
     def give(self, control: EngineControl, stop: Callable[..., None]) -> None:
-        """Stop an engine, and have it give its memory away. One that a trainer left so is so already.
+        """Stop an engine, and have it release its memory. An engine that an earlier trainer left so
+        is so already.
 
         Args:
             stop: pauses it; `flush` also flushes its cache.
@@ -519,22 +521,22 @@ class EngineOffload:
             control.activate(ASLEEP)
 
     def take_weights(self, control: EngineControl, info: EngineInfo) -> None:
-        """Have an engine take its weights' memory again, if it gave it away."""
+        """Have an engine allocate its weights' memory again, if it released it."""
         if info.kind == EMBEDDED:  # which keeps it
             self.woken |= {control.url} if info.asleep else set()
             return
-        name, given = control.weight_version(), control.url in self._given
+        name, offloaded = control.weight_version(), control.url in self._given
         self._given.discard(control.url)
         # A proxy that was just comparing weights may have named it since; one that was started anew has
         # another name, and all of its memory.
-        asleep = name == ASLEEP or (given and read_name(name) is not None)
+        asleep = name == ASLEEP or (offloaded and read_name(name) is not None)
         if asleep:
             control.resume_memory(WEIGHTS)
             control.activate(WAKING)
         self.woken |= {control.url} if asleep or name == WAKING else set()
 
     def take_cache(self, control: EngineControl) -> None:
-        """And that of its cache."""
+        """Have it allocate the memory of its cache again, too."""
         if control.url in self.woken:
             control.resume_memory(CACHE)
             self.woken.discard(control.url)

@@ -1,7 +1,8 @@
 """Shared-memory tensors that an engine's process on this host can map.
 
-PyTorch's strategy `file_system` names the memory by a file, where the default passes file descriptors, which
-a process that is no child of this one cannot take: SGLang 0.5.23 dies of it on a CPU.
+PyTorch's strategy `file_system` names the memory by a file. The default one passes file
+descriptors, which a process that is no child of this one cannot take: SGLang 0.5.23 dies of it
+on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _started = False
 
 
 def shared_bytes(size: int) -> torch.Tensor:
-    """Memory with a name, uint8 [size].
+    """Named memory, uint8 [size].
 
     It is named when it is created, because naming it later would move it while others read it.
     """
@@ -30,7 +31,7 @@ def shared_bytes(size: int) -> torch.Tensor:
 
 
 def payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Handles of tensors in `shared_bytes`, for one process to map them, once."""
+    """Handles with which one process can map tensors in `shared_bytes`, once."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(list(tensors))
     return base64.b64encode(buffer.getvalue()).decode()
@@ -47,12 +48,12 @@ def _quiet_start() -> Iterator[None]:
     if _started:
         yield
         return
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
         _started = True
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
         os.close(nowhere)

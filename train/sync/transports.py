@@ -57,7 +57,8 @@ class Transport(Protocol):
     name: str
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """Give every receiver all tensors, and add them to its expectation; the bytes sent to each."""
+        """Give every receiver all tensors, and add them to its expected checksums; returns the
+        bytes sent to each."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -181,7 +182,7 @@ def _in_buckets(
     buffers: Buffers,
     give: Callable[[Receiver, Bucket], None],
 ) -> int:
-    """Send buckets through sessions; the bytes of all.
+    """Send buckets through sessions; returns the bytes of all.
 
     Args:
         give: sends a bucket to an engine, and returns once the engine has it.
@@ -223,7 +224,7 @@ def _collect(running: list[tuple[Receiver, Future[None]]]) -> None:
 
 
 def _expected(tensors: Iterable[NamedTensor], receivers: Sequence[Receiver]) -> int:
-    """Add these tensors to the expectations; their bytes."""
+    """Add these tensors to the expected checksums; returns their bytes."""
     size = 0
     shared = {id(receiver.expected): receiver.expected for receiver in receivers}
     for name, tensor in tensors:
@@ -255,7 +256,8 @@ def transport_for(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
 
 
 def _fitting(engines: list[EngineControl], wait_s: float) -> str:
-    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
+    """The transport that suits the engines: embedded ones load from disk, engines of this host from
+    its memory, others by broadcast."""
     if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
         return "disk"
     hosts = {urlsplit(engine.url).hostname for engine in engines}

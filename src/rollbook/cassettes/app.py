@@ -1,8 +1,10 @@
-"""A cassette as an HTTP server: OpenAI's and Anthropic's endpoints, answered from recorded trajectories.
+"""A cassette as an HTTP server: OpenAI's and Anthropic's endpoints, answered from recorded
+trajectories.
 
-Nothing is recorded. What an agent says of its trajectory (its end, rewards, labels) is taken and forgotten,
-so that a program which records itself runs unchanged. What was not recorded may be passed on to a real
-engine, byte for byte. What was asked for is reported for machines.
+Nothing is recorded. What an agent reports of its trajectory (its end, rewards, labels) is accepted
+and discarded, so that a program which records itself runs unchanged. Requests that were not
+recorded may be passed on to a real engine, byte for byte. Which requests came is reported for
+machines.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from rollbook.cassettes.asked import read_asked
-from rollbook.cassettes.cassette import Cassette, Found, Missed
+from rollbook.cassettes.asked import read_request
+from rollbook.cassettes.cassette import Cassette, Hit, Miss
 from rollbook.cassettes.replies import streamed_reply, whole_reply
 from rollbook.cassettes.tape import RecordedRequest
 from rollbook.edge.bodies import BodyBudget
@@ -33,7 +35,7 @@ from rollbook.edge.errors import add_error_replies
 from rollbook.edge.forwarding import end_to_end
 from rollbook.edge.guard import Guard, add_guards
 from rollbook.edge.keys import Keys, sent_key, trajectory_key
-from rollbook.edge.web_pages import Own, own
+from rollbook.edge.web_pages import AllowedHosts, allowed_hosts
 from rollbook.ingest.access import ROUTES
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.registry import APIS, error_body
@@ -53,7 +55,7 @@ NOT_RECORDED = "not_recorded"
 """Code of the error that a request gets which is not in the recording."""
 HEADER = "x-rollbook-cassette"
 """Says where a reply is from: recorded, repeated (that answer was given before) or engine."""
-Told = Callable[[Found | Missed], None]
+Told = Callable[[Hit | Miss], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +73,7 @@ class CassetteOptions:
     engine: EngineBehind | None = None
     timing: bool = False
     tokenizer: ChatTokenizer | None = None
-    own: Own = field(default_factory=Own)
+    own: AllowedHosts = field(default_factory=AllowedHosts)
     told: Told = lambda _: None
 
 
@@ -109,24 +111,24 @@ class _Routes:
     async def answer(self, request: Request) -> Response:
         """A request for a completion."""
         began_s = time.monotonic()
-        said, path = _address(request)
+        from_path, path = _address(request)
         api = APIS.get(path)
         if api is None:
             raise RequestError(404, "not_found", f"{path}: write /t/ID/v1/..., with the path as it is")
         async with self.room.plain(request) as raw:
             body = json_object(raw)
-        name = identify(said, request.headers, body, sent_key(request.headers)).name
-        asked = read_asked(api, body, self.cassette.earlier, self.cassette.renamed)
-        found = self.cassette.answer(asked, name, retry=retry_count(request) > 0)
-        self.options.told(found)
-        if isinstance(found, Missed):
-            return await self._missed(request, path, raw, found)
-        wait_s = found.request.took_s - (time.monotonic() - began_s) if self.options.timing else 0.0
-        return await self._recorded(api, asked.call, found, max(wait_s, 0.0))
+        name = identify(from_path, request.headers, body, sent_key(request.headers)).name
+        incoming = read_request(api, body, self.cassette.earlier, self.cassette.renamed)
+        outcome = self.cassette.answer(incoming, name, retry=retry_count(request) > 0)
+        self.options.told(outcome)
+        if isinstance(outcome, Miss):
+            return await self._missed(request, path, raw, outcome)
+        wait_s = outcome.request.took_s - (time.monotonic() - began_s) if self.options.timing else 0.0
+        return await self._recorded(api, incoming.call, outcome, max(wait_s, 0.0))
 
-    async def _recorded(self, api: AgentApi, call: ModelCall, found: Found, wait_s: float) -> Response:
+    async def _recorded(self, api: AgentApi, call: ModelCall, hit: Hit, wait_s: float) -> Response:
         """The recorded answer, over so many seconds."""
-        request, headers = found.request, _headers(found)
+        request, headers = hit.request, _headers(hit)
         if call.logprobs and self.options.tokenizer is None and request.failure is None:
             headers["x-rollbook-not-honoured"] = "logprobs"
         if request.failure is None and call.stream:
@@ -143,7 +145,7 @@ class _Routes:
         content = whole_reply(api, call, request, self.options.tokenizer)
         return Response(content, headers=headers, media_type="application/json")
 
-    async def _missed(self, request: Request, path: str, raw: bytes, missed: Missed) -> Response:
+    async def _missed(self, request: Request, path: str, raw: bytes, missed: Miss) -> Response:
         """The answer to what was not recorded: an engine's, or an error that says what differs."""
         if self.options.engine is not None:
             return await self.options.engine.answer(request, path, raw, {HEADER: "engine"})
@@ -159,10 +161,10 @@ class _Routes:
         response_id = request.path_params["response_id"]
         assert api.ids is not None
         turn_id = api.ids.turn_of(self.cassette.renamed(response_id))
-        found = next((r for r in self.cassette.requests if turn_id in r.turn_ids and r.turns), None)
-        if found is None:
+        recorded = next((r for r in self.cassette.requests if turn_id in r.turn_ids and r.turns), None)
+        if recorded is None:
             raise RequestError(404, "unknown_response", f"no response {response_id!r} in the recording")
-        content = whole_reply(api, found.asked.call, found, self.options.tokenizer)
+        content = whole_reply(api, recorded.asked.call, recorded, self.options.tokenizer)
         return Response(content, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
@@ -188,11 +190,11 @@ class _Routes:
         """A trajectory that is opened: its name, and a key that names it."""
         async with self.room.plain(request) as raw:
             name = str(json_object(raw).get("id") or new_id())
-        made = {"id": name, "trajectory_id": new_id(), "api_key": trajectory_key(name, "", None)}
-        return JSONResponse(made, 201, {HEADER: "not recorded"})
+        body = {"id": name, "trajectory_id": new_id(), "api_key": trajectory_key(name, "", None)}
+        return JSONResponse(body, 201, {HEADER: "not recorded"})
 
     async def remarked(self, request: Request) -> Response:
-        """An end, a reward, a label or a preference."""
+        """An end, a reward, a label or a preference: accepted, and not recorded."""
         async with self.room.plain(request) as raw:
             json_object(raw)
         name, what = request.path_params.get("name"), request.path_params.get("what")
@@ -215,18 +217,18 @@ class _Routes:
 
 
 def _address(request: Request) -> tuple[Json, str]:
-    """(what the path says of the trajectory, the endpoint's path)"""
+    """(the trajectory's fields in the path, the endpoint's path)"""
     check_said_once(request.headers.raw)
     raw = request.scope.get("raw_path") or request.url.path.encode()
-    said, path = split_path(raw.decode("latin-1").partition("?")[0])
-    return said, unquote(path)
+    from_path, path = split_path(raw.decode("latin-1").partition("?")[0])
+    return from_path, unquote(path)
 
 
-def _headers(found: Found) -> dict[str, str]:
-    request: RecordedRequest = found.request
+def _headers(hit: Hit) -> dict[str, str]:
+    request: RecordedRequest = hit.request
     return {
-        HEADER: "repeated" if found.repeated else "recorded",
-        f"{HEADER}-answer": f"{found.answer}/{found.answers}",
+        HEADER: "repeated" if hit.repeated else "recorded",
+        f"{HEADER}-answer": f"{hit.answer}/{hit.answers}",
         "x-rollbook-trajectory-id": request.tape,
         "x-rollbook-turn-id": ",".join(request.turn_ids),
     }
@@ -256,7 +258,7 @@ def serve_cassette(
     """
     with listening_on(host, port) as listener:
         listener.listen(BACKLOG)  # what is announced is there: a program may ask at once
-        app = build_cassette_app(cassette, replace(options, own=own(host, socket.gethostname())))
+        app = build_cassette_app(cassette, replace(options, own=allowed_hosts(host, socket.gethostname())))
         config = uvicorn.Config(app, ws="none", log_level="warning", access_log=False, log_config=None)
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{listener.getsockname()[1]}")
@@ -318,9 +320,9 @@ class EngineBehind:
         headers.popall("content-encoding", None)
         query = request.scope.get("query_string", b"").decode("latin-1")
         url = upstream.target(path, query)
-        asked = self._client.build_request(request.method, url, content=raw, headers=[*headers.items()])
+        outgoing = self._client.build_request(request.method, url, content=raw, headers=[*headers.items()])
         try:
-            reply = await self._client.send(asked, stream=True)
+            reply = await self._client.send(outgoing, stream=True)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = shown(str(error) or type(error).__name__)
             raise EngineError(f"{upstream.url} cannot be reached: {text}") from error

@@ -1,22 +1,24 @@
-"""A request as a cassette compares it: what decides a reply, whichever client wrote it down. Pure.
+"""A request as a cassette compares it: what decides a reply, whichever client wrote it. Pure.
 
 Two requests are the same if these are:
 
-- the conversation, message by message: role (`developer` counts as `system`, `function` as `tool`), content,
-  names and arguments of calls, reasoning, `name`, and whether a tool's result `is_error`. JSON counts by its
-  value: the order of keys, and 10.0 for 10, make no difference. White space does. Instructions and system
-  texts are messages; what a request names instead of repeating it (`previous_response_id`, `item_reference`)
-  is looked up in the recording. Raw prompts are compared as they are;
-- the tools, in order: name, description and parameters; of a tool that runs at a provider all that is said;
-- every other field of the body, but for those `BY_CHANCE` and those that a cassette is told to ignore. A
-  field that is null is absent.
+- the conversation, message by message: role (`developer` counts as `system`, `function` as `tool`),
+  content, names and arguments of calls, reasoning, `name`, and whether a tool's result `is_error`.
+  JSON counts by its value: the order of keys, and 10.0 for 10, make no difference. White space
+  does. Instructions and system texts are messages; what a request names instead of repeating it
+  (`previous_response_id`, `item_reference`) is looked up in the recording. Raw prompts are compared
+  as they are;
+- the tools, in order: name, description and parameters; a tool that runs at a provider is compared
+  whole;
+- every other field of the body, except those `BY_CHANCE` and those that a cassette is told to
+  ignore. A field that is null is absent.
 
-Not compared are ids of calls, responses and items: many clients make their own. Where several recorded
-requests are the same but for these, the one with the same ids is meant. Nor is anything else that a message
-holds, such as `cache_control`.
+Not compared are ids of calls, responses and items: many clients make their own. Where several
+recorded requests differ in these alone, the one with the same ids is meant. Nor is anything else in
+a message compared, such as `cache_control`.
 
-Through another API than it was recorded by a request is compared by conversation, tools and model alone: the
-names and forms of everything else differ between APIs.
+A request that comes through another API than it was recorded by is compared by conversation, tools
+and model alone: the names and forms of everything else differ between APIs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Renamed = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class ComparedRequest:
     """A request.
 
     Attributes:
@@ -73,24 +75,25 @@ class Asked:
     call: ModelCall
 
 
-def read_asked(api: AgentApi, body: Json, history: History, renamed: Renamed = str) -> Asked:
-    """A request of any form; what its API's strict reader does not take is read for its messages alone.
+def read_request(api: AgentApi, body: Json, history: History, renamed: Renamed = str) -> ComparedRequest:
+    """Read a request of any form; what its API's strict reader does not take is read for its messages
+    alone.
 
     Args:
         history: the recorded turns, which it may name.
     """
     call, strict = _call(api, _renamed(body, renamed), history)
     call = _as_sent(call, body)
-    said = _prompts(body) if api.path == COMPLETIONS else call.messages
-    left_out = BY_CHANCE | _read_elsewhere(strict=strict, said=bool(said))
-    messages = tuple(map(_said, said))
-    return Asked(
+    conversation = _prompts(body) if api.path == COMPLETIONS else call.messages
+    left_out = BY_CHANCE | _read_elsewhere(strict=strict, said=bool(conversation))
+    messages = tuple(map(_canonical_message, conversation))
+    return ComparedRequest(
         endpoint=api.path,
         messages=messages,
         tools=tuple(_tool(tool) for tool in _list(body.get("tools"))),
         parameters={k: canonical(v) for k, v in body.items() if v is not None and k not in left_out},
         digest=hashlib.sha256("\n".join(messages).encode()).digest(),
-        ids=orjson.dumps([_ids(message) for message in said]),
+        ids=orjson.dumps([_ids(message) for message in conversation]),
         call=call,
     )
 
@@ -101,7 +104,11 @@ def canonical(value: Any) -> str:
 
 
 def differs(
-    asked: Asked, recorded: Asked, ignored: frozenset[str] = frozenset(), *, in_part: bool = False
+    incoming: ComparedRequest,
+    recorded: ComparedRequest,
+    ignored: frozenset[str] = frozenset(),
+    *,
+    in_part: bool = False,
 ) -> bool:
     """Whether tools or parameters differ; the conversation is compared by its digest.
 
@@ -109,20 +116,20 @@ def differs(
         ignored: names of fields that do not count.
         in_part: only part of the recorded request is known: what it lacks does not count.
     """
-    if asked.tools != recorded.tools and "tools" not in ignored:
+    if incoming.tools != recorded.tools and "tools" not in ignored:
         return True
-    names = compared_names(asked, recorded, ignored, in_part=in_part)
-    return any(asked.parameters.get(name) != recorded.parameters.get(name) for name in names)
+    names = compared_names(incoming, recorded, ignored, in_part=in_part)
+    return any(incoming.parameters.get(name) != recorded.parameters.get(name) for name in names)
 
 
 def compared_names(
-    asked: Asked, recorded: Asked, ignored: frozenset[str], *, in_part: bool = False
+    incoming: ComparedRequest, recorded: ComparedRequest, ignored: frozenset[str], *, in_part: bool = False
 ) -> Sequence[str]:
     """The fields by which two requests are compared, sorted."""
-    names = asked.parameters.keys() | recorded.parameters.keys()
+    names = incoming.parameters.keys() | recorded.parameters.keys()
     if in_part:
         names &= recorded.parameters.keys()
-    if asked.endpoint != recorded.endpoint:
+    if incoming.endpoint != recorded.endpoint:
         names &= {"model"}
     return sorted(names - ignored)
 
@@ -146,7 +153,7 @@ def _read_elsewhere(*, strict: bool, said: bool) -> frozenset[str]:
 
 
 def _as_sent(call: ModelCall, body: Json) -> ModelCall:
-    """The call, with the ids that the client knows, and with how the reply is wanted."""
+    """The call, with the ids that the client knows, and the form in which it wants the reply."""
     named = body.get("previous_response_id")
     rest = call.rest | ({"previous_response_id": named} if named is not None else {})
     wanted: Json = {"stream": body.get("stream") is True}
@@ -176,11 +183,11 @@ def _renamed_item(item: Any, renamed: Renamed) -> Any:
 
 
 def _prompts(body: Json) -> list[Json]:
-    """The prompt, or each of several: texts, or lists of ids."""
+    """The prompt, or each of several; a prompt is a text or a list of ids."""
     prompt = body.get("prompt")
     prompts = _list(prompt)
-    several = any(isinstance(one, str | list) for one in prompts)
-    return [{"role": "prompt", "content": one} for one in (prompts if several else [prompt])]
+    several = any(isinstance(item, str | list) for item in prompts)
+    return [{"role": "prompt", "content": item} for item in (prompts if several else [prompt])]
 
 
 def _list(value: Any) -> list[Any]:
@@ -190,7 +197,7 @@ def _list(value: Any) -> list[Any]:
 # The form that is compared ----------------------------------------------------------------------
 
 
-def _said(message: Json) -> str:
+def _canonical_message(message: Json) -> str:
     if message.get("role") == "prompt":
         form: list[Any] = ["prompt", message["content"], []]
     else:
@@ -208,8 +215,8 @@ def _tool(tool: Any) -> str:
     if tool.get("type") not in (None, "function", "custom") or "name" not in function:
         return canonical({k: v for k, v in tool.items() if k != "cache_control"})
     parameters = function.get("parameters") or function.get("input_schema") or {}
-    said = {"name": function["name"], "description": function.get("description") or ""}
-    return canonical(said | {"parameters": parameters})
+    definition = {"name": function["name"], "description": function.get("description") or ""}
+    return canonical(definition | {"parameters": parameters})
 
 
 def _ids(message: Json) -> list[Any]:

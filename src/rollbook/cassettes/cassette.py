@@ -1,9 +1,10 @@
-"""Recorded trajectories as a source of answers: which recorded request a new one is, or which comes nearest
-to it and how the two differ. No I/O.
+"""Recorded trajectories as a source of answers: finds the recorded request that equals a new one, or
+else the nearest one and how the two differ. No I/O.
 
-A request is answered from the trajectory that it names, if there is one of that name or id; else from the one
-that the same agent was answered from before, if that has it; else from the first that has it. The k-th time
-that the same request comes it gets the k-th recorded answer, and after the last one the last one again.
+A request is answered from the trajectory that it names, if there is one of that name or id; else
+from the one that the same agent was answered from before, if that has it; else from the first that
+has it. The k-th time that the same request comes, it gets the k-th recorded answer; after the last
+one, the last one again.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 
 import orjson
 
-from rollbook.cassettes.asked import Asked, compared_names, differs
+from rollbook.cassettes.asked import ComparedRequest, compared_names, differs
 from rollbook.cassettes.tape import RecordedRequest, Tape
 from rollbook.ingest.endpoints.api import EarlierTurn
 from rollbook.store.events import Json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A recorded request that a new one is the same as.
+class Hit:
+    """A recorded request that equals a new one.
 
     Attributes:
         answer, answers: which of the recorded answers it gets, from 1, and how many there are.
-        repeated: it got this one before.
+        repeated: whether it got this one before.
     """
 
     request: RecordedRequest
@@ -39,10 +40,10 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Missed:
+class Miss:
     """A request that was not recorded, and the recorded one that comes nearest."""
 
-    asked: Asked
+    asked: ComparedRequest
     near: NearMiss | None
 
 
@@ -56,12 +57,12 @@ class Cassette:
     def __init__(self, tapes: Iterable[Tape], ignored: Iterable[str] = ()) -> None:
         self.tapes = tuple(tapes)
         self.ignored = frozenset(ignored)
-        self.misses: list[Missed] = []
+        self.misses: list[Miss] = []
         self._requests = [request for tape in self.tapes for request in tape.requests]
         self._by_digest: dict[bytes, list[int]] = defaultdict(list)
         for place, request in enumerate(self._requests):
             self._by_digest[request.asked.digest].append(place)
-        self._renamed = {given: ours for tape in self.tapes for given, ours in tape.renamed.items()}
+        self._renamed = {theirs: ours for tape in self.tapes for theirs, ours in tape.renamed.items()}
         self.rewind()
 
     def rewind(self) -> None:
@@ -75,9 +76,9 @@ class Cassette:
         """A recorded turn, for requests that name it."""
         return next((tape.known[turn_id] for tape in self.tapes if turn_id in tape.known), None)
 
-    def renamed(self, given: str) -> str:
+    def renamed(self, item_id: str) -> str:
         """The id of a response or item in the form that is made of its turn's id."""
-        return self._renamed.get(given, given)
+        return self._renamed.get(item_id, item_id)
 
     @property
     def models(self) -> list[str]:
@@ -94,17 +95,20 @@ class Cassette:
         """All recorded requests, trajectory by trajectory."""
         return self._requests
 
-    def answer(self, asked: Asked, named: str | None = None, *, retry: bool = False) -> Found | Missed:
-        """The recorded request that this one is, which counts as asked for, or what comes nearest.
+    def answer(
+        self, incoming: ComparedRequest, named: str | None = None, *, retry: bool = False
+    ) -> Hit | Miss:
+        """The recorded request that equals this one, which then counts as asked for; or what comes nearest.
 
         Args:
             named: what the agent calls its trajectory.
-            retry: the client says that it repeats a request: it gets the same answer again, if it had one.
+            retry: the client says that it repeats a request: it gets the same answer again, if it had
+                one.
         """
-        places = self._places(asked, named)
+        places = self._places(incoming, named)
         if not places:
-            near = nearest(asked, list(self._of(named)) or self._requests, self.ignored)
-            self.misses.append(Missed(asked, near))
+            near = nearest(incoming, list(self._of(named)) or self._requests, self.ignored)
+            self.misses.append(Miss(incoming, near))
             return self.misses[-1]
         agent = named or ""
         count = self._times.get((agent, places), 0)
@@ -112,18 +116,18 @@ class Cassette:
             count -= 1
         self._times[agent, places] = count + 1
         place = places[min(count, len(places) - 1)]
-        found = self._requests[place]
+        recorded = self._requests[place]
         self._served.add(place)
-        self._last_tape[agent] = found.tape
-        return Found(found, min(count + 1, len(places)), len(places), count >= len(places))
+        self._last_tape[agent] = recorded.tape
+        return Hit(recorded, min(count + 1, len(places)), len(places), count >= len(places))
 
     def _of(self, named: str | None) -> Iterator[RecordedRequest]:
         """The requests of the trajectory that is named, if there is one."""
         return (r for r in self._requests if named and named in (r.tape, r.name))
 
-    def _places(self, asked: Asked, named: str | None) -> tuple[int, ...]:
-        """Where the recorded requests are that this one is the same as, in the order of their answers."""
-        same = [place for place in self._by_digest.get(asked.digest, ()) if self._is_same(asked, place)]
+    def _places(self, incoming: ComparedRequest, named: str | None) -> tuple[int, ...]:
+        """The places of the recorded requests that equal this one, in the order of their answers."""
+        same = [place for place in self._by_digest.get(incoming.digest, ()) if self._is_same(incoming, place)]
         own = {id(request) for request in self._of(named)}
         if own:
             same = [place for place in same if id(self._requests[place]) in own]
@@ -131,13 +135,13 @@ class Cassette:
             last = self._last_tape.get(named)
             same = [place for place in same if self._requests[place].tape == last] or same
         # The same words on another branch: ids of calls, which the engine made, tell which one it is.
-        same = [place for place in same if self._requests[place].asked.ids == asked.ids] or same
+        same = [place for place in same if self._requests[place].asked.ids == incoming.ids] or same
         # Of a reply that was cut off because its client left, no agent saw the end.
         return tuple([place for place in same if self._requests[place].taken] or same)
 
-    def _is_same(self, asked: Asked, place: int) -> bool:
+    def _is_same(self, incoming: ComparedRequest, place: int) -> bool:
         recorded = self._requests[place]
-        return not differs(asked, recorded.asked, self.ignored, in_part=recorded.in_part)
+        return not differs(incoming, recorded.asked, self.ignored, in_part=recorded.in_part)
 
 
 MOST_ALIKE = 32
@@ -150,12 +154,12 @@ MOST_LINES, CONTEXT = 40, 2
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing by which a request differs from a recorded one.
+    """One difference between a request and a recorded one.
 
     Attributes:
         where: messages[3], tools[0], or the name of a parameter.
         what: in words.
-        diff: lines of a unified diff from the recorded text to the one that was asked; may be empty.
+        diff: lines of a unified diff from the recorded text to the requested one; may be empty.
     """
 
     where: str
@@ -193,67 +197,70 @@ class NearMiss:
 
 
 def nearest(
-    asked: Asked, requests: Sequence[RecordedRequest], ignored: frozenset[str] = frozenset()
+    incoming: ComparedRequest, requests: Sequence[RecordedRequest], ignored: frozenset[str] = frozenset()
 ) -> NearMiss | None:
-    """The recorded request that shares most with one that was asked; None where nothing is recorded.
+    """The recorded request that shares most with a new one; None where nothing is recorded.
 
     Whole messages at the beginning and the end count first, then how many there are, then tools and
-    parameters, then how alike the first messages are that differ; of equals the earliest is taken.
+    parameters, then how alike the first differing messages are; of equals the earliest is taken.
     """
     if not requests:
         return None
-    scores = [_score(asked, request, ignored) for request in requests]
+    scores = [_score(incoming, request, ignored) for request in requests]
     best = max(scores)
     alike = [r for r, score in zip(requests, scores, strict=True) if score == best][:MOST_ALIKE]
-    found = max(alike, key=lambda request: _likeness(asked, request)) if len(alike) > 1 else alike[0]
-    return NearMiss(found, tuple(differences(asked, found, ignored)))
+    closest = max(alike, key=lambda request: _likeness(incoming, request)) if len(alike) > 1 else alike[0]
+    return NearMiss(closest, tuple(differences(incoming, closest, ignored)))
 
 
-def _score(asked: Asked, request: RecordedRequest, ignored: frozenset[str]) -> tuple[float, int, bool]:
-    one, other = asked.messages, request.asked.messages
-    head = _shared(one, other)
-    tail = _shared(one[head:][::-1], other[head:][::-1])
-    share = (head + tail) / max(len(one), len(other), 1)
-    closeness = -abs(len(one) - len(other))
-    return share, closeness, not differs(asked, request.asked, ignored, in_part=request.in_part)
+def _score(
+    incoming: ComparedRequest, request: RecordedRequest, ignored: frozenset[str]
+) -> tuple[float, int, bool]:
+    new, old = incoming.messages, request.asked.messages
+    head = _shared(new, old)
+    tail = _shared(new[head:][::-1], old[head:][::-1])
+    share = (head + tail) / max(len(new), len(old), 1)
+    closeness = -abs(len(new) - len(old))
+    return share, closeness, not differs(incoming, request.asked, ignored, in_part=request.in_part)
 
 
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _shared(first: Sequence[str], second: Sequence[str]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _likeness(asked: Asked, request: RecordedRequest) -> float:
-    """How alike the first messages are that differ, from 0 to 1."""
-    place = _shared(asked.messages, request.asked.messages)
-    one, other = (
-        m[place][:TEXT_COMPARED] if place < len(m) else "" for m in (asked.messages, request.asked.messages)
+def _likeness(incoming: ComparedRequest, request: RecordedRequest) -> float:
+    """How alike the first differing messages are, from 0 to 1."""
+    place = _shared(incoming.messages, request.asked.messages)
+    new, old = (
+        m[place][:TEXT_COMPARED] if place < len(m) else ""
+        for m in (incoming.messages, request.asked.messages)
     )
-    return SequenceMatcher(None, one, other, autojunk=False).quick_ratio()
+    return SequenceMatcher(None, new, old, autojunk=False).quick_ratio()
 
 
 def differences(
-    asked: Asked, request: RecordedRequest, ignored: frozenset[str] = frozenset()
+    incoming: ComparedRequest, request: RecordedRequest, ignored: frozenset[str] = frozenset()
 ) -> Iterator[Difference]:
-    """All by which a request differs from a recorded one: messages, then tools, then parameters."""
+    """All differences between a request and a recorded one: messages, then tools, then parameters."""
     recorded = request.asked
-    yield from _of_messages(asked.messages, recorded.messages)
-    if asked.tools != recorded.tools and "tools" not in ignored:
-        yield from _of_tools(asked.tools, recorded.tools)
-    for name in compared_names(asked, recorded, ignored, in_part=request.in_part):
-        one, other = asked.parameters.get(name), recorded.parameters.get(name)
-        if one != other:
-            yield Difference(name, f"{_or_absent(one)} was asked, {_or_absent(other)} is recorded")
+    yield from _of_messages(incoming.messages, recorded.messages)
+    if incoming.tools != recorded.tools and "tools" not in ignored:
+        yield from _of_tools(incoming.tools, recorded.tools)
+    for name in compared_names(incoming, recorded, ignored, in_part=request.in_part):
+        new, old = incoming.parameters.get(name), recorded.parameters.get(name)
+        if new != old:
+            yield Difference(name, f"{_or_absent(new)} was asked, {_or_absent(old)} is recorded")
 
 
 def _or_absent(value: str | None) -> str:
     return "nothing" if value is None else value
 
 
-def _of_messages(asked: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
-    matcher = SequenceMatcher(None, recorded, asked, autojunk=False)
+def _of_messages(incoming: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
+    matcher = SequenceMatcher(None, recorded, incoming, autojunk=False)
     for _, first, last, start, end in (op for op in matcher.get_opcodes() if op[0] != "equal"):
-        for shift, (old, new) in enumerate(zip_longest(recorded[first:last], asked[start:end])):
+        for shift, (old, new) in enumerate(zip_longest(recorded[first:last], incoming[start:end])):
             yield _of_message(old, new, start + shift if new is not None else first + shift)
 
 
@@ -290,36 +297,38 @@ def _text(message: str | None) -> str:
     return "\n".join(lines)
 
 
-def _of_tools(asked: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
-    one, other = [{_tool_name(tool): tool for tool in tools} for tools in (asked, recorded)]
-    for name in sorted(one.keys() | other.keys()):
-        new, old = one.get(name), other.get(name)
+def _of_tools(incoming: Sequence[str], recorded: Sequence[str]) -> Iterator[Difference]:
+    incoming_tools, recorded_tools = [
+        {_tool_name(tool): tool for tool in tools} for tools in (incoming, recorded)
+    ]
+    for name in sorted(incoming_tools.keys() | recorded_tools.keys()):
+        new, old = incoming_tools.get(name), recorded_tools.get(name)
         if old is None or new is None:
-            said = "was asked, and is not recorded" if old is None else "is recorded, and was not asked"
-            yield Difference(f"tools.{name}", f"this tool {said}")
+            what = "was asked, and is not recorded" if old is None else "is recorded, and was not asked"
+            yield Difference(f"tools.{name}", f"this tool {what}")
         elif new != old:
             yield Difference(
                 f"tools.{name}", "its description or parameters differ", _diff(_pretty(old), _pretty(new))
             )
-    if sorted(asked) == sorted(recorded):
-        names = [", ".join(map(_tool_name, tools)) for tools in (asked, recorded)]
+    if sorted(incoming) == sorted(recorded):
+        names = [", ".join(map(_tool_name, tools)) for tools in (incoming, recorded)]
         yield Difference("tools", f"they come in the order {names[0]}; recorded is {names[1]}")
 
 
 def _tool_name(tool: str) -> str:
-    said: Any = orjson.loads(tool)
-    return str(said.get("name") or said.get("type")) if isinstance(said, dict) else tool
+    definition: Any = orjson.loads(tool)
+    return str(definition.get("name") or definition.get("type")) if isinstance(definition, dict) else tool
 
 
 def _pretty(value: str) -> str:
     return orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode()
 
 
-def _diff(recorded: str, asked: str) -> tuple[str, ...]:
+def _diff(recorded: str, incoming: str) -> tuple[str, ...]:
     lines = [
         line.rstrip("\n")
         for line in unified_diff(
-            recorded.splitlines(), asked.splitlines(), "recorded", "asked", n=CONTEXT, lineterm=""
+            recorded.splitlines(), incoming.splitlines(), "recorded", "asked", n=CONTEXT, lineterm=""
         )
     ]
     more = len(lines) - MOST_LINES

@@ -1,8 +1,8 @@
-"""A recorded answer as the bytes of the API and the kind of reply that are asked for now. Pure.
+"""Writes a recorded answer as the bytes of the API and the kind of reply that are requested now. Pure.
 
-An answer is written by the same code as the proxy's own. Where it came from an upstream, and is asked for
-through the API that it came through, what the upstream said besides takes the place of what that code says:
-ids, the model's name, usage, a response's items, a message's blocks.
+An answer is written by the same code as the proxy's own. Where it came from an upstream, through
+the API that it is requested through now, what else the upstream said replaces what that code
+writes: ids, the model's name, usage, a response's items, a message's blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer, models
 
-from rollbook.cassettes.tape import RecordedRequest, given_ids, recorded_blocks, recorded_output
+from rollbook.cassettes.tape import RecordedRequest, recorded_blocks, recorded_output, upstream_ids
 from rollbook.edge.server_sent_events import DONE, event, events_of
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.messages import PATH as MESSAGES
@@ -79,7 +79,7 @@ def streamed_reply(
 
 @functools.cache
 def _no_tokenizer() -> ChatTokenizer:
-    """One without a word, for replies that show no tokens."""
+    """A tokenizer without a vocabulary, for replies that show no tokens."""
     template = compile_template("")
     return ChatTokenizer(Tokenizer(models.BPE()), template, {}, (), 0, TemplateTraits(), "", "")
 
@@ -96,10 +96,10 @@ def _tokens(turn: CompletedTurn) -> list[tuple[int, float]]:
 
 
 def _pieces(turn: CompletedTurn) -> Iterator[tuple[str, str]]:
-    """(reasoning, content) piece by piece; one that is empty where there is neither."""
+    """(reasoning, content) piece by piece; a single empty piece where there is neither."""
     reasoning, content = turn.reply.get("reasoning_content") or "", turn.reply.get("content") or ""
-    found = [*((part, "") for part in _words(reasoning)), *(("", part) for part in _words(content))]
-    yield from found or [("", "")]
+    pieces = [*((part, "") for part in _words(reasoning)), *(("", part) for part in _words(content))]
+    yield from pieces or [("", "")]
 
 
 def _words(text: str) -> list[str]:
@@ -153,8 +153,8 @@ _WHOLE: dict[str, Callable[[Json, list[CompletedTurn]], Json]] = {
 
 def _changed(packet: bytes, change: Callable[[Json], Json], *, named: bool) -> bytes:
     """Events of a stream, each changed."""
-    events = [change(one) for one in events_of(packet)]
-    written = b"".join(event(one, one["type"] if named else None) for one in events)
+    events = [change(payload) for payload in events_of(packet)]
+    written = b"".join(event(payload, payload["type"] if named else None) for payload in events)
     return written + (DONE if packet.endswith(DONE) else b"")
 
 
@@ -165,39 +165,39 @@ def _chunk(turns: list[CompletedTurn], chunk: Json) -> Json:
         facts["usage"] = usage
     for choice in chunk["choices"]:
         if choice["finish_reason"] is not None:
-            said = _choice_facts(turns[choice["index"]])
-            choice |= {name: value for name, value in said.items() if name != "tool_calls"}
+            choice_facts = _choice_facts(turns[choice["index"]])
+            choice |= {name: value for name, value in choice_facts.items() if name != "tool_calls"}
     return chunk | facts
 
 
-def _response_event(turns: list[CompletedTurn], said: Json) -> Json:
+def _response_event(turns: list[CompletedTurn], payload: Json) -> Json:
     done = turns[0].completed
-    names = dict(given_ids(done))
-    said = _renamed(said, names)
+    names = dict(upstream_ids(done))
+    payload = _renamed(payload, names)
     items = {item.get("id"): item for item in recorded_output(done)}
-    if said["type"] == "response.output_item.done":
-        said["item"] = items.get(said["item"]["id"], said["item"])
-    response = said.get("response")
+    if payload["type"] == "response.output_item.done":
+        payload["item"] = items.get(payload["item"]["id"], payload["item"])
+    response = payload.get("response")
     if response is not None and response["status"] == "in_progress":
         facts = _facts(turns[0])
-        said["response"] = response | {name: facts[name] for name in _OF_THE_BEGINNING if name in facts}
+        payload["response"] = response | {name: facts[name] for name in _OF_THE_BEGINNING if name in facts}
     elif response is not None:
-        said["response"] = _whole_response(response, turns)
-    return said
+        payload["response"] = _whole_response(response, turns)
+    return payload
 
 
-def _message_event(turns: list[CompletedTurn], said: Json) -> Json:
+def _message_event(turns: list[CompletedTurn], payload: Json) -> Json:
     facts, done = _facts(turns[0]), turns[0].completed
     signatures = [block["signature"] for block in recorded_blocks(done) if block.get("signature")]
     if signatures:
-        said = _renamed(said, {turns[0].turn_id: signatures[0]})
-    if said["type"] == "message_start":
+        payload = _renamed(payload, {turns[0].turn_id: signatures[0]})
+    if payload["type"] == "message_start":
         begun = {k: v for k, v in facts.items() if k not in ("stop_reason", "stop_sequence")}
-        said["message"] |= begun
-    elif said["type"] == "message_delta":
-        said["delta"] |= {k: facts[k] for k in ("stop_reason", "stop_sequence") if k in facts}
-        said["usage"] = facts.get("usage", said["usage"])
-    return said
+        payload["message"] |= begun
+    elif payload["type"] == "message_delta":
+        payload["delta"] |= {k: facts[k] for k in ("stop_reason", "stop_sequence") if k in facts}
+        payload["usage"] = facts.get("usage", payload["usage"])
+    return payload
 
 
 _STREAMED: dict[str, Callable[[list[CompletedTurn], Json], Json]] = {
@@ -207,11 +207,11 @@ _STREAMED: dict[str, Callable[[list[CompletedTurn], Json], Json]] = {
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """The value with each text that is one of the names replaced."""
+    """The value, with each text that is a key of `names` replaced."""
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, list):
-        return [_renamed(one, names) for one in value]
+        return [_renamed(item, names) for item in value]
     if isinstance(value, dict):
-        return {name: _renamed(one, names) for name, one in value.items()}
+        return {name: _renamed(item, names) for name, item in value.items()}
     return value

@@ -1,14 +1,15 @@
 """A recorded trajectory as the requests that came and how each was answered, read from a store.
 
-Turns of one request are one entry: the choices of `n > 1`. A turn that was started over on another engine
-counts as the one that took its place.
+Turns of one request are one entry: the choices of `n > 1`. A turn that was started over on another
+engine counts as the one that took its place.
 
-Where a turn failed, its answer is made from the recorded error. The log keeps an error's text: an upstream's
-begins with the status that it answered with; one of the proxy's own is the error as Python writes it, and the
-proxy answers each kind of error in one way.
+Where a turn failed, its answer is made from the recorded error. The log keeps an error's text: an
+upstream's begins with the status that it answered with; one of the proxy's own is the error as
+Python writes it, and the proxy answers each kind of error in one way.
 
-Ids that an upstream gave a reply and its parts are kept beside those that this code makes of the turn's: an
-agent names what it was given in its next request, so a reply from a cassette has the recorded ids.
+The ids that an upstream gave a reply and its parts are kept beside those that this code makes of
+the turn's id: in its next request an agent names what it was given, so a reply from a cassette has
+the recorded ids.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from rollbook.cassettes.asked import Asked, read_asked
+from rollbook.cassettes.asked import ComparedRequest, read_request
 from rollbook.edge.errors import describe
 from rollbook.ingest.endpoints.api import AgentApi, EarlierTurn, History
 from rollbook.ingest.endpoints.chat import PATH as CHAT
@@ -58,7 +59,7 @@ class RecordedRequest:
     name: str
     number: int
     turn_ids: tuple[str, ...]
-    asked: Asked
+    asked: ComparedRequest
     turns: tuple[CompletedTurn, ...]
     failure: Failure | None
     in_part: bool
@@ -73,7 +74,7 @@ class Tape:
     Attributes:
         requests: in the order in which they came.
         known: turn -> what later requests may name of it.
-        renamed: the id that an upstream gave a response or item -> the same as made of the turn's id.
+        renamed: the id that an upstream gave a response or item -> the one made of the turn's id.
     """
 
     trajectory_id: str
@@ -122,9 +123,9 @@ def _request(
     times_us: Mapping[str, tuple[int, int]],
 ) -> RecordedRequest:
     api = APIS[turns[0].requested.wire.get("endpoint", CHAT)]
-    asked = read_asked(api, body_of(api, trajectory, turns), history, lambda i: renamed.get(i, i))
+    request = read_request(api, body_of(api, trajectory, turns), history, lambda i: renamed.get(i, i))
     # Every request of a conversation repeats the ones before it: each message is kept once.
-    asked = replace(asked, messages=tuple(interned.setdefault(m, m) for m in asked.messages))
+    request = replace(request, messages=tuple(interned.setdefault(m, m) for m in request.messages))
     done = [t for t in turns if t.completed is not None]
     completed = tuple(CompletedTurn(t.requested, t.completed) for t in done if t.completed is not None)
     failure = _failure(turns, completed)
@@ -135,7 +136,7 @@ def _request(
         name=trajectory.opened.name,
         number=min(t.position for t in turns) + 1,
         turn_ids=tuple(t.turn_id for t in (turns if failure else done)),
-        asked=asked,
+        asked=request,
         turns=() if failure else completed,
         failure=failure,
         in_part=all(t.delivered == IMPORTED for t in turns),
@@ -172,11 +173,11 @@ def body_of(api: AgentApi, trajectory: Trajectory, turns: Sequence[Turn]) -> Jso
 def _prompt(trajectory: Trajectory, turns: Sequence[Turn]) -> object:
     """A raw prompt, or several; ids that went on from an earlier turn are stored as pieces."""
     prompts = {t.requested.wire.get("prompt", 0): trajectory.messages(t) for t in turns[::-1]}
-    made = []
+    contents = []
     for _, pieces in sorted(prompts.items()):
-        ids = [one for piece in pieces for one in piece.get("token_ids") or ()]
-        made.append(ids or (pieces[0].get("content") if pieces else None))
-    return made[0] if len(made) == 1 else made
+        ids = [token_id for piece in pieces for token_id in piece.get("token_ids") or ()]
+        contents.append(ids or (pieces[0].get("content") if pieces else None))
+    return contents[0] if len(contents) == 1 else contents
 
 
 def _known(trajectory: Trajectory) -> dict[str, EarlierTurn]:
@@ -189,12 +190,12 @@ def _known(trajectory: Trajectory) -> dict[str, EarlierTurn]:
 
 
 def _renamed(trajectory: Trajectory) -> dict[str, str]:
-    made: dict[str, str] = {}
+    names: dict[str, str] = {}
     for turn in trajectory.turns.values():
         if turn.completed is not None:
-            for ours, given in given_ids(turn.completed):
-                made.setdefault(given, ours)
-    return made
+            for ours, theirs in upstream_ids(turn.completed):
+                names.setdefault(theirs, ours)
+    return names
 
 
 _UPSTREAM = re.compile(r"the upstream answers (?P<status>\d{3}): (?P<body>.*)", re.DOTALL)
@@ -220,7 +221,7 @@ NEVER_ENDED = Failure(_NO_REPLY, "never_answered", "the recording ends before th
 
 
 def failure_of(error: str) -> Failure:
-    """The failure that an error in the log tells of."""
+    """The failure that an error in the log describes."""
     upstream = _UPSTREAM.fullmatch(error)
     if upstream is not None:
         try:
@@ -232,26 +233,26 @@ def failure_of(error: str) -> Failure:
     raised = _RAISED.fullmatch(error)
     kind = getattr(errors, raised["kind"], None) if raised else None
     if raised and isinstance(kind, type) and issubclass(kind, errors.RollbookError):
-        return Failure(*_described(kind, raised["said"]))
+        return Failure(*_error_reply(kind, raised["said"]))
     if raised:
         return Failure(500, "internal_error", f"{raised['kind']} in the proxy; its log says more")
     return Failure(_NO_REPLY, "engine_failed", error)
 
 
-def _described(kind: type[errors.RollbookError], said: str) -> tuple[int, str, str]:
+def _error_reply(kind: type[errors.RollbookError], arguments: str) -> tuple[int, str, str]:
     """What the proxy answers to an error of this kind."""
     try:
-        given = ast.literal_eval(f"({said},)") if said else ()
-        return describe(kind(*given))
+        values = ast.literal_eval(f"({arguments},)") if arguments else ()
+        return describe(kind(*values))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return describe(errors.EngineError(said))
+        return describe(errors.EngineError(arguments))
 
 
-def given_ids(completed: TurnCompleted) -> Iterator[tuple[str, str]]:
+def upstream_ids(completed: TurnCompleted) -> Iterator[tuple[str, str]]:
     """(id as our own replies have it, id as the upstream gave it) of a response and its items."""
-    turn_id, given = completed.turn_id, completed.upstream
-    if isinstance(given.get("id"), str):
-        yield PREFIX + turn_id, given["id"]
+    turn_id, upstream = completed.turn_id, completed.upstream
+    if isinstance(upstream.get("id"), str):
+        yield PREFIX + turn_id, upstream["id"]
     calls = 0
     for item in recorded_output(completed):
         kind, item_id = item.get("type"), item.get("id")
@@ -274,8 +275,8 @@ def recorded_blocks(completed: TurnCompleted) -> list[Json]:
 
 def _extra(completed: TurnCompleted, name: str) -> list[Any]:
     choice = completed.upstream.get("choice")
-    found = choice.get(name) if isinstance(choice, dict) else None
-    return found if isinstance(found, list) else []
+    items = choice.get(name) if isinstance(choice, dict) else None
+    return items if isinstance(items, list) else []
 
 
 def read_tapes(log: Store, cut: Cut, ids: Sequence[str]) -> list[Tape]:
@@ -295,13 +296,13 @@ def read_tapes(log: Store, cut: Cut, ids: Sequence[str]) -> list[Tape]:
             case TurnCompleted(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
                 times[turn_id] = (begins.get(turn_id, event.time_us), event.time_us)
     folded = fold(events)
-    missing = [one for one in ids if one not in folded]
+    missing = [trajectory_id for trajectory_id in ids if trajectory_id not in folded]
     if missing:
         raise ReplayError(
             f"no trajectory {missing[0]!r} at that cut; list them: "
             "rollbook sql 'select trajectory_id, trajectory from trajectories'"
         )
-    tapes = [tape_of(folded[one], times) for one in dict.fromkeys(ids)]
+    tapes = [tape_of(folded[trajectory_id], times) for trajectory_id in dict.fromkeys(ids)]
     if not any(tape.requests for tape in tapes):
         raise ReplayError("the trajectories hold no request yet: there is nothing to answer from")
     return tapes

@@ -1,7 +1,8 @@
-"""Error messages and exit codes of the command line: one line per error, whether it was foreseen or not.
+"""Error messages and exit codes of the command line: one line per error, whether it was foreseen or
+not.
 
-No traceback is printed. Of what was not foreseen it is kept in a file, which the line names; with
-ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
+No traceback is printed. That of an error which was not foreseen is kept in a file, which the line
+names; with ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
 
 A command that needs an extra of the package names it where the install has none.
 """
@@ -157,7 +158,7 @@ def _stopped(number: int, frame: FrameType | None) -> None:
 
 
 def _hung_up(terminals: list[int]) -> Callable[[int, FrameType | None], None]:
-    """What handles SIGHUP, which is SIGTERM: whoever has a handler for that has one for a closed terminal.
+    """A handler of SIGHUP that raises SIGTERM, so that one handler also serves for a closed terminal.
 
     Args:
         terminals: descriptors that were one. What is printed there would fail, once it is closed.
@@ -205,7 +206,7 @@ class _KeepingFormatter(LogFormatter):
     def format(self, record: logging.LogRecord) -> str:
         kept = ""
         if record.exc_info and record.exc_info[1] is not None:
-            kept = f" ({_kept(record.exc_info[1])})"
+            kept = f" ({_save_traceback(record.exc_info[1])})"
         return super().format(record) + kept
 
 
@@ -222,7 +223,7 @@ def _exit_code(error: BaseException) -> int:
             _say(_text_of(error))
         lost = any(_is(error, "rollbook.store.errors", name) for name in LOST)
         return AGAIN if lost else BAD
-    _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
+    _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_save_traceback(error)})")
     return UNFORESEEN
 
 
@@ -261,8 +262,8 @@ def _of_system(error: OSError) -> str:
 
 def _is(error: BaseException, module: str, name: str) -> bool:
     """Whether it is an instance of a library's class, without importing the library."""
-    found = getattr(sys.modules.get(module), name, None)
-    return isinstance(found, type) and isinstance(error, found)
+    cls = getattr(sys.modules.get(module), name, None)
+    return isinstance(cls, type) and isinstance(error, cls)
 
 
 def _first_line(error: BaseException) -> str:
@@ -279,7 +280,7 @@ _file: list[str] = []
 """The file that this process keeps tracebacks in, once there is one."""
 
 
-def _kept(error: BaseException) -> str:
+def _save_traceback(error: BaseException) -> str:
     """Write the traceback to a file; returns a text that names the file."""
     if os.environ.get(TRACEBACK):
         return f"its traceback:\n{_text_of(error)}"
@@ -302,7 +303,7 @@ def _told_of_thread(args: Any) -> None:
     name = args.thread.name if args.thread else "a thread"
     _say(f"error: {name} ended: {type(args.exc_value).__name__}: {_first_line(args.exc_value)}")
     if foreseen(args.exc_value) is None:
-        _say(_kept(args.exc_value))
+        _say(_save_traceback(args.exc_value))
 
 
 def _told_of_callback(args: Any) -> None:
@@ -312,7 +313,7 @@ def _told_of_callback(args: Any) -> None:
         _raise_again(number)
     elif args.exc_value is not None:
         error = args.exc_value
-        _say(f"error: {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
+        _say(f"error: {type(error).__name__}: {_first_line(error)} ({_save_traceback(error)})")
 
 
 def _say(text: str) -> None:
@@ -375,7 +376,7 @@ INCLUDED: Mapping[str, frozenset[str]] = {
 
 
 def missing_extra(module: str | None, words: Sequence[str]) -> str | None:
-    """What is said of a module that is missing, None of one that no extra brings.
+    """The message for a missing module; None for one that no extra of the package brings.
 
     Args:
         words: of the command line, without the program's name.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _TrajectoriesUnlessNamed(TyperGroup):
-    """Commands of which `trajectories` is meant where options alone are given."""
+    """A group of commands that means `trajectories` where options alone are given."""
 
     def named(self, args: list[str]) -> list[str]:
         """The arguments, with the command's name before them."""
@@ -25,7 +25,7 @@ class _TrajectoriesUnlessNamed(TyperGroup):
         return ["trajectories", *args] if options else args
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As the group of commands does, of the named ones."""
+        """As any group of commands, of the arguments with the command's name."""
         parsed: list[str] = super().parse_args(ctx, self.named(args))
         return parsed
 

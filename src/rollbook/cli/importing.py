@@ -96,7 +96,7 @@ def training_data(
     skip_bad: bool,
     leave_out: str,
 ) -> Callable[[], None]:
-    """What imports a file for a training, into its run; what is there already stays.
+    """A function that imports a file into the run of a training; what is there already stays.
 
     Raises:
         InterchangeError: an option cannot be used.
@@ -148,10 +148,10 @@ def _of_rows(
     show: int | None,
     kwargs: str,
 ) -> str | None:
-    """What of a command is for rows with tokens alone, if anything is."""
-    asked = {"--skip-bad": skip_bad, "--leave-out": leave_out}
-    asked |= {"--format": shape != "auto", "--key": keys, "--show": show, "--chat-template-kwargs": kwargs}
-    option = next((name for name, given in asked.items() if given), None)
+    """The first option or kind of file of a command that only makes sense with --model, if there is any."""
+    options = {"--skip-bad": skip_bad, "--leave-out": leave_out}
+    options |= {"--format": shape != "auto", "--key": keys, "--show": show, "--chat-template-kwargs": kwargs}
+    option = next((name for name, value in options.items() if value), None)
     if option is not None:
         return option
     if file.is_dir() or file.suffix in (".jsonl", ".ndjson", ""):
@@ -175,8 +175,10 @@ def reading_of(shape: str, keys: Sequence[str], show: int, leave_out: str = "", 
     for name, _, own in pairs:
         if not (name and own):
             raise InterchangeError(f"--key {name!r}: write NAME=KEY, such as completion=solution")
-    given = _object("--chat-template-kwargs", kwargs)
-    return Reading(shape, {name: own for name, _, own in pairs}, show, _tell, _parts(leave_out), given)
+    template_kwargs = _object("--chat-template-kwargs", kwargs)
+    return Reading(
+        shape, {name: own for name, _, own in pairs}, show, _tell, _parts(leave_out), template_kwargs
+    )
 
 
 def _object(option: str, text: str) -> Json:
@@ -214,13 +216,13 @@ def _parts(leave_out: str) -> list[str]:
     return parts
 
 
-def _tell(found: FirstLook) -> None:
+def _tell(look: FirstLook) -> None:
     """Say on standard error which shapes were seen, and show the first samples."""
     console = Console(stderr=True)
-    counts = ", ".join(f"{shape} ({count:,})" for shape, count in found.shapes.items())
+    counts = ", ".join(f"{shape} ({count:,})" for shape, count in look.shapes.items())
     console.tell(f"shape of the rows: {counts}")
     coloured = console.is_terminal and not console.no_color
-    for number, sample in enumerate(found.samples, 1):
+    for number, sample in enumerate(look.samples, 1):
         like = ("like this", TRAINED) if coloured else f"within {' '.join(MARKS)}"
         console.tell(f"sample {number}; what is trained stands ", like, ":")
         console.tell(*_drawn(sample, coloured=coloured))

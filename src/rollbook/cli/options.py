@@ -1,6 +1,7 @@
 """Options that several commands share.
 
-Help is said as it was written: the library that draws it would take `[serve]` for the name of a colour.
+Help is printed as it is written: the library that draws it would read `[serve]` as the name of a
+colour.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ _MARKUP = re.compile(r"\\*\[[a-z#/@][^\[]*?\]")
 
 
 def literal(text: str) -> str:
-    """The text in the form in which the library draws it as it is."""
-    return _MARKUP.sub(lambda found: found[0].replace("\\", "\\\\").replace("[", "\\["), text)
+    """The text, escaped so that the library that draws help prints it as it is."""
+    return _MARKUP.sub(lambda match: match[0].replace("\\", "\\\\").replace("[", "\\["), text)
 
 
 def make_literal(command: Any) -> None:

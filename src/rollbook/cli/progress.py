@@ -21,7 +21,7 @@ def progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[
 def counted(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Context with a function that is told how much is done, of how much; the bar is removed at its end."""
     with _bar(what, None, shown) as (bar, task):
-        yield lambda count, of: bar.update(task, completed=count, total=of)
+        yield lambda count, total: bar.update(task, completed=count, total=total)
 
 
 @contextmanager

@@ -146,8 +146,8 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
     if as_json:
         print_json(where | _as_json(applied))
         return
-    said = f"{visible(named.name)}, run {visible(where['run'])} at {where['cut'] or 'its beginning'}"
-    say(f"{said}, version {applied.version}: {_counted(applied)}")
+    text = f"{visible(named.name)}, run {visible(where['run'])} at {where['cut'] or 'its beginning'}"
+    say(f"{text}, version {applied.version}: {_counted(applied)}")
     if named.config is not None and where["model_limits"] is None:
         model = visible(str(named.config.model))
         say(f"no model can be read at {model}: nothing is held against its vocabulary and context")
@@ -175,10 +175,10 @@ def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tup
 def _counted(applied: Applied) -> str:
     refs = applied.kept
     groups = {ref.group for ref in refs if ref.group is not None}
-    of = len({ref.trajectory_id for ref in refs})
+    trajectories = len({ref.trajectory_id for ref in refs})
     trained = sum(ref.trained for ref in refs)
     within = f"{len(groups)} groups" if applied.pairs is None else f"{len(applied.pairs)} pairs"
-    return f"keeps {len(refs)} samples of {of} trajectories in {within}, {trained} trained tokens"
+    return f"keeps {len(refs)} samples of {trajectories} trajectories in {within}, {trained} trained tokens"
 
 
 def _print_rules(applied: Applied) -> None:
@@ -219,17 +219,17 @@ def _as_json(applied: Applied) -> dict[str, Any]:
         | {"trajectory": ref.name, "group": ref.group, "reward": ref.reward, "trained": ref.trained}
         for ref in applied.kept
     ]
-    found: dict[str, Any] = {"kept": kept, "dropped": drops}
+    fields: dict[str, Any] = {"kept": kept, "dropped": drops}
     if applied.pairs is not None:
-        found["pairs"] = [
+        fields["pairs"] = [
             {"chosen": chosen.reference, "rejected": rejected.reference} for chosen, rejected in applied.pairs
         ]
-    return found
+    return fields
 
 
 def _reasons(refs: Iterable[SampleRef], other: Applied) -> dict[str, str]:
-    """Leaf turn -> the rule by which the other recipe drops it; of another split it is none of its
-    candidates."""
+    """Leaf turn -> the rule by which the other recipe drops it; a sample of another split is no candidate
+    of that recipe."""
     rules = {drop.sample.leaf_turn_id: drop.rule for drop in other.drops}
     return {ref.leaf_turn_id: rules.get(ref.leaf_turn_id, "splits") for ref in refs}
 

@@ -1,11 +1,14 @@
-"""The one way to read a request's body: within its limit, at a pace, and with room for it in memory.
+"""The one way to read a request's body: within its limit, at a minimum pace, and within a memory
+budget.
 
-Room is taken as bytes come: a declared length alone reserves none. The first bytes of each body
-need none: they are in memory anyhow. Where all room is taken, what comes next waits in the connection, and a
-sender that has room and is slow loses it to those who wait. One body at a time may go on beyond the room, the
-one that has waited longest: so a burst of large bodies, all begun and none of them whole, comes to its end.
+Budget is taken as bytes arrive: a declared length alone reserves none. The first bytes of each
+body need none: they are in memory anyhow. When the budget is used up, further bytes wait in the
+connection, and a slow sender that holds budget loses it to those who wait. One body at a time
+may exceed the budget, the one that has waited longest: so a burst of large bodies, all begun and
+none complete, still finishes.
 
-Bodies are decoded by their content encoding, within bounds: those of requests and of an upstream's replies.
+Bodies of requests and of an upstream's replies are decoded by their content encoding, within
+bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from rollbook.edge.bounds import LARGE_BYTES, aside, started
+from rollbook.edge.bounds import LARGE_BYTES, run_in_thread, started
 from rollbook.edge.memory import MemoryTrimmer, give_back
 from rollbook.store.errors import EndingError, LimitError, RequestError
 
@@ -42,7 +45,7 @@ SHARE = 0.75
 
 @dataclass(slots=True, eq=False)
 class _Upload:
-    """A body that is read, or was and is being worked on.
+    """A body that is being read, or was read and is being processed.
 
     Attributes:
         came: bytes so far.
@@ -70,13 +73,14 @@ class _Upload:
 
 
 class BodyBudget:
-    """Room for bodies in memory: a body that finds none waits, so a burst of large ones is read in turn.
+    """A memory budget for bodies: a body that finds none left waits, so a burst of large ones is
+    read in turn.
 
     Args:
         most: bytes of one body.
         total: bytes of all bodies that are read and answered at once.
         silence_s: longest silence of a client in the middle of its body.
-        free: bytes of each body that need no room.
+        free: bytes of each body that need no budget.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class BodyBudget:
 
         Raises:
             LimitError: as `body`.
-            RequestError: 415, its encoding is not read here; 400, it is not encoded so.
+            RequestError: 415, its encoding is not supported; 400, it is not encoded as stated.
         """
         async with self._upload(request, most) as (upload, raw):
             yield await self._decoded(upload, request, raw, self._bound(most))
@@ -126,13 +130,13 @@ class BodyBudget:
         """
         if not codings(encoding):
             return raw
-        return await aside(decoded, raw, encoding, self._most, whole=whole)
+        return await run_in_thread(decoded, raw, encoding, self._most, whole=whole)
 
     async def _decoded(self, upload: _Upload, request: Request, raw: bytes, most: int) -> bytes:
         encoding = request.headers.get("content-encoding", "")
         if not codings(encoding):
             return raw
-        plain = await aside(decoded, raw, encoding, most)
+        plain = await run_in_thread(decoded, raw, encoding, most)
         self._take(upload, len(plain))
         return plain
 
@@ -217,17 +221,17 @@ class BodyBudget:
             upload.turn = None
 
     def stop(self) -> None:
-        """Have nobody wait for room any more: who does, or comes to, is refused."""
+        """Let nobody wait for room any more: present and later waiters are refused."""
         self._stopped = True
         for upload in self._waiting:
             if upload.turn is not None and not upload.turn.done():
                 upload.turn.set_exception(EndingError())
 
-    def _may(self, upload: _Upload, taken: int) -> bool:
+    def _may(self, upload: _Upload, used: int) -> bool:
         if upload is self._beyond:
             return True
         theirs = self._held.get(upload.client, 0)
-        return taken + PART_BYTES <= self._room and theirs + PART_BYTES <= self._room * SHARE
+        return used + PART_BYTES <= self._room and theirs + PART_BYTES <= self._room * SHARE
 
     def _take(self, upload: _Upload, size: int) -> None:
         """Take room, or give it back where `size` is negative."""
@@ -254,18 +258,18 @@ class BodyBudget:
 
     def _wake(self) -> None:
         """Wake the uploads for which there is room, in the order in which they began to wait."""
-        taken = self._taken
+        used = self._taken
         for upload in [*self._waiting]:
-            if self._beyond is not None and taken + PART_BYTES > self._room:
+            if self._beyond is not None and used + PART_BYTES > self._room:
                 return
             if upload.turn is None or upload.turn.done():
                 continue
-            if not self._may(upload, taken):
+            if not self._may(upload, used):
                 if self._beyond is not None:
                     continue  # only its own address has taken its share
                 self._count(upload.client, -upload.held)
                 self._beyond = upload
-            taken += PART_BYTES
+            used += PART_BYTES
             upload.turn.set_result(None)
 
     def _press_later(self) -> None:
@@ -328,22 +332,22 @@ _GZIP, _ZLIB, _RAW = 31, 15, -15
 
 
 def codings(encoding: str) -> list[str]:
-    """The codings that a `Content-Encoding` names, but for those that do nothing."""
+    """The codings that a `Content-Encoding` names, without those that change nothing."""
     names = [name.strip().lower() for name in encoding.split(",")]
     return [name for name in names if name not in ("", "identity")]
 
 
 def decoded(body: bytes, encoding: str, limit: int, *, whole: bool = True) -> bytes:
-    """The body without its content encoding. It takes a thread for a while: never call it on an event loop.
+    """The body without its content encoding. It blocks for a while: never call it on an event loop.
 
     Args:
-        encoding: the header `Content-Encoding`; gzip, deflate and identity are read.
+        encoding: the header `Content-Encoding`; gzip, deflate and identity are supported.
         limit: most bytes it may have on the way and at the end.
-        whole: whether a body that ends too early is refused; else it is given as far as it came.
+        whole: whether a truncated body is refused; otherwise the part that came is returned.
 
     Raises:
         LimitError: 413, it is larger, or was encoded too often.
-        RequestError: 415, it has an encoding that is not read here; 400, it is not encoded so.
+        RequestError: 415, its encoding is not supported; 400, it is not encoded as stated.
     """
     names = codings(encoding)
     if len(names) > MOST_CODINGS:

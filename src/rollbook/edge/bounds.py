@@ -1,10 +1,11 @@
-"""Bounds of what enters by HTTP: JSON's depth and weight, numbers, and work that grows with a body.
+"""Bounds of HTTP input: JSON's depth and weight, numbers, and work that grows with a body.
 
-Work whose time grows with a body is done beside the event loop where the body is large. It has threads of its
-own, one less than there are cores: however much of it there is, the loop has a core, and who waits for a
-thread for something small does not wait behind it.
+Work whose time grows with a body leaves the event loop if the body is large. It has threads of
+its own, one fewer than there are cores: however much of it there is, the loop keeps a core, and
+small work that needs a thread does not queue behind it.
 
-A number that is none is refused; what no engine can compute with is refused or clamped.
+Values that are no numbers are refused; numbers that no engine can compute with are refused or
+clamped.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _NESTING = (dict, list)
 
 
 def check_depth(value: Any, what: str = "the body") -> None:
-    """Refuse what is nested too deep.
+    """Refuse a value that is nested too deep.
 
     Raises:
         LimitError: 400.
     """
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [child for one in level for child in _children(one) if type(child) in _NESTING]
+        level = [child for parent in level for child in _children(parent) if type(child) in _NESTING]
         if not level:
             return
     text = f"{what} is nested more than {MOST_DEPTH} deep: send less deep lists and objects"
@@ -76,7 +77,7 @@ def check_weight(raw: bytes) -> None:
 
 
 def _chunks(raw: bytes) -> Iterator[Any]:
-    """JSON text in parts, as arrays of bytes, without what is escaped in its strings.
+    """JSON text in parts, as arrays of bytes, without the escaped characters in its strings.
 
     numpy works on each without the interpreter's lock, and none holds it for long.
     """
@@ -98,18 +99,18 @@ _THREADS = ThreadPoolExecutor(max((os.cpu_count() or 2) - 1, 1), thread_name_pre
 
 
 def started(work: Callable[..., object], *args: Any) -> None:
-    """Have a thread do work that no request waits for."""
+    """Submit work that no request waits for to a thread."""
     _THREADS.submit(work, *args)
 
 
-async def aside(work: Callable[..., T], *args: Any, **options: Any) -> T:
-    """The outcome of work that a thread does meanwhile."""
+async def run_in_thread(work: Callable[..., T], *args: Any, **options: Any) -> T:
+    """The result of work that is done in a thread."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **options))
 
 
-async def beside(size: int, work: Callable[..., T], *args: Any) -> T:
-    """The outcome of work on so many bytes, done aside where they are many."""
-    return await aside(work, *args) if size > LARGE_BYTES else work(*args)
+async def run_by_size(size: int, work: Callable[..., T], *args: Any) -> T:
+    """The result of work on so many bytes, done in a thread if they are many."""
+    return await run_in_thread(work, *args) if size > LARGE_BYTES else work(*args)
 
 
 def _finite(value: float) -> float:
@@ -119,7 +120,7 @@ def _finite(value: float) -> float:
 
 
 def _number(value: object) -> object:
-    """A text such as "1.0" is no number, and neither is true, which Python would take for 1."""
+    """Refuses texts such as "1.0", and true, which Python would take for 1."""
     if isinstance(value, bool | str | bytes):
         raise ValueError("must be a number")
     return value
@@ -131,7 +132,7 @@ Whole = Annotated[int, BeforeValidator(_number)]
 
 
 def _greedy_if_tiny(value: float) -> float:
-    """Below 1e-6 logits over the temperature overflow: greedy is what such a value means."""
+    """0 for a temperature below 1e-6, with which logits overflow: greedy is what such a value means."""
     return 0.0 if value < 1e-6 else value
 
 

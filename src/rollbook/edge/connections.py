@@ -1,7 +1,9 @@
-"""Bounds of connections: their number, the size and pace of a request's head, how long they may be idle.
+"""Bounds of connections: their number, the size and pace of a request's head, how long they may be
+idle.
 
-uvicorn's protocol does the rest. httptools bounds nothing by itself, and uvicorn's `limit_concurrency` counts
-connections that do nothing, refuses the newest connection, and not in an API's form.
+uvicorn's protocol does the rest. httptools itself bounds nothing; uvicorn's `limit_concurrency`
+counts connections that do nothing, refuses the newest connection, and does not answer in the
+API's form.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Idle(OrderedDict[Any, None]):
 
 @dataclass(slots=True, eq=False)
 class _Address:
-    """What is known of one address: its connections, and those of them that are idle."""
+    """The connections of one address, and which of them are idle."""
 
     count: int = 0
     fresh: Idle = field(default_factory=Idle)
@@ -323,7 +325,8 @@ class LimitedHttp(HttpToolsProtocol):
 class BoundedHttp(asyncio.BufferedProtocol):
     """Reads a connection in pieces of `READ_BYTES`, and at first no more than one of each request.
 
-    Without it one read takes as much as the system has, a quarter of a megabyte, before anybody can say no.
+    Without this, one read takes everything that the system has buffered, a quarter of a
+    megabyte, before anything can refuse it.
     """
 
     def __init__(self, http: LimitedHttp) -> None:
@@ -351,7 +354,7 @@ class BoundedHttp(asyncio.BufferedProtocol):
         self._http.eof_received()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: one place for all, as they are taken out at once."""
+        """The buffer of the next read: shared by all, as its bytes are taken out at once."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -374,7 +377,8 @@ def bounded_http(places: Connections) -> Callable[..., asyncio.BufferedProtocol]
 
 
 def _unsent(transport: Any) -> int:
-    """Bytes that the client has not taken: of the transport, and of the system, which holds megabytes."""
+    """Bytes that the client has not taken yet: those in the transport, and those in the system,
+    which buffers megabytes."""
     size: int = transport.get_write_buffer_size()
     try:
         unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
@@ -384,7 +388,7 @@ def _unsent(transport: Any) -> int:
 
 
 def _network(host: str) -> str:
-    """The address that is counted: of IPv6 the network, as everybody has 2**64 addresses of one."""
+    """The address to count: for IPv6 the network, since everybody has 2**64 addresses in one."""
     if ":" not in host or host.startswith("::ffff:"):
         return host
     return str(IPv6Address(int(IPv6Address(host.partition("%")[0])) >> 64 << 64))

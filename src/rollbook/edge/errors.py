@@ -80,10 +80,10 @@ def error_reply(path: str, error: Exception, form: ErrorForm) -> Response:
 
 
 def add_error_replies(app: FastAPI, refused: Callable[[str], None], form: ErrorForm) -> None:
-    """Answer every error with `error_reply`. The server logs unexpected errors besides.
+    """Answer every error with `error_reply`. The server also logs unexpected errors.
 
     Args:
-        refused: called with the code of whatever a limit refuses.
+        refused: called with the code of every refusal by a limit.
         form: of the replies.
     """
 

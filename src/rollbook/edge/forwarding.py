@@ -1,4 +1,4 @@
-"""What any request that is forwarded has in common, to an upstream or to another proxy of the run."""
+"""Helpers for any forwarded request, whether to an upstream or to another proxy of the run."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def plain_session(
     """A client session that adds nothing: no headers, no shared cookies, no decoding.
 
     Args:
-        keep_alive_s: of idle connections; None: each request has one of its own.
+        keep_alive_s: of idle connections; None: each request has its own connection.
     """
-    kept: Any = {"force_close": True} if keep_alive_s is None else {"keepalive_timeout": keep_alive_s}
+    keep_alive: Any = {"force_close": True} if keep_alive_s is None else {"keepalive_timeout": keep_alive_s}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, **kept),
+        connector=aiohttp.TCPConnector(limit=0, **keep_alive),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),

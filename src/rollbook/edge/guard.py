@@ -24,7 +24,7 @@ from rollbook.edge.keys import (
     sent_key,
     trajectory_key,
 )
-from rollbook.edge.web_pages import Own, WebPages, is_loopback, shown_origins
+from rollbook.edge.web_pages import AllowedHosts, WebPages, is_loopback, shown_origins
 from rollbook.store.errors import RequestError
 
 CALLER = "rollbook.caller"
@@ -49,8 +49,8 @@ class Guard:
 
     Attributes:
         rules: which roles may use which routes.
-        run: whose trajectories their own keys are of.
-        secret: what the keys of single trajectories are made with; None: no keys are checked.
+        run: whose trajectories have keys of their own here.
+        secret: the secret behind the keys of single trajectories; None: no keys are checked.
     """
 
     keys: Keys
@@ -63,14 +63,14 @@ class Guard:
         return trajectory_key(name, self.run, self.secret)
 
     def admitted(self, method: str, path: str, headers: Mapping[str, str], peer: str) -> Caller:
-        """Who asks.
+        """The caller of a request.
 
         Args:
             path: decoded, as routes are matched.
             peer: the address that the request is from.
 
         Raises:
-            RequestError: 401, no good key; 403, not this one's business.
+            RequestError: 401, no valid key; 403, the caller's role does not allow it.
         """
         rule = self.rules.of(method, path)
         if self.secret is None:
@@ -87,12 +87,12 @@ class Guard:
         return caller
 
     def _caller(self, sent: str | None, secret: bytes) -> Caller:
-        found = self.keys.find(sent) if sent else None
-        if found is not None and found.expired(datetime.now(UTC)):
-            text = f"the API key {found.name!r} expired at {found.expires}: have a new one made"
+        key = self.keys.find(sent) if sent else None
+        if key is not None and key.expired(datetime.now(UTC)):
+            text = f"the API key {key.name!r} expired at {key.expires}: have a new one made"
             raise RequestError(401, "expired_api_key", text)
-        if found is not None:
-            return Caller(found.name, found.role)
+        if key is not None:
+            return Caller(key.name, key.role)
         if sent and is_trajectory_key(sent, self.run, secret):
             return Caller(Role.trajectory.value, Role.trajectory, sent)
         text = "no valid API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -100,7 +100,7 @@ class Guard:
 
 
 def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
-    """Refuse a local route to other hosts. A request that another proxy passed on counts as theirs.
+    """Refuse a local route to other hosts. A request that a proxy passed on counts as from another host.
 
     Raises:
         RequestError: 403.
@@ -113,7 +113,7 @@ def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
 
 
 class Guarded:
-    """ASGI middleware: only requests that the guard lets in reach the application."""
+    """ASGI middleware: only requests that the guard admits reach the application."""
 
     def __init__(
         self, app: Any, guard: Guard, refused: Callable[[RequestError], None], form: ErrorForm
@@ -121,7 +121,7 @@ class Guarded:
         self._app, self._guard, self._refused, self._form = app, guard, refused, form
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer with the refusal, or have the application answer, which finds the caller in the scope."""
+        """Answer with the refusal, or pass on to the application, which finds the caller in the scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)  # there are no routes of another kind
             return
@@ -137,13 +137,13 @@ class Guarded:
 
 
 def add_guards(
-    app: Any, guard: Guard, mine: Own, refused: Callable[[RequestError], None], form: ErrorForm
+    app: Any, guard: Guard, mine: AllowedHosts, refused: Callable[[RequestError], None], form: ErrorForm
 ) -> None:
     """Put the guard and the check of web pages before an application.
 
     Args:
         refused: called with the error of each refusal.
-        form: of what is said to whom is refused.
+        form: of the replies to refused requests.
     """
     app.add_middleware(Guarded, guard=guard, refused=refused, form=form)
     if mine.origins:

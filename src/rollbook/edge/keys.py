@@ -1,6 +1,8 @@
-"""API keys: names, roles and hashes, from a file that is read again as it changes, and from the command line.
+"""API keys: names, roles and hashes, from a file that is read again as it changes, and from the
+command line.
 
-Only hashes are kept. A key is long and random, so its SHA-256 tells nothing of it, and no salt is needed.
+Only hashes are kept. A key is long and random, so its SHA-256 reveals nothing about it, and no
+salt is needed.
 
     [[key]]
     name = "nightly-judge"
@@ -10,7 +12,8 @@ Only hashes are kept. A key is long and random, so its SHA-256 tells nothing of 
 
 Each key has a role, and rules say which roles may use which routes.
 
-A single trajectory has a key of its own: its name, and a code that only who holds the secret can make.
+A single trajectory has a key of its own: its name, and a code that only the holder of the secret
+can make.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from rollbook.store.errors import ConfigError, RequestError
 
 
 class Role(StrEnum):
-    """What a key is for. `trajectory` is that of a trajectory's own key, which no file can name."""
+    """The purpose of a key. `trajectory` is the role of a trajectory's own key; no file can assign it."""
 
     operator = "operator"
     writer = "writer"
@@ -203,7 +206,7 @@ class Key:
     Attributes:
         name: what the log calls it.
         sha256: of the key, hexadecimal.
-        expires: from when on it opens nothing; None: never.
+        expires: from when on it is invalid; None: never.
     """
 
     name: str
@@ -217,7 +220,7 @@ class Key:
 
 
 def digest_of(key: str) -> str:
-    """A key as it is kept."""
+    """The stored form of a key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
@@ -225,10 +228,11 @@ def digest_of(key: str) -> str:
 
 
 def given_keys(values: Sequence[str], environment: Mapping[str, str]) -> tuple[Key, ...]:
-    """Operators' keys, `api-key-1` and so on, of what was given in clear.
+    """Operators' keys, named `api-key-1` and so on, from keys given in clear text.
 
     Raises:
-        ConfigError: one is empty, cannot be sent, or comes twice; or the variable is set to nothing.
+        ConfigError: one is empty, cannot be sent, or comes twice; or the variable is set to
+            nothing.
     """
     if environment.get(VARIABLE, "unset").strip() == "":
         raise ConfigError(f"{VARIABLE} is set and empty, which lets everybody in: unset it, or give it a key")
@@ -244,10 +248,10 @@ def given_keys(values: Sequence[str], environment: Mapping[str, str]) -> tuple[K
 
 
 def checked(keys: Sequence[Key], source: str) -> tuple[Key, ...]:
-    """The keys, of which no two have one name or are the same.
+    """The keys, after checking that names and hashes are unique.
 
     Raises:
-        ConfigError: two are.
+        ConfigError: two are the same.
     """
     names: set[str] = set()
     hashes: dict[str, str] = {}
@@ -269,7 +273,7 @@ def parsed(text: str, source: str) -> tuple[Key, ...]:
     """The keys of a file's text. Pure.
 
     Raises:
-        ConfigError: it is not TOML, or some key of it is not as it must be, or there is none.
+        ConfigError: it is not TOML, holds no key, or one of its keys is invalid.
     """
     try:
         values = tomllib.loads(text)
@@ -294,10 +298,10 @@ def _key(table: Any, where: str) -> Key:
 
 
 def checked_name(name: Any, where: str) -> str:
-    """The name, if it is one.
+    """The name, if it is valid.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None or name == Role.trajectory:
         text = f"{where}: name is {name!r}: use letters, digits, '.', '_', '@' and '-', at most 64"
@@ -306,10 +310,10 @@ def checked_name(name: Any, where: str) -> str:
 
 
 def checked_role(role: Any, where: str) -> Role:
-    """The role, if it is one that a key may have.
+    """The role, if a key may have it.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it may not.
     """
     if role not in ROLES:
         raise ConfigError(f"{where}: role is {role!r}: use one of {', '.join(ROLES)}")
@@ -317,7 +321,7 @@ def checked_role(role: Any, where: str) -> Role:
 
 
 def _expiry(value: Any, where: str) -> datetime | None:
-    """A moment; of a day its beginning, UTC."""
+    """A point in time; for a day its beginning, UTC."""
     if value is None:
         return None
     if isinstance(value, datetime) and value.tzinfo is not None:
@@ -338,9 +342,9 @@ def expiry_of(text: str) -> datetime:
         value: Any = tomllib.loads(f"at = {text}")["at"]
     except tomllib.TOMLDecodeError:
         value = text
-    found = _expiry(value, "--expires")
-    assert found is not None
-    return found
+    expiry = _expiry(value, "--expires")
+    assert expiry is not None
+    return expiry
 
 
 def keys_of(values: Sequence[str], file: Path | None, environment: MutableMapping[str, str]) -> Keys:
@@ -357,8 +361,8 @@ def keys_of(values: Sequence[str], file: Path | None, environment: MutableMappin
 Signature = tuple[int, int, int, int]
 
 
-def _signature(found: os.stat_result) -> Signature:
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+def _signature(status: os.stat_result) -> Signature:
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def _looks(file: Path) -> Signature | None:
@@ -369,7 +373,7 @@ def _looks(file: Path) -> Signature | None:
 
 
 def read_keys(file: Path) -> tuple[tuple[Key, ...], Signature]:
-    """(the keys of a file, what tells whether it has changed)
+    """(the keys of a file, the signature that shows whether it has changed)
 
     Raises:
         ConfigError: it cannot be read, others may read it, or it does not hold keys.
@@ -378,18 +382,18 @@ def read_keys(file: Path) -> tuple[tuple[Key, ...], Signature]:
         # Not waiting: a pipe of that name would never be opened.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as opened:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
                 raise ConfigError(f"{file} is no file of keys: make one with `rollbook keys add`")
-            if found.st_mode & _NOT_FOR_OTHERS:
-                mode = stat.S_IMODE(found.st_mode)
+            if status.st_mode & _NOT_FOR_OTHERS:
+                mode = stat.S_IMODE(status.st_mode)
                 raise ConfigError(f"{file} has mode {mode:04o}, so others may use it: chmod 600 {file}")
             text = opened.read().decode()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}: make it with `rollbook keys add`") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8: {error}") from error
-    return parsed(text, str(file)), _signature(found)
+    return parsed(text, str(file)), _signature(status)
 
 
 class Keys:
@@ -427,14 +431,15 @@ class Keys:
 
     def find(self, sent: str) -> Key | None:
         """The configured key that equals the one sent. All are compared, each in constant time."""
-        digest, found = digest_of(sent), None
+        digest, match = digest_of(sent), None
         for key in self._keys:
             if hmac.compare_digest(key.sha256, digest):
-                found = key
-        return found
+                match = key
+        return match
 
     def look(self) -> None:
-        """Read the file again if it is another one now; where it is wrong, say so and keep the keys."""
+        """Read the file again if it has changed; if it is invalid, report that and keep the present
+        keys."""
         if self.file is None:
             return
         if self.failure is None and _looks(self.file) == self._seen:
@@ -456,8 +461,8 @@ class Keys:
             await asyncio.to_thread(self.look)
 
     def _read(self, file: Path) -> None:
-        keys, seen = read_keys(file)
-        self._keys, self._seen = checked([*self._given, *keys], str(file)), seen
+        keys, signature = read_keys(file)
+        self._keys, self._seen = checked([*self._given, *keys], str(file)), signature
 
 
 MADE = "rollbook-"
@@ -465,10 +470,11 @@ MADE = "rollbook-"
 
 
 def add_key(file: Path, name: str, role: str, expires: datetime | None) -> str:
-    """Make a key and add its hash to a file, made where there is none; the key, shown this once.
+    """Make a key and add its hash to a file, which is created if missing; the key, shown only this once.
 
     Raises:
-        ConfigError: the name is taken or none, the role is none, or the file cannot be used; it is as before.
+        ConfigError: the name is taken or invalid, the role is invalid, or the file cannot be
+            used; it is unchanged.
     """
     key = MADE + secrets.token_urlsafe(32)
     lines = [
@@ -506,18 +512,18 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Put a file in another's place, whole and durable, with its mode and owner."""
+    """Replace a file's content, atomically and durably, keeping its mode and owner."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(fd, "w") as made:
-            made.write(text)
+        with os.fdopen(fd, "w") as stream:
+            stream.write(text)
             if file.exists():
                 before = file.stat()
                 os.fchmod(fd, stat.S_IMODE(before.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.fchown(fd, before.st_uid, before.st_gid)
-            made.flush()
+            stream.flush()
             os.fsync(fd)
         os.replace(temporary, file)
     except BaseException:

@@ -14,17 +14,17 @@ _LIBC = ctypes.CDLL(None)
 
 
 def give_back() -> None:
-    """Give back what nothing uses: Arrow's memory of this thread, and the C library's."""
+    """Give back unused memory: that of Arrow's pool for this thread, and that of the C library."""
     pa.default_memory_pool().release_unused()
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
 
 class MemoryTrimmer:
-    """Has memory given back a moment after it was said to be worth it, once however often it was.
+    """Returns memory shortly after being told that it is worthwhile, once however often it was told.
 
     Args:
-        work: gives it back, without holding up the loop.
+        work: gives it back, without blocking the loop.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:

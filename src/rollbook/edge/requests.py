@@ -1,4 +1,5 @@
-"""How many requests are answered at once, and what becomes of one whose client goes away before its reply."""
+"""How many requests are answered at once, and what happens to one whose client disconnects before
+its reply."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rollbook.store.errors import LimitError
 
 @dataclass(slots=True, eq=False)
 class RequestSlots:
-    """Slots for requests that are being answered: from when their body is there until their reply is sent."""
+    """Slots for requests that are being answered: taken when their body has arrived, until their
+    reply is sent."""
 
     most: int
     taken: int = 0
@@ -30,7 +32,7 @@ class RequestSlots:
 
     @contextmanager
     def taken_by_one(self) -> Iterator[None]:
-        """Take a slot. Where the block fails it is free again; else from `release` on.
+        """Take a slot. If the block fails it is freed; otherwise `release` frees it.
 
         Raises:
             LimitError: 429.
@@ -45,7 +47,7 @@ class RequestSlots:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Leave one's slot to others meanwhile, without a limit on coming back."""
+        """Lend one's slot to others meanwhile; coming back is not limited."""
         self.taken -= 1
         try:
             yield

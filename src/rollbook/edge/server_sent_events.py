@@ -1,9 +1,9 @@
-"""Server-sent events as bytes, written and read: the one reader for engines, upstreams' replies and a
-tail. Pure.
+"""Server-sent events as bytes, written and read: the one reader for engines, upstreams' replies and
+a tail. Pure.
 
-A library's reader would need one of ours beside it: httpx-sse reads the text of an httpx response, while
-engines are asked with aiohttp and an upstream's reply is read from the bytes that passed; and it holds a
-line of any length, while a stranger's stream must be given up at a bound.
+No library's reader would suffice: httpx-sse reads the text of an httpx response, while engines
+are queried with aiohttp and an upstream's reply is read from the bytes that passed; and it
+buffers lines of any length, while a stranger's stream must be given up at a bound.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MessageReader:
         if b"\r" in data:
             self._behind_cr = data.endswith(b"\r")
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        found = []
+        messages = []
         *lines, rest = data.split(b"\n")
         for line in lines:
             whole = b"".join([*self._line, line]) if self._line else line
@@ -61,17 +61,17 @@ class MessageReader:
             if whole:
                 self._take(whole)
             elif (message := self._ended()) is not None:
-                found.append(message)
+                messages.append(message)
         if rest:
             self._line.append(rest)
             self._line_bytes += len(rest)
-        return found
+        return messages
 
     def end(self) -> list[Message]:
         """The message that the stream ended in, if it has data; its last line may have been cut short."""
-        found = [*self.feed(b"\n"), *self.feed(b"\n")]
+        messages = [*self.feed(b"\n"), *self.feed(b"\n")]
         self._behind_cr = False
-        return found
+        return messages
 
     def _take(self, line: bytes) -> None:
         if not self._begun:
@@ -107,7 +107,7 @@ def read_messages(chunks: Iterable[bytes]) -> Iterator[Message]:
 
 
 def messages_of(stream: bytes) -> list[Message]:
-    """The messages in a whole stream, the one that it ends in too."""
+    """The messages in a complete stream, including the last one if it was not terminated."""
     reader = MessageReader()
     return [*reader.feed(stream), *reader.end()]
 
@@ -123,7 +123,7 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 def json_of(data: bytes) -> Any:
-    """A JSON value, also with the NaN that some servers write; None where it is none."""
+    """A JSON value, also with the NaN that some servers write; None if the data is no JSON."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -136,5 +136,5 @@ def json_of(data: bytes) -> Any:
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
     """The JSON events of a stream's bytes; not its comments, its end, or an event that was cut off."""
-    found = (json_of(message.data) for message in messages_of(data))
-    return [event for event in found if isinstance(event, dict)]
+    values = (json_of(message.data) for message in messages_of(data))
+    return [event for event in values if isinstance(event, dict)]

@@ -1,8 +1,9 @@
 """Keeps web pages out: requests that a browser may send for a foreign page never reach a route.
 
-A page on any site can have its visitor's browser send requests to this host, loopback included, and by a name
-whose address it changes (DNS rebinding) even read the replies. Browsers send what gives such a page away: the
-`Host` they meant, the `Origin` of the page, `Sec-Fetch-Site`. Other clients send neither of the last two.
+A page on any site can make its visitor's browser send requests to this host, loopback included,
+and can even read the replies through a name whose address it changes (DNS rebinding). Browsers
+reveal such a page by the `Host` they meant, the `Origin` of the page, and `Sec-Fetch-Site`.
+Other clients send neither of the last two.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ def _is_address(text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
-    """Whether an address is this host's own; a name is none."""
+    """Whether an address is this host's own; False for a name."""
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """What is ours.
+class AllowedHosts:
+    """The names, addresses and origins that count as ours.
 
     Attributes:
         names: host names that requests may be meant for, in small letters, beside loopback's.
@@ -69,8 +70,10 @@ class Own:
         return _is_address(name) and (self.addresses or is_loopback(name))
 
 
-def own(listening: str, machine: str, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> Own:
-    """What is ours where we listen on this address.
+def allowed_hosts(
+    listening: str, machine: str, hosts: Iterable[str] = (), origins: Iterable[str] = ()
+) -> AllowedHosts:
+    """What counts as ours when listening on this address.
 
     Args:
         machine: this machine's name.
@@ -78,35 +81,35 @@ def own(listening: str, machine: str, hosts: Iterable[str] = (), origins: Iterab
         origins: of pages that may send requests, such as http://localhost:3000.
 
     Raises:
-        ConfigError: a host or origin is none.
+        ConfigError: a host or origin is invalid.
     """
     names = {machine.lower(), machine.lower().partition(".")[0], listening.lower()}
     for host in hosts:
-        found = host_of(host)
-        if found is None:
+        parsed = host_of(host)
+        if parsed is None:
             raise ConfigError(f"--allow-host {host!r}: give a host name, such as rollbook.example.org")
-        names.add(found[0])
+        names.add(parsed[0])
     normal = {origin: origin_of(origin) for origin in origins}
-    if wrong := [origin for origin, found in normal.items() if found is None]:
+    if wrong := [origin for origin, parsed in normal.items() if parsed is None]:
         raise ConfigError(
             f"--allow-origin {wrong[0]!r}: give scheme://host:port, such as http://localhost:3000"
         )
     beyond = not is_loopback(listening) and listening.lower() not in LOOPBACK_NAMES
     shown = frozenset(f"{scheme}://{host}:{port}" for scheme, host, port in filter(None, normal.values()))
-    return Own(frozenset(names - {""}), beyond, shown)
+    return AllowedHosts(frozenset(names - {""}), beyond, shown)
 
 
 def host_of(text: str) -> tuple[str, str] | None:
     """(name or address in small letters, without brackets and last dot; port or "") of a Host, or None."""
-    found = _HOST.fullmatch(text.strip().lower())
-    if found is None or len(text) > _LONGEST_HOST:
+    match = _HOST.fullmatch(text.strip().lower())
+    if match is None or len(text) > _LONGEST_HOST:
         return None
-    name = found["name"].strip("[]").removesuffix(".")
-    return (name, found["port"] or "") if name else None
+    name = match["name"].strip("[]").removesuffix(".")
+    return (name, match["port"] or "") if name else None
 
 
 def origin_of(text: str) -> tuple[str, str, str] | None:
-    """(scheme, name, port) of an origin; None where it is none of a page on some host, such as `null`."""
+    """(scheme, name, port) of an origin; None for one that names no host, such as `null`."""
     scheme, _, place = text.strip().lower().partition("://")
     host = host_of(place)
     if scheme not in _DEFAULT_PORTS or host is None:
@@ -114,7 +117,7 @@ def origin_of(text: str) -> tuple[str, str, str] | None:
     return scheme, host[0], host[1] or _DEFAULT_PORTS[scheme]
 
 
-def shown_origins(mine: Own) -> set[str]:
+def shown_origins(mine: AllowedHosts) -> set[str]:
     """Origins of ours as browsers write them: without a port that is the scheme's own."""
     return {origin.removesuffix(f":{_DEFAULT_PORTS[origin.partition(':')[0]]}") for origin in mine.origins}
 
@@ -122,15 +125,17 @@ def shown_origins(mine: Own) -> set[str]:
 # The checks ---------------------------------------------------------------------------------
 
 
-def check_page(mine: Own, method: str, path: str, headers: HeaderList, http_version: str = "1.1") -> None:
+def check_page(
+    mine: AllowedHosts, method: str, path: str, headers: HeaderList, http_version: str = "1.1"
+) -> None:
     """Refuse a request that a foreign page may have caused.
 
     Args:
         headers: names in small letters, as ASGI has them.
 
     Raises:
-        RequestError: 400, it cannot be said whom it is meant for; 421, not for us; 403, from a foreign page;
-            415, its body may come from a page without a preflight request.
+        RequestError: 400, its Host is unclear; 421, it is meant for another host; 403, from a
+            foreign page; 415, a page could send its body without a preflight request.
     """
     host = _checked_host(mine, _values(headers, b"host"), http_version)
     origins = _values(headers, b"origin")
@@ -146,25 +151,25 @@ def check_page(mine: Own, method: str, path: str, headers: HeaderList, http_vers
         _check_type(_values(headers, b"content-type"))
 
 
-def _checked_host(mine: Own, hosts: list[str], http_version: str) -> tuple[str, str] | None:
+def _checked_host(mine: AllowedHosts, hosts: list[str], http_version: str) -> tuple[str, str] | None:
     if not hosts and http_version in ("0.9", "1.0"):
         return None  # no browser uses it any more
-    found = host_of(hosts[0]) if len(hosts) == 1 else None
-    if found is None:
+    host = host_of(hosts[0]) if len(hosts) == 1 else None
+    if host is None:
         raise RequestError(400, "bad_host", f"{len(hosts)} Host headers, or one that names no host: send one")
-    if not mine.is_host(found[0]):
+    if not mine.is_host(host[0]):
         text = (
             f"Host {hosts[0][:200]!r} is none of this proxy's: names of one's own are given by --allow-host"
         )
         raise RequestError(421, "foreign_host", text)
-    return found
+    return host
 
 
-def _is_ours(mine: Own, origin: str, host: tuple[str, str] | None) -> bool:
-    found = origin_of(origin)
-    if found is None:
+def _is_ours(mine: AllowedHosts, origin: str, host: tuple[str, str] | None) -> bool:
+    parsed = origin_of(origin)
+    if parsed is None:
         return False
-    scheme, name, port = found
+    scheme, name, port = parsed
     if f"{scheme}://{name}:{port}" in mine.origins:
         return True
     # TLS may end before us, so both are taken to be of one scheme.
@@ -172,7 +177,7 @@ def _is_ours(mine: Own, origin: str, host: tuple[str, str] | None) -> bool:
 
 
 def _check_site(method: str, path: str, headers: HeaderList) -> None:
-    """A request without an Origin: one that only reads may be a link that a user clicked on."""
+    """Check a request without an Origin: one that only reads may be a link that a user clicked on."""
     site = _values(headers, b"sec-fetch-site")
     if not site or set(site) <= {"none", "same-origin"}:
         return
@@ -203,13 +208,15 @@ def _values(headers: HeaderList, name: bytes) -> list[str]:
 
 
 class WebPages:
-    """ASGI middleware: no request of a foreign page comes to the application."""
+    """ASGI middleware: no request of a foreign page reaches the application."""
 
-    def __init__(self, app: Any, mine: Own, refused: Callable[[RequestError], None], form: ErrorForm) -> None:
+    def __init__(
+        self, app: Any, mine: AllowedHosts, refused: Callable[[RequestError], None], form: ErrorForm
+    ) -> None:
         self._app, self._mine, self._refused, self._form = app, mine, refused, form
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer with the refusal, or have the application answer."""
+        """Answer with the refusal, or pass on to the application."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return

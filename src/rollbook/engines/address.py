@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from rollbook.store.errors import ConfigError
-from rollbook.store.redaction.text import opens
+from rollbook.store.redaction.text import grants_access
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EngineAddress:
     @property
     def secrets(self) -> tuple[str, ...]:
         """The secrets in the address."""
-        values = tuple(value for name, value in parse_qsl(self.query) if opens(name))
+        values = tuple(value for name, value in parse_qsl(self.query) if grants_access(name))
         return (*values, self.login.partition(" ")[2]) if self.login else values
 
     def headers(self, key: str | None) -> dict[str, str]:

@@ -36,7 +36,8 @@ class Sampling:
     constraint: Json | None = None
 
     def as_json(self) -> Json:
-        """As it is recorded with the turn: the first three, and what else differs from its default."""
+        """The form recorded with the turn: the first three, and every other field that differs from
+        its default."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {f.name for f in fields(self) if values[f.name] != f.default}
         always = {"max_new_tokens", "temperature", "seed"}
@@ -67,7 +68,8 @@ class Prompt:
 class Generation:
     """An engine's answer. `finish_reason` is stop, length or abort; spans cover the completion.
 
-    `routed_experts` are packed as the log has them, from the first position that the parent's do not hold.
+    `routed_experts` are packed as in the log, from the first position whose experts the parent's
+    do not hold.
     """
 
     completion_ids: TokenIds

@@ -31,8 +31,8 @@ class Fleet:
 
     Args:
         engines: by address; the proxy's own engine as `/engine`.
-        patience_s: how long one that has other weights than its trainer gave it waits for a sync. After that
-            it is used as what it is.
+        patience_s: how long an engine whose weights differ from those its trainer sent waits for
+            a sync. After that it is used with the weights it has.
     """
 
     def __init__(self, engines: Mapping[str, VersionedEngine], patience_s: float = 110.0) -> None:
@@ -49,7 +49,8 @@ class Fleet:
         self._verifying: set[asyncio.Task[None]] = set()
 
     async def start(self, activated: Activated) -> None:
-        """Start all. One that cannot be reached is out until it can; that none can is an error.
+        """Start all. An engine that cannot be reached stays out until it can be; it is an error if
+        none can.
 
         Raises:
             EngineError: none can be reached, or one is not what it should be.
@@ -113,7 +114,7 @@ class Fleet:
 
         Raises:
             EngineHeldError: a sync of all began since `ready` returned.
-            EngineLostError: the engine is gone, or may not be believed any more.
+            EngineLostError: the engine is gone, or can no longer be trusted.
             EngineError: it refuses.
         """
         member = self._chosen(prompt.trajectory_id)
@@ -128,10 +129,10 @@ class Fleet:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise EngineLostError(f"engine {member.url}: {lost.result()}")
-            made = answer.result()
+            generation = answer.result()
             if member.engine.doubtful():
                 self._look(member)
-            return made
+            return generation
         except EngineLostError:
             if not lost.done():  # else the engine was taken out already, and may be back by now
                 self._look(member)  # other requests that run there may still succeed
@@ -166,8 +167,8 @@ class Fleet:
 
     def policy_version(self) -> int | None:
         """The oldest version that is served; tokens sampled from now on are at least as new."""
-        asked = [m for m in self.members if m.out is None] or self.members
-        return min((m.serves for m in asked if m.serves is not None), default=None)
+        members = [m for m in self.members if m.out is None] or self.members
+        return min((m.serves for m in members if m.serves is not None), default=None)
 
     def failure(self) -> str | None:
         """Why no engine can answer, or None."""
@@ -175,7 +176,8 @@ class Fleet:
         return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
     def states(self) -> list[Json]:
-        """Each engine: its address, what runs in it, its version or why it has none, what it waits for."""
+        """Each engine: its address, its running requests, its version or why it has none, what it
+        waits for."""
         return [
             {
                 "url": member.url,
@@ -198,7 +200,7 @@ class Fleet:
     ) -> None:
         """Apply the syncs that the log holds from before this proxy began.
 
-        An engine in this process began with the proxy, and has the weights that it began with: while a
+        An engine in this process began with the proxy, and still has its first weights: while a
         training goes on it waits for its sync.
 
         Args:
@@ -408,7 +410,7 @@ class Member:
 
     @property
     def has_its_weights(self) -> bool:
-        """Whether it has the weights that a trainer gave it, if one did; after a restart it has others."""
+        """Whether it has the weights that its trainer sent, if one did; after a restart it has others."""
         return not self.trainer_keeps_weights or self.version in (None, self.engine.policy_version())
 
     @property

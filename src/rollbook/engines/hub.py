@@ -1,7 +1,7 @@
 """Models by their names at Hugging Face's hub: `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@REVISION`.
 
-What the local cache has is taken from there, so that a start needs no network and takes the revision of the
-start before; only what it lacks is fetched.
+Files in the local cache are used from there, so that a start needs no network and gets the same
+revision as the previous start; only missing files are fetched.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ ANSWER_S = 10.0
 
 
 def model_folder(model: Path, *, weights: bool = True, fetch: bool = True) -> Path:
-    """The directory of a model: what is named, or the snapshot of a model of that name at the hub.
+    """The directory of a model: the one named, or the snapshot of a model of that name at the hub.
 
-    What is neither is returned as it is named: who reads it says what is not there.
+    A name that is neither is returned unchanged: the reader's error says what is missing.
 
     Args:
-        weights: they are needed; else the tokenizer and the configuration do.
-        fetch: what the cache lacks; else the name is returned, for a program that fetches it itself.
+        weights: they are needed; otherwise the tokenizer and the configuration are.
+        fetch: missing files; otherwise the name is returned, for a program that fetches them
+            itself.
 
     Raises:
-        ModelError: it is the name of a model that is not in the local cache and cannot be fetched.
+        ModelError: it is the name of a model that is not in the local cache and cannot be
+            fetched.
     """
     named = _NAME.fullmatch(str(model))
     if named is None or model.exists() or model.parent.is_dir():
@@ -66,12 +68,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 def name_at_hub(folder: Path) -> str | None:
     """`OWNER/NAME@COMMIT` of a snapshot in the cache; None of any other folder."""
     at = folder.absolute()
-    of = _SNAPSHOT.fullmatch(at.parent.parent.name)
-    return f"{of['owner']}/{of['name']}@{at.name}" if of and at.parent.name == "snapshots" else None
+    match = _SNAPSHOT.fullmatch(at.parent.parent.name)
+    return f"{match['owner']}/{match['name']}@{at.name}" if match and at.parent.name == "snapshots" else None
 
 
-def model_said(folder: Path) -> Json:
-    """For `run.opened`: a model's name at the hub and its commit, where it is a snapshot of one."""
+def hub_reference(folder: Path) -> Json:
+    """Fields for `run.opened`: the model's name at the hub and its commit, if it is a snapshot of one."""
     name = name_at_hub(folder)
     return {} if name is None else {"model_at_hub": name}
 
@@ -88,7 +90,7 @@ def _cached(cache: Path, name: str, revision: str) -> Path | None:
 
 
 def _whole(folder: Path, *, weights: bool) -> bool:
-    """Whether a snapshot has what is needed: it may have been fetched in part."""
+    """Whether a snapshot has the needed files: it may have been fetched in part."""
     small = all((folder / name).exists() for name in ("config.json", "tokenizer.json"))
     return small and (not weights or _has_weights(folder))
 

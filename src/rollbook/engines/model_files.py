@@ -45,13 +45,13 @@ def model_file(model: Path, name: str) -> Path | None:
 
 
 def require_folder(model: Path, named_by: str) -> None:
-    """See that a model directory is there at all.
+    """Check that there is a model directory at all.
 
     Args:
         named_by: the option or key that names it, for the message.
 
     Raises:
-        ModelError: it is not.
+        ModelError: there is none.
     """
     if not model.is_dir():
         what = "is no folder" if model.exists() else "is not there"
@@ -117,9 +117,9 @@ def _homes(model: Path) -> list[Path]:
     Hugging Face's cache has `models--NAME/snapshots/REVISION/`, with links into `models--NAME/blobs/`.
     """
     homes = [model.resolve()]
-    for one in (model.absolute(), model.resolve()):
-        if one.parent.name == "snapshots":
-            homes.append(one.parent.parent.resolve())
+    for path in (model.absolute(), model.resolve()):
+        if path.parent.name == "snapshots":
+            homes.append(path.parent.parent.resolve())
     return homes
 
 
@@ -183,10 +183,10 @@ CONFIG_KEYS: dict[str, _Kind] = {
 
 
 def check_types(file: Path, config: dict[str, Any], within: str = "") -> None:
-    """See that what a config.json says is of the right types, in its objects about rotation too.
+    """Check that the values of a config.json have the right types, also in its rope objects.
 
     Raises:
-        ModelError: something is not; the file, the key and its value are named.
+        ModelError: something has not; the file, the key and its value are named.
     """
     for key, value in config.items():
         if value is None or key not in CONFIG_KEYS:
@@ -202,29 +202,29 @@ def check_types(file: Path, config: dict[str, Any], within: str = "") -> None:
 
 
 def origin_of(model: Path) -> Origin | None:
-    """Which version a checkpoint, or a model that was exported, says that it is; None for any other model.
+    """The version that a checkpoint, or an exported model, claims to be; None for any other model.
 
     Raises:
-        ModelError: what it says is damaged.
+        ModelError: its manifest is damaged.
     """
     if model_file(model, MANIFEST) is None:
         return None
-    said = read_json(model, MANIFEST)
+    manifest = read_json(model, MANIFEST)
     try:
-        named = str(said.get("run", "")), str(said.get("policy", ""))
-        return Origin(*named, int(said["policy_version"]), str(said["weights_digest"]))
+        named = str(manifest.get("run", "")), str(manifest.get("policy", ""))
+        return Origin(*named, int(manifest["policy_version"]), str(manifest["weights_digest"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model / MANIFEST}: damaged: {error!r}") from error
 
 
 def check_unchanged(model: Path, origin: Origin | None, digest: str) -> None:
-    """See that a model's weights are those that it says.
+    """Check that a model's weights match its manifest.
 
     Args:
         digest: of its weights.
 
     Raises:
-        ModelError: they are others; both digests are named.
+        ModelError: they do not; both digests are named.
     """
     if origin is not None and digest != origin.digest:
         raise ModelError(

@@ -30,7 +30,7 @@ DigestOf = Callable[[Sequence[Json]], bytes]
 
 
 class Tokenizer(Protocol):
-    """The model's tokenizer, as far as pieces of an answer need it."""
+    """The part of the model's tokenizer that pieces of an answer need."""
 
     def encode(self, text: str) -> TokenIds: ...
 
@@ -43,7 +43,7 @@ class Sampled(Protocol):
 
 
 class Writer(Protocol):
-    """What makes of an answer the ids that the model would have sampled, its end-of-turn token included."""
+    """Turns an answer into the ids that the model would have sampled, its end-of-turn token included."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -110,20 +110,20 @@ class ScriptedEngine:
         self, pieces: AsyncGenerator[Any, Any], request_id: str, on_tokens: OnTokens
     ) -> Generation:
         self._aborted[request_id] = False
-        made: list[int] = []
+        sampled: list[int] = []
         try:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     ids = self._tokenizer.encode(piece).tolist()
-                    made += ids
+                    sampled += ids
                     on_tokens(ids, None)
                     if self._aborted[request_id]:
-                        return _generation(made, "abort")
+                        return _generation(sampled, "abort")
         finally:
             del self._aborted[request_id]
         stop = self._writer.end_of_text
         on_tokens([stop], None)
-        return _generation([*made, stop], "stop")
+        return _generation([*sampled, stop], "stop")
 
     def policy_version(self) -> int | None:
         """None: a script has no weights."""
@@ -143,10 +143,10 @@ def _generation(ids: list[int], finish: str) -> Generation:
 
 
 def load_script(spec: str, digest_of: DigestOf) -> Script:
-    """The script a `--script` option names.
+    """The script that a `--script` option names.
 
     Args:
-        digest_of: what a file's replies are looked up by.
+        digest_of: the digest of messages by which a file's replies are looked up.
 
     Raises:
         EngineError: it cannot be loaded; the message says why.

@@ -60,26 +60,26 @@ def differences(model: Path, reported: Json) -> list[str]:
             compared too; of a server elsewhere only the architecture is known.
     """
     own = _config(model)
-    found = []
+    signs = []
     for key in ("model_type", "architectures"):
         if key in own and reported.get(key) and reported[key] != own[key]:
-            found.append(f"serves a {_shown(reported[key])}, and {model} is a {_shown(own[key])}")
+            signs.append(f"serves a {_shown(reported[key])}, and {model} is a {_shown(own[key])}")
             break
     path = Path(str(reported.get("model_path") or ""))
     if not path.is_absolute() or not path.is_dir() or path.resolve() == model.resolve():
-        return found
+        return signs
     other = _config(path)
-    found += [
+    signs += [
         f"has {key} {other[key]!r} ({path}), and {model} has {own[key]!r}"
         for key in KEYS
         if key in own and key in other and own[key] != other[key]
     ]
-    found += [
+    signs += [
         f"has another {name} ({path}) than {model}, so ids may mean other text"
         for name in FILES
         if len({_digest(folder, name) for folder in (path, model)} - {None}) == 2
     ]
-    return found
+    return signs
 
 
 def _config(folder: Path) -> dict[str, Any]:

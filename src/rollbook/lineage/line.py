@@ -42,12 +42,12 @@ class Line:
 
     def back(self, number: int) -> tuple[Version, ...]:
         """The versions that one was made from, the nearest first."""
-        found: dict[int, Version] = {}
+        ancestors: dict[int, Version] = {}
         parent = self.version(number).parent
-        while parent is not None and parent not in found and parent != number:
-            found[parent] = self.version(parent)
-            parent = found[parent].parent
-        return tuple(found.values())
+        while parent is not None and parent not in ancestors and parent != number:
+            ancestors[parent] = self.version(parent)
+            parent = ancestors[parent].parent
+        return tuple(ancestors.values())
 
     def descendants(self, numbers: Iterable[int]) -> tuple[Version, ...]:
         """The versions that were made from these, step by step, without themselves, in order."""
@@ -55,21 +55,21 @@ class Line:
         for version in self.versions.values():
             if version.parent is not None:
                 children[version.parent].append(version.version)
-        given = set(numbers)
-        found, waiting = set(given), list(given)
+        starts = set(numbers)
+        reached, waiting = set(starts), list(starts)
         while waiting:
-            new = [child for child in children[waiting.pop()] if child not in found]
-            found.update(new)
+            new = [child for child in children[waiting.pop()] if child not in reached]
+            reached.update(new)
             waiting += new
-        return tuple(self.versions[number] for number in sorted(found - given))
+        return tuple(self.versions[number] for number in sorted(reached - starts))
 
 
 def read_line(connection: Connection, run: str, policy: str) -> Line:
     """The versions of a policy in a run, of which the log says something."""
-    asked = {"run": run, "policy": policy}
+    parameters = {"run": run, "policy": policy}
 
     def rows(query: str) -> list[tuple[Any, ...]]:
-        return connection.execute(query, asked).fetchall()
+        return connection.execute(query, parameters).fetchall()
 
     known: dict[int, Version] = {}
     for number, parent, digest, checkpoint in rows(_POLICIES):
@@ -105,23 +105,24 @@ def _engines(
     syncs: Iterable[tuple[Any, ...]], activations: Iterable[tuple[Any, ...]]
 ) -> dict[int, list[Engine]]:
     """Version -> the engines that it came to, those first that were first seen to hold it."""
-    found: dict[tuple[int, str], Engine] = {}
+    engines: dict[tuple[int, str], Engine] = {}
     for number, name, time, *place in activations:
-        engine = found.get((number, name)) or Engine(name, time, (), ())
+        engine = engines.get((number, name)) or Engine(name, time, (), ())
         held = (*engine.activations, Place(*place))
-        found[number, name] = replace(engine, activations=held)
+        engines[number, name] = replace(engine, activations=held)
     for number, name, *values in syncs:
-        engine, sync = found.get((number, name)) or Engine(name, None, (), ()), Sync(*values)
+        engine, sync = engines.get((number, name)) or Engine(name, None, (), ()), Sync(*values)
         verified = engine.verified or (sync.ended if sync.status == "finished" else None)
-        found[number, name] = replace(engine, verified=verified, syncs=(*engine.syncs, sync))
+        engines[number, name] = replace(engine, verified=verified, syncs=(*engine.syncs, sync))
     of_version = defaultdict(list)
-    for (number, _), engine in found.items():
+    for (number, _), engine in engines.items():
         of_version[number].append(engine)
     return of_version
 
 
 def _marked(versions: dict[int, Version]) -> dict[int, Version]:
-    """The versions, with it said which are another's weights under a new number, and abandoned like that."""
+    """The versions, each marked that has another's weights under a new number; such a one is abandoned
+    where the other is."""
     marked: dict[int, Version] = {}
     for number, version in sorted(versions.items()):  # such a number is higher than any before it
         before = None if version.parent is None else marked.get(version.parent)
@@ -154,10 +155,10 @@ class Lines:
         keys = {(run, policy, v) for run, policy, v in wanted if policy is not None and v is not None}
         return tuple(self.version(*key) for key in sorted(keys))
 
-    def descendants(self, made: Iterable[tuple[str, str, int | None]]) -> tuple[Version, ...]:
+    def descendants(self, versions: Iterable[tuple[str, str, int | None]]) -> tuple[Version, ...]:
         """All versions after these, without themselves."""
         by_line: dict[tuple[str, str], set[int]] = {}
-        for run, policy, number in made:
+        for run, policy, number in versions:
             if number is not None:
                 by_line.setdefault((run, policy), set()).add(number)
         return tuple(

@@ -55,9 +55,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a version came to on what is held out of training; null what was not measured.
+    """A version's results on what is held out of training; null for what was not measured.
 
-    `whole` is false if its rewards are those of a part: of `trajectories`, where there were to be `expected`.
+    `whole` is false if its rewards are those of a part: of `trajectories`, out of `expected` ones.
     """
 
     loss: float | None
@@ -179,7 +179,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class RewardComparison:
     """An attempt at a step whose samples were compared with a trajectory's reward, without training on it."""
 
     run: str
@@ -227,7 +227,7 @@ class TrajectoryLineage:
     turns: tuple[TurnOrigin, ...]
     sampled_by: tuple[Version, ...]
     uses: tuple[Use, ...]
-    compared: tuple[Compared, ...]
+    compared: tuple[RewardComparison, ...]
     drops: tuple[Drop, ...]
     made: tuple[Version, ...]
     descendants: tuple[Version, ...]
@@ -235,12 +235,12 @@ class TrajectoryLineage:
 
 @dataclass(frozen=True, slots=True)
 class TokenUse:
-    """What an attempt that consumed a sample with the token's turn on its path made of the token.
+    """What became of a token in an attempt that consumed a sample with the token's turn on its path.
 
     Attributes:
         trained: whether the token had a loss there.
-        why: of one that had none: undelivered, altered, erased, cut off, or other sample (that of another
-            leaf has it).
+        why: it had none: undelivered, altered, erased, cut off, or other sample (that of another leaf
+            has it).
     """
 
     use: Use
@@ -288,7 +288,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestPosition:
     """A turn, and where its request stands in the log."""
 
     turn_id: str
@@ -313,7 +313,7 @@ class StepSample:
     trajectory_id: str
     trajectory: str | None
     leaf_turn_id: str
-    turns: tuple[Asked, ...]
+    turns: tuple[RequestPosition, ...]
     tokens: int
     min_version: int | None
     max_version: int | None
@@ -329,7 +329,7 @@ class SampledBy:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTotals:
     """What a version sampled."""
 
     trajectories: int
@@ -339,7 +339,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A committed step of whose batch a version sampled so much."""
+    """A committed step, and how much of its batch a version sampled."""
 
     run: str
     policy: str
@@ -356,10 +356,10 @@ class StepLineage:
 
     Attributes:
         attempt, status: of the attempt that all this is about: the one that committed, else the last.
-        cut: that it was planned at.
+        cut: at which it was planned.
         drops: rule -> how many samples it kept out of the attempt.
-        output: the version that it made, null unless it committed; sampled, consumers: what that sampled,
-            and the steps that consumed it.
+        output: the version that it made, null unless it committed.
+        sampled, consumers: what that version sampled, and the steps that consumed it.
         descendants: all versions after it, in order.
     """
 
@@ -375,7 +375,7 @@ class StepLineage:
     sampled_by: tuple[SampledBy, ...]
     drops: dict[str, int]
     output: Version | None
-    sampled: Sampled | None
+    sampled: SampledTotals | None
     consumers: tuple[Consumer, ...]
     descendants: tuple[Version, ...]
 
@@ -392,6 +392,6 @@ class PolicyLineage:
 
     version: Version
     back: tuple[Version, ...]
-    sampled: Sampled
+    sampled: SampledTotals
     consumers: tuple[Consumer, ...]
     descendants: tuple[Version, ...]

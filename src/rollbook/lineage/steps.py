@@ -11,12 +11,12 @@ import orjson
 
 from rollbook.lineage.line import Lines
 from rollbook.lineage.records import (
-    Asked,
     Attempt,
     Consumer,
     PolicyLineage,
-    Sampled,
+    RequestPosition,
     SampledBy,
+    SampledTotals,
     StepLineage,
     StepSample,
 )
@@ -113,31 +113,31 @@ def step_lineage(connection: Connection, step: int, run: str | None, policy: str
     Raises:
         ReplayError: no run planned such a step of the policy, or several did.
     """
-    asked = {"step": step, "run": run, "policy": policy}
-    attempts = [_Planned(*row) for row in connection.execute(_ATTEMPTS, asked).fetchall()]
+    parameters = {"step": step, "run": run, "policy": policy}
+    attempts = [_Planned(*row) for row in connection.execute(_ATTEMPTS, parameters).fetchall()]
     run = _only(
-        [one.run for one in attempts],
+        [attempt.run for attempt in attempts],
         f"step {step} of policy {policy!r}",
         run,
         "select run, policy, step, status from steps",
     )
-    of = next((one for one in attempts[::-1] if one.output_version is not None), attempts[-1])
-    manifest = orjson.loads(of.manifest)
+    final = next((attempt for attempt in attempts[::-1] if attempt.output_version is not None), attempts[-1])
+    manifest = orjson.loads(final.manifest)
     lines = Lines(connection)
     line = lines.line(run, policy)
     samples, sampled_by = _batch(connection, manifest, lines)
-    output = None if of.output_version is None else line.version(of.output_version)
+    output = None if final.output_version is None else line.version(final.output_version)
     named = {"run": run, "policy": policy}
-    dropped = connection.execute(_DROPS, named | {"step": step, "attempt": of.attempt}).fetchall()
+    dropped = connection.execute(_DROPS, named | {"step": step, "attempt": final.attempt}).fetchall()
     return StepLineage(
         run=run,
         policy=policy,
         step=step,
-        attempt=of.attempt,
-        status=of.status,
-        attempts=tuple(Attempt(one.attempt, one.status, one.error) for one in attempts),
-        cut=of.cut,
-        input=line.version(of.input_version),
+        attempt=final.attempt,
+        status=final.status,
+        attempts=tuple(Attempt(attempt.attempt, attempt.status, attempt.error) for attempt in attempts),
+        cut=final.cut,
+        input=line.version(final.input_version),
         samples=samples,
         sampled_by=sampled_by,
         drops=dict(dropped),
@@ -154,8 +154,8 @@ def policy_lineage(connection: Connection, version: int, run: str | None, policy
     Raises:
         ReplayError: no run has such a version of the policy, or several have.
     """
-    asked = {"version": version, "run": run, "policy": policy}
-    runs = [name for (name,) in connection.execute(_VERSIONS, asked).fetchall()]
+    parameters = {"version": version, "run": run, "policy": policy}
+    runs = [name for (name,) in connection.execute(_VERSIONS, parameters).fetchall()]
     what = f"version {version} of policy {policy!r}"
     run = _only(runs, what, run, "select run, policy, policy_version from policies")
     line = Lines(connection).line(run, policy)
@@ -170,24 +170,24 @@ def policy_lineage(connection: Connection, version: int, run: str | None, policy
 
 def _only(runs: Iterable[str], what: str, run: str | None, listing: str) -> str:
     """The one run among these."""
-    found = sorted(set(runs))
-    if not found:
+    unique = sorted(set(runs))
+    if not unique:
         where = "this store" if run is None else f"run {run!r}"
         raise ReplayError(f'{where} has no {what}; list them: rollbook sql "{listing}"')
-    if len(found) > 1:
-        raise ReplayError(f"runs {', '.join(found)} each have a {what}: name one with --run")
-    return found[0]
+    if len(unique) > 1:
+        raise ReplayError(f"runs {', '.join(unique)} each have a {what}: name one with --run")
+    return unique[0]
 
 
-def _sampled(connection: Connection, run: str, policy: str, version: int) -> Sampled:
-    asked = {"run": run, "policy": policy, "version": version}
-    [row] = connection.execute(_SAMPLED, asked).fetchall()
-    return Sampled(*row)
+def _sampled(connection: Connection, run: str, policy: str, version: int) -> SampledTotals:
+    parameters = {"run": run, "policy": policy, "version": version}
+    [row] = connection.execute(_SAMPLED, parameters).fetchall()
+    return SampledTotals(*row)
 
 
 def _consumers(connection: Connection, run: str, policy: str, version: int) -> tuple[Consumer, ...]:
-    asked = {"run": run, "policy": policy, "version": version}
-    return tuple(Consumer(*row) for row in connection.execute(_CONSUMERS, asked).fetchall())
+    parameters = {"run": run, "policy": policy, "version": version}
+    return tuple(Consumer(*row) for row in connection.execute(_CONSUMERS, parameters).fetchall())
 
 
 # The batch ------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def _batch(
             StepSample(
                 *(position, *places[position], ref["trajectory_id"], names.get(ref["trajectory_id"])),
                 ref["turn_id"],
-                tuple(Asked(turn.turn_id, turn.lane, turn.seq) for turn in path),
+                tuple(RequestPosition(turn.turn_id, turn.lane, turn.seq) for turn in path),
                 sum(turn.tokens for turn in path),
                 min((turn.min_version for turn in path if turn.min_version is not None), default=None),
                 max((turn.max_version for turn in path if turn.max_version is not None), default=None),
@@ -267,5 +267,5 @@ def _makers(turns: Iterable[_Turn], spans: Sequence[tuple[Any, ...]], lines: Lin
             counts[turn.run, policy, version] += 1
         left = turn.tokens - shares.total()
         unknown, unknown_turns = unknown + left, unknown_turns + bool(left)
-    made = [SampledBy(lines.version(*maker), counts[maker], tokens[maker]) for maker in sorted(tokens)]
-    return tuple(made + [SampledBy(None, unknown_turns, unknown)] * bool(unknown))
+    sampled_by = [SampledBy(lines.version(*maker), counts[maker], tokens[maker]) for maker in sorted(tokens)]
+    return tuple(sampled_by + [SampledBy(None, unknown_turns, unknown)] * bool(unknown))

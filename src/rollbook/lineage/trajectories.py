@@ -8,9 +8,9 @@ from typing import Any
 
 from rollbook.lineage.line import Lines
 from rollbook.lineage.records import (
-    Compared,
     Drop,
     Place,
+    RewardComparison,
     RewardGiven,
     Share,
     TokenLineage,
@@ -49,7 +49,7 @@ class TrajectorySnapshot:
     events: list[Event]
     turns: dict[str, TurnOrigin]
     consumed: list[Consumed]
-    compared: tuple[Compared, ...]
+    compared: tuple[RewardComparison, ...]
     drops: tuple[Drop, ...]
 
 
@@ -66,40 +66,40 @@ def trajectory_lineage(
         ReplayError: the turn is no leaf, and no step consumed or dropped a sample by its name.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    told = read_snapshot(log, connection, cut, trajectory_id)
-    turns, drops = tuple(told.turns.values()), told.drops
-    uses = tuple(one.use for one in told.consumed)
+    snapshot = read_snapshot(log, connection, cut, trajectory_id)
+    turns, drops = tuple(snapshot.turns.values()), snapshot.drops
+    uses = tuple(consumed.use for consumed in snapshot.consumed)
     if leaf_turn_id is not None:
-        _check_leaf(told, leaf_turn_id)
-        path = path_to(told.trajectory, leaf_turn_id)
+        _check_leaf(snapshot, leaf_turn_id)
+        path = path_to(snapshot.trajectory, leaf_turn_id)
         turns = tuple(turn for turn in turns if turn.turn_id in path)
         uses = tuple(use for use in uses if use.leaf_turn_id == leaf_turn_id)
         drops = tuple(drop for drop in drops if drop.leaf_turn_id == leaf_turn_id)
     lines = Lines(connection)
     sampled = {(share.policy, share.version) for turn in turns for share in turn.shares}
-    run, opened, finished = told.trajectory.run, told.trajectory.opened, told.trajectory.finished
-    made = {(use.run, use.policy, use.output_version) for use in uses if use.status == "committed"}
+    run, opened, finished = snapshot.trajectory.run, snapshot.trajectory.opened, snapshot.trajectory.finished
+    outputs = {(use.run, use.policy, use.output_version) for use in uses if use.status == "committed"}
     return TrajectoryLineage(
         run=run,
         trajectory_id=trajectory_id,
         trajectory=opened.name,
         sample=leaf_turn_id,
-        split=told.trajectory.split,
+        split=snapshot.trajectory.split,
         status=finished.status if finished else "open",
-        lanes=_lanes(told.events),
-        rewards=_rewards(told),
+        lanes=_lanes(snapshot.events),
+        rewards=_rewards(snapshot),
         turns=turns,
         sampled_by=lines.versions((run, policy, version) for policy, version in sampled),
         uses=uses,
-        compared=told.compared,
+        compared=snapshot.compared,
         drops=drops,
-        made=lines.versions(made),
-        descendants=lines.descendants(made),
+        made=lines.versions(outputs),
+        descendants=lines.descendants(outputs),
     )
 
 
 def read_snapshot(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> TrajectorySnapshot:
-    """What the log tells of a trajectory; reads only what holds its events, and the manifests that name it.
+    """A trajectory as the log has it; reads only what holds its events, and the manifests that name it.
 
     Raises:
         CutError: its opening is not in the cut.
@@ -115,8 +115,8 @@ def read_snapshot(log: Store, connection: Connection, cut: Cut, trajectory_id: s
         trajectory,
         events,
         _turns(trajectory, events, rows),
-        [one for attempt in named for one in consumed_by(attempt, trajectory_id, events)],
-        tuple(one for attempt in named for one in compared_by(attempt, trajectory_id)),
+        [record for attempt in named for record in consumed_by(attempt, trajectory_id, events)],
+        tuple(record for attempt in named for record in compared_by(attempt, trajectory_id)),
         read_drops(connection, trajectory_id),
     )
 
@@ -130,14 +130,16 @@ def path_to(trajectory: Trajectory, leaf: str) -> frozenset[str]:
     return frozenset(turns)
 
 
-def _check_leaf(told: TrajectorySnapshot, turn_id: str) -> None:
-    """See that a sample has the name of this turn: a leaf of now, or of a sample that an attempt named.
+def _check_leaf(snapshot: TrajectorySnapshot, turn_id: str) -> None:
+    """Check that this turn names a sample: as a leaf now, or as that of a sample that an attempt named.
 
     Raises:
-        ReplayError: none has; the message names the leaves above the turn.
+        ReplayError: it names none; the message names the leaves above the turn.
     """
-    paths = [[turn.turn_id for turn in path] for path in told.trajectory.paths()]
-    named = {one.use.leaf_turn_id for one in told.consumed} | {drop.leaf_turn_id for drop in told.drops}
+    paths = [[turn.turn_id for turn in path] for path in snapshot.trajectory.paths()]
+    named = {consumed.use.leaf_turn_id for consumed in snapshot.consumed} | {
+        drop.leaf_turn_id for drop in snapshot.drops
+    }
     if turn_id in named or turn_id in {path[-1] for path in paths}:
         return
     leaves = [path[-1] for path in paths if turn_id in path] or [path[-1] for path in paths]
@@ -153,12 +155,12 @@ def _turns(
     Args:
         rows: of `ledger_view.shares`.
     """
-    asked: dict[str, Place] = {}
+    requested: dict[str, Place] = {}
     answered: dict[str, Place] = {}
     for event in events:
         match event.record:
             case TurnRequested(turn_id=turn_id):
-                asked[turn_id] = Place(event.lane, event.seq, event.event_id)
+                requested[turn_id] = Place(event.lane, event.seq, event.event_id)
             case TurnCompleted(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
                 answered[turn_id] = Place(event.lane, event.seq, event.event_id)
     return {
@@ -167,7 +169,7 @@ def _turns(
             number=turn.position + 1,
             parent=turn.requested.parent_turn_id,
             request_id=turn.requested.request_id,
-            requested=asked[turn_id],
+            requested=requested[turn_id],
             answered=answered.get(turn_id),
             status="completed" if turn.completed else "failed" if turn.failed else "running",
             delivered=turn.delivered,
@@ -181,14 +183,14 @@ def _shares(turn: Turn, rows: Sequence[tuple[Any, ...]]) -> tuple[Share, ...]:
     done = turn.completed
     if done is None:
         return ()
-    found = []
+    result = []
     for turn_id, policy, version, tokens, term, rule in rows:
         if turn_id == turn.turn_id:
-            found.append(Share(policy, version, tokens, term, rule))
+            result.append(Share(policy, version, tokens, term, rule))
         elif turn_id is None and (policy, version) == (done.policy, done.policy_version):
             # Of a trajectory of one path: the row is of all its turns by this version.
-            found.append(Share(policy, version, len(done.completion_ids), term, rule))
-    return tuple(found)
+            result.append(Share(policy, version, len(done.completion_ids), term, rule))
+    return tuple(result)
 
 
 def _lanes(events: Iterable[Event]) -> tuple[str, ...]:
@@ -203,22 +205,22 @@ def _lanes(events: Iterable[Event]) -> tuple[str, ...]:
     return tuple(lane for lane, _ in sorted((opened, *adopted), key=lambda start: chain.rank(start) or 0))
 
 
-def _rewards(told: TrajectorySnapshot) -> tuple[RewardGiven, ...]:
-    places = {e.event_id: e for e in told.events if isinstance(e.record, RewardAssigned)}
-    superseded = {record.supersedes for _, record in told.trajectory.rewards if record.supersedes}
-    committed = [one for one in told.consumed if one.use.status == "committed"]
-    given = []
-    for event_id, record in told.trajectory.rewards:
+def _rewards(snapshot: TrajectorySnapshot) -> tuple[RewardGiven, ...]:
+    places = {e.event_id: e for e in snapshot.events if isinstance(e.record, RewardAssigned)}
+    superseded = {record.supersedes for _, record in snapshot.trajectory.rewards if record.supersedes}
+    committed = [consumed for consumed in snapshot.consumed if consumed.use.status == "committed"]
+    rewards = []
+    for event_id, record in snapshot.trajectory.rewards:
         event = places[event_id]
         seen = {(c.use.run, c.use.step) for c in committed if holds(c.cut, event.lane, event.seq)}
         place = Place(event.lane, event.seq, event_id)
-        given.append(
+        rewards.append(
             RewardGiven(
                 *(record.reward, record.source, record.turn_id, place, event_id in superseded),
                 tuple(sorted(seen)),
             )
         )
-    return tuple(given)
+    return tuple(rewards)
 
 
 UNDELIVERED, ALTERED, ERASED = "undelivered", "altered", "erased"
@@ -232,29 +234,29 @@ def token_lineage(
     """Where a sampled token comes from, and which steps trained on it.
 
     Args:
-        turn_id: its turn, `index` its place in the completion; without a turn it is that among all sampled
-            tokens of the trajectory, turns in order. Both count from 0.
+        turn_id: the token's turn, with `index` its place in the completion; without a turn, `index` is
+            its place among all sampled tokens of the trajectory, turns in order. Both count from 0.
 
     Raises:
         CutError: the trajectory's opening is not in the cut.
         ReplayError: the turn sampled no such token.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    told = read_snapshot(log, connection, cut, trajectory_id)
-    turn, index = _find_token(told.trajectory, turn_id, index)
-    done, origin = turn.completed, told.turns[turn.turn_id]
+    snapshot = read_snapshot(log, connection, cut, trajectory_id)
+    turn, index = _find_token(snapshot.trajectory, turn_id, index)
+    done, origin = turn.completed, snapshot.turns[turn.turn_id]
     assert done is not None
     span = next((s for s in done.version_spans if s.start <= index < s.end), None)
     policy, number = (None, None) if span is None else (span.policy, span.version)
     share = next((s for s in origin.shares if (s.policy, s.version) == (policy, number)), None)
     token_id = int(done.completion_ids[index])
-    [(text,)] = connection.execute(_TEXT, {"run": told.trajectory.run, "token": token_id}).fetchall()
-    uses = [_token_use(one, turn.turn_id, index) for one in told.consumed]
-    versions = Lines(connection).versions([(told.trajectory.run, policy, number)])
+    [(text,)] = connection.execute(_TEXT, {"run": snapshot.trajectory.run, "token": token_id}).fetchall()
+    uses = [_token_use(use, turn.turn_id, index) for use in snapshot.consumed]
+    versions = Lines(connection).versions([(snapshot.trajectory.run, policy, number)])
     return TokenLineage(
-        run=told.trajectory.run,
+        run=snapshot.trajectory.run,
         trajectory_id=trajectory_id,
-        trajectory=told.trajectory.opened.name,
+        trajectory=snapshot.trajectory.opened.name,
         turn=origin,
         index=index,
         place=done.prompt_length + index,
@@ -263,9 +265,11 @@ def token_lineage(
         logprob=None if done.logprobs is None else float(done.logprobs[index]),
         version=versions[0] if versions else None,
         share=share,
-        reached=any(one.trained and one.use.status == "committed" for one in uses if one),
-        uses=tuple(one for one in uses if one is not None),
-        drops=tuple(d for d in told.drops if turn.turn_id in path_to(told.trajectory, d.leaf_turn_id)),
+        reached=any(use.trained and use.use.status == "committed" for use in uses if use),
+        uses=tuple(use for use in uses if use is not None),
+        drops=tuple(
+            d for d in snapshot.drops if turn.turn_id in path_to(snapshot.trajectory, d.leaf_turn_id)
+        ),
     )
 
 
@@ -283,9 +287,9 @@ def _find_token(trajectory: Trajectory, turn_id: str | None, index: int) -> tupl
     raise ReplayError(f"{what} has no sampled token {index}: {there}")
 
 
-def _token_use(one: Consumed, turn_id: str, index: int) -> TokenUse | None:
+def _token_use(consumed: Consumed, turn_id: str, index: int) -> TokenUse | None:
     """What an attempt made of a token; None if its turn is not on the path of the sample."""
-    trajectory, sample = one.trajectory, one.sample
+    trajectory, sample = consumed.trajectory, consumed.sample
     if trajectory is None or sample is None:
         return None
     turn = trajectory.turns.get(turn_id)
@@ -293,12 +297,12 @@ def _token_use(one: Consumed, turn_id: str, index: int) -> TokenUse | None:
         return None
     place = turn.completed.prompt_length + index
     if place >= len(sample):
-        return TokenUse(one.use, False, CUT_OFF)
+        return TokenUse(consumed.use, False, CUT_OFF)
     if sample.loss_mask[place]:
-        return TokenUse(one.use, True, None)
+        return TokenUse(consumed.use, True, None)
     if sample.erased:
-        return TokenUse(one.use, False, ERASED)
+        return TokenUse(consumed.use, False, ERASED)
     if not turn.delivered:
-        return TokenUse(one.use, False, UNDELIVERED)
+        return TokenUse(consumed.use, False, UNDELIVERED)
     altered = bool(turn.completed.logprob_semantics.get("altered"))
-    return TokenUse(one.use, False, ALTERED if altered else OTHER_SAMPLE)
+    return TokenUse(consumed.use, False, ALTERED if altered else OTHER_SAMPLE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rollbook.lineage.records import Compared, Drop, Use
+from rollbook.lineage.records import Drop, RewardComparison, Use
 from rollbook.store.cut import Cut, holds, parse_cut
 from rollbook.store.events import Event, Json
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -41,7 +41,7 @@ class Consumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamingAttempt:
     """A manifest that names a trajectory, and the columns of its attempt."""
 
     run: str
@@ -54,14 +54,14 @@ class Named:
     manifest: Json
 
 
-def read_naming(connection: Connection, trajectory_id: str) -> list[Named]:
+def read_naming(connection: Connection, trajectory_id: str) -> list[NamingAttempt]:
     """The attempts whose manifests name a trajectory."""
     named = orjson.dumps(trajectory_id).decode()
     rows: list[tuple[Any, ...]] = connection.execute(_NAMING, {"named": named}).fetchall()
-    return [Named(*(*row[:-1], orjson.loads(row[-1]))) for row in rows]
+    return [NamingAttempt(*(*row[:-1], orjson.loads(row[-1]))) for row in rows]
 
 
-def consumed_by(attempt: Named, trajectory_id: str, events: Sequence[Event]) -> Iterator[Consumed]:
+def consumed_by(attempt: NamingAttempt, trajectory_id: str, events: Sequence[Event]) -> Iterator[Consumed]:
     """The samples of a trajectory that an attempt consumed, each made again from the trajectory's events.
 
     Pure. It is what the trainer does: the events of the manifest's cut, the recipe's paths and rewards.
@@ -104,11 +104,11 @@ def places_of(partition: Sequence[Sequence[Sequence[int]]]) -> dict[int, tuple[i
     }
 
 
-def compared_by(attempt: Named, trajectory_id: str) -> Iterator[Compared]:
-    """Whether an attempt's samples were compared with a trajectory that it did not train on."""
+def compared_by(attempt: NamingAttempt, trajectory_id: str) -> Iterator[RewardComparison]:
+    """The comparison of an attempt's samples with a trajectory that it did not train on, if there was one."""
     for other in attempt.manifest.get("others") or ():
         if other["trajectory_id"] == trajectory_id:
-            yield Compared(
+            yield RewardComparison(
                 *(attempt.run, attempt.policy, attempt.step, attempt.attempt, attempt.status),
                 other.get("reward"),
             )

@@ -1,4 +1,4 @@
-"""The address of a run's proxy: free to listen at, or the run's own; never another one's."""
+"""The address of a run's proxy: one that is free to listen at, or the run's own; never another run's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollbook.online.config import WholeConfig, at_port
 from rollbook.store.errors import ConfigError, RollbookError
 from rollbook.store.ids import new_id
 from rollbook.store.secret import store_secret
-from rollbook.store.whose import ASKS, PROVES, PROVING, Whose, proof
+from rollbook.store.whose import ASKS, PROVES, PROVING, ProxyIdentity, proof
 
 ANSWER_S = 5.0
 TRIED = 100
@@ -24,21 +24,21 @@ TRIED = 100
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Has a proxy prove whose it is.
+    """A challenge by which a proxy proves whose it is.
 
     Attributes:
         secret: of the store, for that purpose.
-        whose: that it is to be.
+        whose: the owner that it is to prove.
     """
 
     secret: bytes
-    whose: Whose
+    whose: ProxyIdentity
 
     @classmethod
     def of(cls, config: WholeConfig, start: str) -> Proof:
-        """That a proxy is of this run, and of this start of it."""
+        """The proof that a proxy belongs to this run, and to this start of it."""
         log = store.open(config.serve.store, create=True)
-        return cls(store_secret(log.path, PROVING), Whose(log.store_id, config.run, start))
+        return cls(store_secret(log.path, PROVING), ProxyIdentity(log.store_id, config.run, start))
 
     def question(self) -> dict[str, str]:
         """Headers that ask for it."""
@@ -58,15 +58,15 @@ def placed_at(config: WholeConfig, say: Callable[[str], None]) -> WholeConfig:
     host, port = config.serve.host, config.serve.port
     if not port or _is_free(host, port):
         return config
-    own = Whose(_store_of(config), config.run)
-    taken = f"{host}:{port} is taken by {_who(config.proxy)}"
+    own = ProxyIdentity(_store_of(config), config.run)
+    conflict = f"{host}:{port} is taken by {_who(config.proxy)}"
     if "port" in config.values.get("serve", {}) or "proxy" in config.values:
         raise ConfigError(
-            f"{config.path}: {taken}, and this is {own}: choose another port, such as "
+            f"{config.path}: {conflict}, and this is {own}: choose another port, such as "
             f"--set serve.port={_next_free(host, port)}"
         )
     config = at_port(config, _next_free(host, port))
-    say(f"{taken}: the proxy of this run listens at {config.proxy}")
+    say(f"{conflict}: the proxy of this run listens at {config.proxy}")
     return config
 
 
@@ -76,10 +76,10 @@ def check_is_ours(config: WholeConfig) -> None:
     Raises:
         ConfigError: it is another's.
     """
-    found = _said(config.proxy)
-    if found is not None and found.run:
-        wanted = Whose(_store_of(config), config.run)
-        if (why := wanted.refuses(found)) is not None:
+    owner = _owner_at(config.proxy)
+    if owner is not None and owner.run:
+        wanted = ProxyIdentity(_store_of(config), config.run)
+        if (why := wanted.refuses(owner)) is not None:
             raise ConfigError(f"{config.path}: the proxy at {config.proxy} {why}: name its own with `proxy`")
 
 
@@ -97,26 +97,26 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _next_free(host: str, port: int) -> int:
-    free = (one for one in range(port + 1, port + TRIED) if _is_free(host, one))
+    free = (candidate for candidate in range(port + 1, port + TRIED) if _is_free(host, candidate))
     return next(free, 0)
 
 
 def _who(url: str) -> str:
     """Who answers at an address, in words."""
-    found = _said(url)
-    if found is None:
+    owner = _owner_at(url)
+    if owner is None:
         return "something that is no proxy of Rollbook"
-    return f"a proxy of {found}" if found.run else "a proxy that does not say whose it is (it asks for a key)"
+    return f"a proxy of {owner}" if owner.run else "a proxy that does not say whose it is (it asks for a key)"
 
 
-def _said(url: str) -> Whose | None:
-    """What a proxy says of itself; None: none answers."""
+def _owner_at(url: str) -> ProxyIdentity | None:
+    """The owner that a proxy names at /healthz; None: no proxy answers."""
     key = os.environ.get("ROLLBOOK_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with contextlib.suppress(httpx.HTTPError, ValueError):
-        said = httpx.get(f"{url}/healthz", headers=headers, timeout=ANSWER_S).json()
-        if isinstance(said, dict) and "status" in said:
-            return Whose.said(said)
+        health = httpx.get(f"{url}/healthz", headers=headers, timeout=ANSWER_S).json()
+        if isinstance(health, dict) and "status" in health:
+            return ProxyIdentity.said(health)
     return None
 
 

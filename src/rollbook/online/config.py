@@ -1,6 +1,6 @@
 """The CONFIG of `rollbook run`, checked whole before anything is started.
 
-The docstring under a key is what the page of keys says of it.
+The docstring under a key is its text on the page of keys.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def load_whole(path: Path, overrides: Sequence[str] = ()) -> WholeConfig:
 def at_addresses(config: WholeConfig, group: str, addresses: Sequence[str]) -> WholeConfig:
     """The same run, with engines at these addresses, of a placement group; the parts read it from a file."""
     assert config.engines is not None
-    told = {key: value for key, value in config.values["engines"].items() if key != "placed"}
-    values = config.values | {"engines": told | {"addresses": list(addresses)}}
+    table = {key: value for key, value in config.values["engines"].items() if key != "placed"}
+    values = config.values | {"engines": table | {"addresses": list(addresses)}}
     engines = config.engines.model_copy(update={"addresses": tuple(addresses)})
     path = _written(values, config.path, config.logs)
     return replace(config, path=path, engines=engines, group=group)
@@ -214,10 +214,10 @@ def at_port(config: WholeConfig, port: int) -> WholeConfig:
 def is_local(host: str) -> bool:
     """Whether an address is this host's: a server could listen on it."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)

@@ -1,5 +1,6 @@
-"""What the starts of a run leave on this host: the mark of all that a start begins, the guard that ends what
-outlives it, and what an earlier start left running, found by the locks that its processes hold."""
+"""What starts of a run leave on this host, and how it is ended: the mark of all that a start begins,
+the guard that ends what outlives it, and what an earlier start left running, found by the locks it
+holds."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Left:
 
 
 def keeping(part: str, run: str) -> str:
-    """What `rollbook run` claims for a part of a run, for as long as it runs."""
+    """The name of the claim that `rollbook run` holds for a part of a run, for as long as it runs."""
     return f"keeping the {part} of run {run} running"
 
 
@@ -77,7 +78,7 @@ def alone(config: WholeConfig, parts: Sequence[str]) -> Iterator[None]:
 
 def left_of(config: WholeConfig, parts: Sequence[str]) -> list[Left]:
     """The processes that hold what these parts of the run need."""
-    run, found = config.run, list[Left]()
+    run, left = config.run, list[Left]()
     wanted: dict[str, Callable[[str], bool]] = {
         "proxy": lambda what: what.partition(", proxy ")[0] == f"recording run {run}",
         "trainer": lambda what: what.startswith("training policy ") and what.endswith(f" of run {run}"),
@@ -87,10 +88,10 @@ def left_of(config: WholeConfig, parts: Sequence[str]) -> list[Left]:
         what = unquote(file.stem)
         keeps = any(what == keeping(part, run) for part in parts)
         if keeps or any(part in parts and meant(what) for part, meant in wanted.items()):
-            found += _holder(file, what, keeps=keeps)
+            left += _holder(file, what, keeps=keeps)
     if "rollouts" in parts and config.rollout is not None:
-        found += _holder(lock_of(config.rollout), f"running rollouts {config.rollout.name}", keeps=False)
-    return found
+        left += _holder(lock_of(config.rollout), f"running rollouts {config.rollout.name}", keeps=False)
+    return left
 
 
 def _holder(file: Path, what: str, *, keeps: bool) -> list[Left]:
@@ -102,8 +103,8 @@ def _holder(file: Path, what: str, *, keeps: bool) -> list[Left]:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        said = os.pread(fd, 32, 0).split()
-        pid = int(said[0]) if said and said[0].isdigit() else 0
+        fields = os.pread(fd, 32, 0).split()
+        pid = int(fields[0]) if fields and fields[0].isdigit() else 0
         return [Left(pid, what, start_of(pid), keeps)]
     except OSError:
         return []  # there are no locks here
@@ -115,8 +116,9 @@ def _holder(file: Path, what: str, *, keeps: bool) -> list[Left]:
 def await_ends(
     config: WholeConfig, parts: Sequence[str], say: Callable[[str], None], *, take_over: bool
 ) -> None:
-    """Return once nothing of an earlier start holds what these parts need: what such a start left without its
-    end ends by itself soon.
+    """Return once nothing of an earlier start holds what these parts need.
+
+    What a start left running, when it could not end it, ends by itself soon.
 
     Args:
         take_over: end whatever there is.
@@ -127,14 +129,14 @@ def await_ends(
     begun = time.monotonic()
     patience = Patience(begun, after_s=SAID_S, again_s=SAY_AFTER_S)
     while left := left_of(config, parts):
-        told = [one for one in left if one.keeps] or left
-        texts = "; ".join(str(one) for one in {one.pid: one for one in told}.values())
+        holders = [process for process in left if process.keeps] or left
+        texts = "; ".join(str(process) for process in {process.pid: process for process in holders}.values())
         if take_over:
             say(f"taking over from {texts}: waiting at most {ASKED_S + INSIST_S:g} s for the end of that")
             _end(left)
             take_over = False
             continue
-        ends = all(one.mark is not None and not one.keeps for one in left)
+        ends = all(process.mark is not None and not process.keeps for process in left)
         if not ends or time.monotonic() - begun > ENDED_S:
             raise LaneLockedError(
                 f"run {config.run} in {config.serve.store} is under way: {texts}. Stop that, or let this one "
@@ -147,13 +149,14 @@ def await_ends(
 
 
 def _end(left: Sequence[Left]) -> None:
-    """Ask these to end, those that keep others in the first place, and end what is left of them."""
-    asked = [one for one in left if one.keeps] or left
-    for pid in {one.pid for one in asked if _command(one.pid)}:
+    """Ask these processes to end, or if some keep others running, those first; then end what is left of
+    all."""
+    holders = [process for process in left if process.keeps] or left
+    for pid in {process.pid for process in holders if _command(process.pid)}:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
-    pids = {one.pid for one in left if _command(one.pid)}
-    marks = {one.mark for one in left if one.mark is not None}
+    pids = {process.pid for process in left if _command(process.pid)}
+    marks = {process.mark for process in left if process.mark is not None}
 
     def running() -> list[int]:
         ours = {pid for mark in marks for pid in marked(mark)}
@@ -240,9 +243,9 @@ class Guard:
 @contextlib.asynccontextmanager
 async def guarded(mark: str, say: Callable[[str], None]) -> AsyncIterator[None]:
     """Context: nothing of this start outlives it, however it ends."""
-    one = Guard(mark, say)
-    await one.start()
+    watchdog = Guard(mark, say)
+    await watchdog.start()
     try:
         yield
     finally:
-        await one.close()
+        await watchdog.close()

@@ -1,9 +1,9 @@
 """Ends what is left of a run whose process is gone. A program: `python -I -S guard.py MARK`.
 
-Whatever a start of a run has started has its mark, NAME=VALUE, in the environment. This process has not: its
-stdin is a pipe of which the run's process alone holds the other end, so it sees the end of that one, also by
-SIGKILL. What the kernel has asked to end then has some seconds for it. Linux only; imports little, to start
-fast.
+Whatever a start of a run has started has the start's mark, NAME=VALUE, in its environment. This
+process has not. Its stdin is a pipe whose other end the run's process alone holds, so it sees that
+process end, also by SIGKILL. What the kernel has asked to end by then has some seconds for it.
+Linux only; imports little, to start fast.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ENDED = b"."
 
 def marked(mark: str) -> list[int]:
     """Processes of this user that a start of a run has started, and that still run."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if mark.encode() in file.read().split(b"\0"):
-                        found.append(int(name))
+                        pids.append(int(name))
             except OSError:
                 continue  # it ended meanwhile, or is another user's
-    return found
+    return pids
 
 
 def end_all(running: Callable[[], list[int]], grace_s: float) -> None:
@@ -56,10 +56,10 @@ def main() -> None:
     """Wait for the end of the run's process, and then for that of its parts."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    said = b""
+    received = b""
     while data := os.read(0, 64):
-        said += data
-    end_all(lambda: marked(sys.argv[1]), 0.0 if said else GRACE_S)
+        received += data
+    end_all(lambda: marked(sys.argv[1]), 0.0 if received else GRACE_S)
 
 
 if __name__ == "__main__":

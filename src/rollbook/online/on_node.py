@@ -1,6 +1,8 @@
-"""Runs a program in a bundle of a placement group, and ends with it: `python -m rollbook.online.on_node`.
+"""Runs a program in a bundle of a placement group, and ends with it: `python -m
+rollbook.online.on_node`.
 
-It stands for that program on this host: it ends with its exit code, and hands a SIGTERM on to it.
+It stands in for that program on this host: it exits with its exit code, and passes a SIGTERM on to
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import orjson
 
 from rollbook.online.placed import actor_in
-from rollbook.rollouts.ray_cluster import connected, quietly, words
+from rollbook.rollouts.ray_cluster import connected, error_line, quietly
 
 START_S, LOOK_S, STOP_S = 60.0, 1.0, 30.0
 LOST = 1
@@ -73,21 +75,21 @@ def main() -> None:
     sys.exit(_run(parser.parse_args()))
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     ray = connected()
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    group = ray.util.get_placement_group(given.group)
-    actor = actor_in(group, given.bundle, orjson.loads(given.resources), Host)
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    group = ray.util.get_placement_group(args.group)
+    actor = actor_in(group, args.bundle, orjson.loads(args.resources), Host)
     try:
-        sent = (list(given.command), orjson.loads(given.environment), os.getcwd(), given.log)
+        sent = (list(args.command), orjson.loads(args.environment), os.getcwd(), args.log)
         address = ray.get(actor.start.remote(*sent), timeout=START_S)
-        if address != given.host:
-            print(f"the bundle is on {address} now, since {given.host} was lost: start the run again")
+        if address != args.host:
+            print(f"the bundle is on {address} now, since {args.host} was lost: start the run again")
             return LOST
-        return _ended(ray, actor, asked)
+        return _ended(ray, actor, signals)
     except ray.exceptions.RayError as error:
-        print(f"the engine's node was lost: {words(error)}")
+        print(f"the engine's node was lost: {error_line(error)}")
         return LOST
     finally:
         quietly(ray.get, [actor.stop.remote(0.0)])

@@ -61,7 +61,7 @@ class Spec:
 
 
 class Part:
-    """Runs one.
+    """Runs one part.
 
     Args:
         say: told what became of it.

@@ -38,24 +38,24 @@ def specs_of(config: WholeConfig, only: Collection[str] = (), *, ray: bool = Fal
         ConfigError: a part is asked for that the CONFIG does not have.
     """
     wanted = only or PARTS
-    made = {
+    specs = {
         "engines": [] if config.engines is None else _engines(config, config.engines),
         "proxy": [_proxy(config)] if config.here else [],
         "trainer": [] if config.train is None else [_trainer(config, ray)],
         "rollouts": [] if config.rollout is None else [_rollouts(config, ray)],
     }
     for part in only:
-        if not made[part]:
+        if not specs[part]:
             table = {"engines": config.engines, "proxy": config.serve, "trainer": config.train}
             has = table.get(part, config.rollout) is not None
             where = "its address is another host's" if has else "it has no such table"
             raise ConfigError(f"{config.path}: --only {part}: {where}")
-    return [made[part] for part in PARTS if part in wanted]
+    return [specs[part] for part in PARTS if part in wanted]
 
 
 def _engines(config: WholeConfig, engines: EnginesConfig) -> list[Spec]:
     assert config.serve.model is not None
-    found, model = [], str(model_folder(config.serve.model, fetch=False))
+    specs, model = [], str(model_folder(config.serve.model, fetch=False))
     for at, address in enumerate(engines.here if engines.placed is None else engines.addresses):
         host, _, port = address.rpartition(":")
         gpus = {"CUDA_VISIBLE_DEVICES": engines.gpus[at]} if engines.gpus else {}
@@ -64,7 +64,7 @@ def _engines(config: WholeConfig, engines: EnginesConfig) -> list[Spec]:
         variables = engines.environment | gpus
         if engines.placed is not None:
             command, variables = _placed(config, engines.placed, at, host, log, command, variables), {}
-        found.append(
+        specs.append(
             Spec(
                 name=f"engine {address}",
                 command=command,
@@ -75,7 +75,7 @@ def _engines(config: WholeConfig, engines: EnginesConfig) -> list[Spec]:
                 silence_s=engines.silence_s,
             )
         )
-    return found
+    return specs
 
 
 def _placed(
@@ -88,9 +88,9 @@ def _placed(
     variables: Mapping[str, str],
 ) -> tuple[str, ...]:
     """The command that runs another one in a bundle of the engines' placement group."""
-    said = {"group": config.group or "", "bundle": str(bundle), "host": host, "log": str(log.resolve())}
-    said |= {"resources": json.dumps(placed.resources), "environment": json.dumps(dict(variables))}
-    options = (word for name, value in said.items() for word in (f"--{name}", value))
+    values = {"group": config.group or "", "bundle": str(bundle), "host": host, "log": str(log.resolve())}
+    values |= {"resources": json.dumps(placed.resources), "environment": json.dumps(dict(variables))}
+    options = (word for name, value in values.items() for word in (f"--{name}", value))
     return (sys.executable, "-m", "rollbook.online.on_node", *options, "--", *command)
 
 

@@ -1,6 +1,6 @@
 """Engines that Ray places on the nodes of a cluster: each has a bundle of one placement group.
 
-Where they are is found out before anything is started, since everybody else is told their addresses.
+Their addresses are found out before anything is started, since all other parts are given them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def placed(wanted: PlacedConfig, say: Callable[[str], None]) -> Iterator[tuple[s
         ConfigError: Ray is not installed.
         RolloutError: it does not answer, or has no room in time; it says what is missing.
     """
-    with _said("Ray to answer", None, say):
+    with _waiting_for("Ray to answer", None, say):
         ray = connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -60,14 +60,14 @@ def placed(wanted: PlacedConfig, say: Callable[[str], None]) -> Iterator[tuple[s
     bundles = [dict(wanted.resources) for _ in range(wanted.count)]
     group = placement_group(bundles, strategy=wanted.strategy, name=name)
     try:
-        asked = ", ".join(f"{amount:g} {resource}" for resource, amount in wanted.resources.items())
-        what = f"room in the Ray cluster for {wanted.count} engines, by {wanted.strategy}: {asked} each"
-        with _said(what, wanted.within_s, say):
+        amounts = ", ".join(f"{amount:g} {resource}" for resource, amount in wanted.resources.items())
+        what = f"room in the Ray cluster for {wanted.count} engines, by {wanted.strategy}: {amounts} each"
+        with _waiting_for(what, wanted.within_s, say):
             until = time.monotonic() + wanted.within_s
             while not group.wait(LOOK_S):  # a longer wait would not hear Ctrl-C
                 if time.monotonic() > until:
                     raise RolloutError(_no_room(wanted))
-        with _said(f"the addresses of {wanted.count} nodes for engines", wanted.count * ANSWER_S, say):
+        with _waiting_for(f"the addresses of {wanted.count} nodes for engines", wanted.count * ANSWER_S, say):
             addresses = _addresses(ray, wanted, group)
         yield name, addresses
     finally:
@@ -75,8 +75,8 @@ def placed(wanted: PlacedConfig, say: Callable[[str], None]) -> Iterator[tuple[s
 
 
 @contextlib.contextmanager
-def _said(what: str, limit_s: float | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Context: it waits for this, which is said when it takes long."""
+def _waiting_for(what: str, limit_s: float | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Context: a wait for something, which is announced when it takes long."""
     over, begun = threading.Event(), time.monotonic()
     patience = Patience(begun)
 
@@ -114,26 +114,26 @@ def actor_in(group: Any, bundle: int, resources: dict[str, float], kind: type, *
 
 def _addresses(ray: Any, wanted: PlacedConfig, group: Any) -> list[str]:
     """An address in each bundle, with ports apart: several may be on one node."""
-    found = []
+    addresses = []
     for bundle in range(wanted.count):
         actor = actor_in(group, bundle, dict(wanted.resources), Where)
         try:
-            found.append(ray.get(actor.address.remote(wanted.port + 20 * bundle), timeout=ANSWER_S))
+            addresses.append(ray.get(actor.address.remote(wanted.port + 20 * bundle), timeout=ANSWER_S))
         finally:
             quietly(ray.kill, actor)
-    return found
+    return addresses
 
 
 def _no_room(wanted: PlacedConfig) -> str:
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
-    said = ", ".join(
+    needs = ", ".join(
         f"{amount:g} {name} each, of which the cluster has {total.get(name, 0):g}, {free.get(name, 0):g} free"
         for name, amount in wanted.resources.items()
     )
     return (
         f"Ray had no room for {wanted.count} engines within {wanted.within_s:g} s, by {wanted.strategy}: "
-        f"asked for {said}. Take fewer (engines.placed.count), add nodes, or wait longer "
+        f"asked for {needs}. Take fewer (engines.placed.count), add nodes, or wait longer "
         "(engines.placed.within_s)"
     )

@@ -1,7 +1,7 @@
-"""How a run goes, as one looks at it while it does: a fold of its log. Pure.
+"""The progress of a run, for whoever watches it: a fold of its log. Pure.
 
-It also says what a run waits for, as text made of its state (parts, an evaluation, groups, a step, room), and
-when that is said.
+It also puts into text what a run waits for, from its state (parts, an evaluation, groups, a step,
+room), and decides when to print that.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RunProgress:
     def _trained(self, record: object) -> None:
         match record:
             case StepPlanned():
-                self._planned[record.step] = {str(one["trajectory_id"]) for one in record.samples}
+                self._planned[record.step] = {str(sample["trajectory_id"]) for sample in record.samples}
             case StepCommitted():
                 self.done, self.version = self.done + 1, record.policy_version
                 self.metrics = record.metrics
@@ -204,8 +204,8 @@ class Awaited:
 
     Attributes:
         key: the same while it is the same wait.
-        since: when the wait began, and until: when it ends at the latest, in seconds since 1970; None: never.
-        work: it is what the run is for: who reads of it each minute, however often it begins anew, knows it.
+        since: when the wait began; until: when it ends at the latest (None: never); seconds since 1970.
+        work: it is what the run is for: a line each minute is enough, however often it begins anew.
     """
 
     key: str
@@ -228,15 +228,15 @@ def awaited(
         limits: None where nothing is trained.
         held: trajectories that admission holds.
     """
-    found = [_part(part) for part in parts if part.state in ("starting", "starting again", "stopping")]
+    pending = [_part(part) for part in parts if part.state in ("starting", "starting again", "stopping")]
     by_name = {part.name: part for part in parts}
     trainer, rollouts = by_name.get("trainer"), by_name.get("rollouts")
     if limits is not None and trainer is not None and trainer.state == "running":
-        found += _training(course, trainer, limits)
-    elif rollouts is not None and rollouts.state == "running" and not found:
-        found.append(_rollouts(course, rollouts, trainer))
+        pending += _training(course, trainer, limits)
+    elif rollouts is not None and rollouts.state == "running" and not pending:
+        pending.append(_rollouts(course, rollouts, trainer))
     if held:
-        found.append(
+        pending.append(
             Awaited(
                 "admission",
                 f"room for {held} new trajectories, which admission holds until the trainer has made "
@@ -245,7 +245,7 @@ def awaited(
                 None,
             )
         )
-    return found
+    return pending
 
 
 def _part(part: PartState) -> Awaited:
@@ -307,19 +307,19 @@ class Silence:
         self.heard = now
         self._quiet.clear()
 
-    def due(self, found: Sequence[Awaited], now: float) -> list[Awaited]:
+    def due(self, pending: Sequence[Awaited], now: float) -> list[Awaited]:
         """Those that are to be said now, which then count as said."""
         known, self._patience = self._patience, {}
-        for one in found:
-            self._patience[one.key] = known.get(one.key, Patience(one.since))
-        due = [one for one in found if self._patience[one.key].due(now)]
+        for wait in pending:
+            self._patience[wait.key] = known.get(wait.key, Patience(wait.since))
+        due = [wait for wait in pending if self._patience[wait.key].due(now)]
         pause = QUIET_S[min(len(self._quiet), len(QUIET_S) - 1)]
         if now - (self._quiet[-1] if self._quiet else self.heard) >= pause:
-            due = list(found)
-        due = [one for one in due if not one.work or now - self._work >= SAY_AGAIN_S]
-        for one in due:
-            self._patience[one.key].said = now
-            self._work = now if one.work else self._work
+            due = list(pending)
+        due = [wait for wait in due if not wait.work or now - self._work >= SAY_AGAIN_S]
+        for wait in due:
+            self._patience[wait.key].said = now
+            self._work = now if wait.work else self._work
         if due:
             self._quiet.append(now)
         return due

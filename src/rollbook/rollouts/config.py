@@ -1,7 +1,7 @@
-"""The CONFIG of `rollbook rollout`: which tasks, which agent (`[agent]`), how it is started and watched, and
-what its reward is made of (`[[score]]`).
+"""The CONFIG of `rollbook rollout`: which tasks, which agent (`[agent]`), how it is started and
+watched, and what its reward is made of (`[[score]]`).
 
-The docstring under a key is what the page of keys says of it.
+The docstring under a key is its text on the page of keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from rollbook.rollouts.launchers.launching import Isolation, Level
-from rollbook.store.config import Table, override, part_of, read_toml, refused, told, written_key
+from rollbook.store.config import (
+    Table,
+    describe_invalid,
+    invalid_values,
+    override,
+    part_of,
+    read_toml,
+    written_key,
+)
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -50,11 +58,11 @@ def typed(
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        found = refused(error, values)
-        places = [".".join([within] * bool(within) + list(one.keys)) for one in found]
+        errors = invalid_values(error, values)
+        places = [".".join([within] * bool(within) + list(item.keys)) for item in errors]
         lines = [
-            f"  {written(place) if place else whole}: {shown(told(model, one))}"
-            for place, one in zip(places, found, strict=True)
+            f"  {written(place) if place else whole}: {shown(describe_invalid(model, item))}"
+            for place, item in zip(places, errors, strict=True)
         ]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
 
@@ -306,11 +314,11 @@ class EvaluationConfig(Table):
     concurrency: Positive | None = None
     """Trajectories at once; absent: as in training."""
 
-    def config(self, of: RolloutConfig, version: int) -> RolloutConfig:
+    def config(self, base: RolloutConfig, version: int) -> RolloutConfig:
         """The rollouts that evaluate a version: those of a CONFIG, on these tasks."""
-        found = {"name": f"{of.name}.eval.{version}", "split": "eval", "epochs": 1, "evaluation": None}
-        found |= {"tasks": self.tasks, "samples": self.samples, "limit": self.limit}
-        return of.model_copy(update=found | {"concurrency": self.concurrency or of.concurrency})
+        changes = {"name": f"{base.name}.eval.{version}", "split": "eval", "epochs": 1, "evaluation": None}
+        changes |= {"tasks": self.tasks, "samples": self.samples, "limit": self.limit}
+        return base.model_copy(update=changes | {"concurrency": self.concurrency or base.concurrency})
 
 
 class RolloutConfig(Table):
@@ -375,8 +383,8 @@ def parse_rollouts(values: Json, name: str, written: Callable[[str], str] = str)
         ConfigError: a key is unknown, missing or ill-typed; all are named.
     """
     config = typed(RolloutConfig, values, name, "file", written)
-    names = [one.name for one in config.score]
+    names = [component.name for component in config.score]
     if len(set(names)) < len(names):
-        said = "two components have the same name; each is a source of rewards"
-        raise ConfigError(f"{name}:\n  {written('score')}: {said}")
+        message = "two components have the same name; each is a source of rewards"
+        raise ConfigError(f"{name}:\n  {written('score')}: {message}")
     return config

@@ -1,6 +1,5 @@
-"""Rollouts beside an online training: over the tasks again and again until it ends, and evaluated on others
-wherever it waits for that.
-"""
+"""Rollouts beside an online training: over the tasks again and again until it ends, and evaluations on
+other tasks wherever it waits for them."""
 
 from __future__ import annotations
 

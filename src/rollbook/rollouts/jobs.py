@@ -1,5 +1,5 @@
-"""What it is to run an agent: what is given to it, how its end is waited for, and the clocks that end it,
-which go by what the proxy's log says of its trajectory."""
+"""Running one agent: what it is given, how its end is awaited, and the clocks that end it, which go by
+what the proxy's log says of its trajectory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from rollbook.rollouts.config import ClocksConfig
 from rollbook.rollouts.launchers.agent_environment import Address
 from rollbook.rollouts.launchers.launching import Exit, Leak
-from rollbook.rollouts.outcome import Ended, Seen
+from rollbook.rollouts.outcome import Ended, Observed
 from rollbook.rollouts.proxy import FAILURES, Proxy
 from rollbook.rollouts.tasks import Task
 from rollbook.store.cut import parse_cut
@@ -119,13 +119,13 @@ CATCH_UP_S = 60.0
 
 @dataclass(slots=True)
 class Activity:
-    """A trajectory's.
+    """What the proxy has seen of a trajectory.
 
     Attributes:
         last_s: when it was last heard of, of the monotonic clock.
     """
 
-    seen: Seen = field(default_factory=Seen)
+    seen: Observed = field(default_factory=Observed)
     last_s: float = field(default_factory=time.monotonic)
 
 
@@ -158,7 +158,7 @@ class Watch:
         """Nobody asks any more."""
         self._of.pop(trajectory_id, None)
 
-    def seen(self, activity: Activity) -> Seen:
+    def seen(self, activity: Activity) -> Observed:
         """What was seen of a trajectory by now."""
         away = not self._there or (self._away_s is not None and self._away_s >= activity.last_s)
         return replace(activity.seen, away=away)

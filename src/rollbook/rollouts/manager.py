@@ -1,6 +1,7 @@
-"""What runs the rollouts of a CONFIG in a process, be it of a command's or one of a cluster's.
+"""Runs the rollouts of a CONFIG in one process: that of a command, or one of a cluster.
 
-It holds no truth: one that dies is replaced by another, which goes on from the log.
+It holds nothing that the log does not: a manager that dies is replaced by another, which goes on
+from the log.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from rollbook.rollouts.config import AgentConfig, RolloutConfig
 from rollbook.rollouts.follow import Following
 from rollbook.rollouts.launchers.agents import agents_of, launcher_of
-from rollbook.rollouts.launchers.isolation import unkept
+from rollbook.rollouts.launchers.isolation import isolation_warning
 from rollbook.rollouts.places import Progress
 from rollbook.rollouts.proxy import Proxy
 from rollbook.rollouts.rollouts import Rollouts
@@ -24,7 +25,7 @@ from rollbook.rollouts.tasks import read_tasks
 from rollbook.store.errors import LaunchError, RolloutError, StoreError
 from rollbook.store.ids import new_id
 from rollbook.store.marker import read_marker
-from rollbook.store.whose import WANTED, Whose
+from rollbook.store.whose import WANTED, ProxyIdentity
 
 
 class RolloutManager:
@@ -75,17 +76,17 @@ class RolloutManager:
                 owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
                 names = dict[str, str]()
 
-                async def made(of: RolloutConfig) -> Rollouts:
-                    tasks = await asyncio.to_thread(read_tasks, of.tasks, of.limit)
+                async def make(run_config: RolloutConfig) -> Rollouts:
+                    tasks = await asyncio.to_thread(read_tasks, run_config.tasks, run_config.limit)
                     # Of evaluations the trainer tells: what is told here are the rollouts beside them.
-                    tell = self._tell if of is config else lambda progress: None
-                    given = (of, tasks, proxy, agents, launcher, owner, self._say, tell)
-                    return Rollouts(*given, endless=self._follow and of is config, names=names)
+                    tell = self._tell if run_config is config else lambda progress: None
+                    args = (run_config, tasks, proxy, agents, launcher, owner, self._say, tell)
+                    return Rollouts(*args, endless=self._follow and run_config is config, names=names)
 
                 if self._follow:
-                    self._work = Following(config, proxy, made, self._say)
+                    self._work = Following(config, proxy, make, self._say)
                 else:
-                    self._work = await made(config)
+                    self._work = await make(config)
                 if self._stopped:
                     self._work.stop()
                 try:
@@ -99,22 +100,22 @@ def _unkept(agent: AgentConfig) -> str | None:
     if agent.launcher not in ("subprocess", "verifiers"):
         return None
     with contextlib.suppress(LaunchError):
-        return unkept(agent.isolation, agent.require, agent.user)
+        return isolation_warning(agent.isolation, agent.require, agent.user)
     return None
 
 
-def wanted(config: RolloutConfig) -> Whose:
-    """Whose the proxy of these rollouts is to be, as far as is known here."""
+def wanted(config: RolloutConfig) -> ProxyIdentity:
+    """The owner that the proxy of these rollouts is to have, as far as is known here."""
     store_id = ""
     if config.store is not None:
         with contextlib.suppress(StoreError):
             store_id = read_marker(config.store)
-    return Whose(store_id, config.run or "", os.environ.get(WANTED, ""))
+    return ProxyIdentity(store_id, config.run or "", os.environ.get(WANTED, ""))
 
 
 @contextlib.contextmanager
 def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
-    """No other process runs these rollouts from the same folder meanwhile, or does `what` with them.
+    """Context: no other process runs these rollouts from the same folder, or does `what` with them.
 
     Raises:
         RolloutError: one does.
@@ -135,5 +136,5 @@ def alone(config: RolloutConfig, what: str = "") -> Iterator[None]:
 
 
 def lock_of(config: RolloutConfig, what: str = "") -> Path:
-    """The file that who runs these rollouts from this folder has locked, with the pid."""
+    """The file that the process running these rollouts from this folder has locked, with its pid in it."""
     return config.folder / (f"{config.name}.{what}.lock" if what else f"{config.name}.lock")

@@ -1,4 +1,4 @@
-"""How a rollout ended, what that means for its trajectory, and what a scorer is given of it beside its task.
+"""How a rollout ended, what that means for its trajectory, and what a scorer gets beside its task.
 Pure."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FINISH: Mapping[Status, str] = {
 
 
 def ended_as(finish: str) -> Status:
-    """How a launch ended of which only the status is known that its trajectory was finished with."""
+    """How a launch ended, where only the status is known with which its trajectory was finished."""
     known = {"completed": Status.done, "truncated": Status.truncated, VOID: Status.infra_error}
     return known.get(finish, Status.agent_error)
 
@@ -95,7 +95,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observed:
     """What the proxy saw of a trajectory while its agent ran.
 
     Attributes:
@@ -115,14 +115,15 @@ _SILENT = ("start", "idle")
 """Clocks that run while an agent asks nothing: where the proxy is away, it cannot."""
 
 
-def unsure(ended: Ended, seen: Seen) -> bool:
-    """Whether more of what the log has may change the verdict: whose fault it is, or that it asked at all."""
+def unsure(ended: Ended, seen: Observed) -> bool:
+    """Whether more of the log may change the verdict: whose fault it is, or whether the agent asked at
+    all."""
     if ended.stopped is not None or ended.infrastructure is not None:
         return False
     return ended.failed or (seen.requests == 0 and not ended.answered)
 
 
-def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
+def verdict(ended: Ended, seen: Observed) -> tuple[Status, str | None]:
     """How a launch ended, and why.
 
     What the engine or the proxy did to an agent is no fault of the agent: one that gives up after a turn that
@@ -148,7 +149,7 @@ def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
     return (Status.truncated if ended.outcome is not None and ended.outcome.truncated else Status.done), None
 
 
-def lost_its_proxy(status: Status, ended: Ended, seen: Seen) -> bool:
+def lost_its_proxy(status: Status, ended: Ended, seen: Observed) -> bool:
     """Whether a launch failed because the proxy was away: it may well come through once that is back."""
     return status is Status.infra_error and seen.away and ended.infrastructure is None
 

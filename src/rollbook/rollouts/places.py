@@ -1,5 +1,5 @@
-"""The places of rollouts, and what the log says of each: who runs it, what is left to do, and how far all of
-them are."""
+"""The places of rollouts, and what the log says of each: who runs it, what is left to do, and the
+progress of all of them."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def more_attempts(begun: int, spared: int, most: int) -> bool:
     return begun - min(spared, MOST_SPARED) < most
 
 
-def read_course(said: Json) -> RolloutProgress:
+def read_course(answer: Json) -> RolloutProgress:
     """What a proxy says of rollouts (`ingest.trajectories.launches`)."""
-    course, columns = RolloutProgress(), said["places"]
+    course, columns = RolloutProgress(), answer["places"]
     rows = zip(*(columns[name] for name in COLUMNS), strict=True)
     for epoch, task, sample, attempt, launch_id, status, spared in rows:
         place = Place(epoch, task, sample)
@@ -110,11 +110,11 @@ def read_course(said: Json) -> RolloutProgress:
         course.attempts[place], course.launches[place] = attempt, launch_id
         if status is not None:
             course.ended[place] = Status(status)
-    for row in said["orphans"]:
+    for row in answer["orphans"]:
         place = Place(row["epoch"], row["task"], row["sample"])
         orphan = Orphan(place, row["attempt"], row["launch_id"], row["trajectory_id"], row["finished"])
         course.orphans[orphan.launch_id] = orphan
-    course.unlaunched = frozenset(said["unlaunched"])
+    course.unlaunched = frozenset(answer["unlaunched"])
     return course
 
 

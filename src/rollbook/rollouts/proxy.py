@@ -1,4 +1,4 @@
-"""What rollouts say to a proxy, and ask of it, over HTTP alone.
+"""The client by which rollouts talk to a proxy, over HTTP alone.
 
 Connections are kept: hundreds of agents ask through one client at once.
 """
@@ -24,9 +24,9 @@ from rollbook.store.errors import ConfigError, ProxyLostError, RequestError, Rol
 from rollbook.store.events import JUDGE, VOID, Event, Json
 from rollbook.store.events.event_json import from_json
 from rollbook.store.patience import Waiting, waits
-from rollbook.store.whose import Whose
+from rollbook.store.whose import ProxyIdentity
 
-ANY = Whose()
+ANY = ProxyIdentity()
 AWAY_S = 180.0
 """How long a proxy may be away: it is started again, or weights change behind it."""
 FIRST_S = 5.0
@@ -55,7 +55,7 @@ class Proxy:
         wanted: whose it is to be.
     """
 
-    def __init__(self, url: str, key: str | None = None, wanted: Whose = ANY) -> None:
+    def __init__(self, url: str, key: str | None = None, wanted: ProxyIdentity = ANY) -> None:
         self.url, self._wanted = url.rstrip("/"), wanted
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = Http(headers)
@@ -80,20 +80,20 @@ class Proxy:
         while True:
             try:
                 answer = await self.http.send("GET", f"{self.url}/healthz")
-                said = answer.json()  # of one that waits for its engine too
+                health = answer.json()  # of one that waits for its engine too
             except (*FAILURES, ValueError) as error:
                 if time.monotonic() > by:
                     why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
                     raise ProxyLostError(f"the proxy at {self.url} {why}") from error
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if "run" not in said:
+            if "run" not in health:
                 text = f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY"
                 raise RolloutError(text)
-            if (refusal := self._wanted.refuses(Whose.said(said))) is not None:
+            if (refusal := self._wanted.refuses(ProxyIdentity.said(health))) is not None:
                 text = f"the proxy at {self.url} {refusal}: give `proxy` the address of that one's"
                 raise RolloutError(text)
-            return str(said["run"])
+            return str(health["run"])
 
     async def open(self, name: str, group: str, task: str, split: str, labels: Json) -> Opened:
         """Open a trajectory; waits as long as an online training admits none.
@@ -103,13 +103,13 @@ class Proxy:
             RolloutError: the proxy does not answer, or refuses.
         """
         body = {"id": name, "group": group, "task": task, "split": split, "labels": labels}
-        said = await self._sent("POST", "/v1/trajectories", body, held=True)
-        return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
+        opened = await self._sent("POST", "/v1/trajectories", body, held=True)
+        return Opened(opened["id"], opened["trajectory_id"], opened.get("api_key") or NO_KEY)
 
     async def open_unless(
         self, stop: asyncio.Event, name: str, group: str, task: str, split: str, labels: Json
     ) -> Opened | None:
-        """The same until this event is set; None: it is, and nothing is open of the trajectory.
+        """As `open`, until this event is set; None: it was set, and nothing is open of the trajectory.
 
         Raises:
             RequestError, RolloutError: as `open`.
@@ -136,8 +136,8 @@ class Proxy:
             RolloutError: the proxy does not answer, or refuses.
         """
         body = {"id": name, "split": JUDGE, "judges": judged, "labels": labels}
-        said = await self._sent("POST", "/v1/trajectories", body)
-        return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
+        opened = await self._sent("POST", "/v1/trajectories", body)
+        return Opened(opened["id"], opened["trajectory_id"], opened.get("api_key") or NO_KEY)
 
     async def trajectory(self, name: str) -> Json:
         """What the log has of a trajectory: its conversations, and its rewards.
@@ -145,19 +145,19 @@ class Proxy:
         Raises:
             RolloutError: the proxy does not answer, or refuses.
         """
-        return await self._sent("GET", _of(name))
+        return await self._sent("GET", _path_of(name))
 
     async def launch(self, name: str, fields: Json) -> str:
         """Record that an agent is started for a trajectory; the launch's id."""
-        return str((await self._sent("POST", f"{_of(name)}/launches", fields))["launch_id"])
+        return str((await self._sent("POST", f"{_path_of(name)}/launches", fields))["launch_id"])
 
     async def end_launch(self, name: str, launch_id: str, fields: Json) -> None:
         """Record how it ended."""
-        await self._sent("POST", f"{_of(name)}/launches/{quote(launch_id)}/end", fields)
+        await self._sent("POST", f"{_path_of(name)}/launches/{quote(launch_id)}/end", fields)
 
     async def leaked(self, name: str, launch_id: str, fields: Json) -> None:
         """Record processes that it left behind."""
-        await self._sent("POST", f"{_of(name)}/launches/{quote(launch_id)}/leaks", fields)
+        await self._sent("POST", f"{_path_of(name)}/launches/{quote(launch_id)}/leaks", fields)
 
     async def finish(self, name: str, fields: Json) -> bool:
         """Finish a trajectory; False: it was finished already.
@@ -166,7 +166,7 @@ class Proxy:
             RolloutError: the proxy does not answer, or refuses.
         """
         try:
-            await self._sent("POST", f"{_of(name)}/finish", fields)
+            await self._sent("POST", f"{_path_of(name)}/finish", fields)
         except RequestError as error:
             if error.code != FINISHED:
                 raise
@@ -185,7 +185,7 @@ class Proxy:
             supersedes: the event of an earlier one of the source, in whose place it is.
         """
         body = {"reward": value, "source": source, "supersedes": supersedes}
-        await self._sent("POST", f"{_of(name)}/rewards", body)
+        await self._sent("POST", f"{_path_of(name)}/rewards", body)
 
     async def _sent(
         self,
@@ -206,17 +206,17 @@ class Proxy:
             RequestError: 409, it contradicts what the log has.
             RolloutError: the proxy does not answer, or refuses.
         """
-        asked = object()
+        ticket = object()
         if held:
-            self._held.begin(asked, time.monotonic())
+            self._held.begin(ticket, time.monotonic())
         try:
-            return await self._answered(method, path, body, asked, held=held, away_s=away_s)
+            return await self._answered(method, path, body, ticket, held=held, away_s=away_s)
         finally:
-            self._held.end(asked)
-            self._away.end(asked)
+            self._held.end(ticket)
+            self._away.end(ticket)
 
     async def _answered(
-        self, method: str, path: str, body: Json | None, asked: object, *, held: bool, away_s: float
+        self, method: str, path: str, body: Json | None, ticket: object, *, held: bool, away_s: float
     ) -> Json:
         """As `_sent`, whose place among those that wait is noted."""
         loop = asyncio.get_running_loop()
@@ -226,12 +226,12 @@ class Proxy:
                 answer = await self.http.send(method, self.url + path, body)
             except FAILURES as error:
                 why = f"does not answer ({failure(error)}); is `rollbook serve` up?"
-                self._is_away(asked, why, deadline - loop.time())
+                self._is_away(ticket, why, deadline - loop.time())
             else:
-                self._answers(asked, answer.status)
+                self._answers(ticket, answer.status)
                 if answer.status < 300:
-                    said: Json = answer.json()
-                    return said
+                    reply: Json = answer.json()
+                    return reply
                 code, text = _refusal(answer)
                 if answer.status == 409 and code not in _PASSING:
                     raise RequestError(409, code, text)
@@ -242,7 +242,7 @@ class Proxy:
                     self._why_held = text
                     deadline = loop.time() + away_s
                 elif answer.status != 409:  # a turn of it is under way, which has its own time
-                    self._is_away(asked, why, deadline - loop.time())
+                    self._is_away(ticket, why, deadline - loop.time())
             if loop.time() > deadline:
                 raise ProxyLostError(f"the proxy at {self.url} {why}")
             await asyncio.sleep(PAUSE_S)
@@ -250,7 +250,7 @@ class Proxy:
     # What is waited for -----------------------------------------------------------------------
 
     def look(self) -> None:
-        """Say what requests wait for that wait long."""
+        """Report what requests wait for that have waited long."""
         now = time.monotonic()
         if count := self._away.due(now):
             what = f"the proxy at {self.url} ({count} requests): it {self._why_away}"
@@ -259,16 +259,16 @@ class Proxy:
             what = f"room for {count} new trajectories, which the proxy holds: {self._why_held}"
             self.say(waits(what, now - self._held.oldest, None, time.time()))
 
-    def _is_away(self, asked: object, why: str, left_s: float) -> None:
+    def _is_away(self, ticket: object, why: str, left_s: float) -> None:
         """Note that a request is not answered, and for how long it is sent again."""
         now = time.monotonic()
-        self._away.begin(asked, now)
+        self._away.begin(ticket, now)
         self._why_away, self._away_until = why, now + left_s
         self.look()
 
-    def _answers(self, asked: object, status: int) -> None:
+    def _answers(self, ticket: object, status: int) -> None:
         """Note that a request is answered; if the wait was said, and no other waits, that is said too."""
-        if status not in (429, 503) and self._away.end(asked):
+        if status not in (429, 503) and self._away.end(ticket):
             self.say(f"the proxy at {self.url} answers again")
 
     # The log ----------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Proxy:
         Raises:
             RolloutError: the proxy does not answer, or refuses.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse", "from": since}
         async with self.http.stream(f"{self.url}/v1/events?{urlencode(query)}") as answer:
             await _check(answer, self.url)
@@ -294,8 +294,8 @@ class Proxy:
             async for message in _messages(answer):
                 cut = message.id or cut
                 if message.type == "message":
-                    found += [from_json(values) for values in orjson.loads(message.data)]
-        return found, cut
+                    events += [from_json(values) for values in orjson.loads(message.data)]
+        return events, cut
 
     async def batches(
         self,
@@ -336,7 +336,7 @@ _PASSING = ("trajectory_busy",)
 """Conflicts that pass by themselves: the reply to an agent that was ended is awaited."""
 
 
-def _of(name: str) -> str:
+def _path_of(name: str) -> str:
     return f"/v1/trajectories/{quote(name, safe='')}"
 
 
@@ -351,8 +351,8 @@ async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
     if answer.status != 200:
-        said = Answer(answer.status, await answer.read())
-        raise RolloutError(f"the proxy at {url} refused its log: {_refusal(said)[1]}")
+        reply = Answer(answer.status, await answer.read())
+        raise RolloutError(f"the proxy at {url} refused its log: {_refusal(reply)[1]}")
 
 
 def _refusal(answer: Answer) -> tuple[str, str]:

@@ -100,16 +100,16 @@ async def answered(reference: Awaitable[T], within_s: float | None) -> T:
     import ray
 
     try:
-        return await asyncio.wait_for(_of(reference), within_s)
+        return await asyncio.wait_for(_awaited(reference), within_s)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else LostError(words(error)) from error
+        raise error.cause if isinstance(error.cause, Exception) else LostError(error_line(error)) from error
     except ray.exceptions.RayError as error:
-        raise LostError(words(error)) from error
+        raise LostError(error_line(error)) from error
     except TimeoutError as error:
         raise LostError(f"no answer within {within_s:g} s") from error
 
 
-async def _of(reference: Awaitable[T]) -> T:
+async def _awaited(reference: Awaitable[T]) -> T:
     return await reference
 
 
@@ -118,15 +118,15 @@ class LostError(Exception):
 
 
 def quietly(undo: Callable[..., Any], *what: Any) -> None:
-    """Where the cluster is gone, what was in it is."""
+    """Undo, ignoring errors: where the cluster is gone, so is what was in it."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError):
         undo(*what)
 
 
-def words(error: Exception) -> str:
-    """Its first line that says something; Ray's errors are pages."""
+def error_line(error: Exception) -> str:
+    """An error's first line that says something; Ray's errors are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:500] if lines else repr(error)
 

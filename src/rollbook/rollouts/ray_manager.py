@@ -1,4 +1,5 @@
-"""Rollouts that a Ray actor runs: whoever asks may go, a manager that dies is started again by Ray.
+"""Rollouts that a Ray actor runs: the process that asks may go away, and Ray restarts a manager that
+dies.
 
 The actor is as thin as it can be: `RolloutManager` does the work, as in a process of its own.
 """
@@ -41,9 +42,9 @@ class AgenticRolloutManager:
         """As `RolloutManager.run`."""
         return await self._manager.run()
 
-    async def state(self, said: int) -> tuple[Progress, list[str]]:
-        """How far they are, and what was said but for the first so many."""
-        return self._progress, self._said[said:]
+    async def state(self, skip: int) -> tuple[Progress, list[str]]:
+        """Their progress, and the messages so far but for the first so many."""
+        return self._progress, self._said[skip:]
 
     async def stop(self) -> None:
         """As `RolloutManager.stop`."""
@@ -107,8 +108,8 @@ class RayRollouts:
         """
         try:
             while True:
-                asked: Awaitable[Progress] = answered(self.actor.run.remote(), None)
-                running = asyncio.ensure_future(asked)
+                call: Awaitable[Progress] = answered(self.actor.run.remote(), None)
+                running = asyncio.ensure_future(call)
                 # Whichever question learns of a loss first, asyncio would complain of the other's error.
                 running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 try:
@@ -122,11 +123,11 @@ class RayRollouts:
 
     async def _watched(self, running: asyncio.Future[Progress]) -> None:
         """Tell how far they are, until they end."""
-        said = 0
+        count = 0
         while not running.done():
             await asyncio.wait([running], timeout=LOOK_S)
-            progress, texts = await answered(self.actor.state.remote(said), ASK_S)
-            said += len(texts)
+            progress, texts = await answered(self.actor.state.remote(count), ASK_S)
+            count += len(texts)
             for text in texts:
                 self._say(text)
             self._tell(progress)

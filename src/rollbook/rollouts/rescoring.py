@@ -1,4 +1,4 @@
-"""Scoring as an act of its own: launches that ended are scored again, and what changed is superseded."""
+"""Scoring by itself: launches that ended are scored again, and rewards that changed are superseded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ async def score_again(
     scorers: Scorers,
     say: Callable[[str], None] = lambda text: None,
 ) -> Rescored:
-    """Score every launch of the CONFIG's name that ended with a reward's right, and whose folder is there.
+    """Score again every launch of the CONFIG's name that ended with a right to a reward, if its folder is
+    there.
 
     Args:
         say: told of each component that failed.
@@ -81,7 +82,7 @@ async def score_again(
     places = asyncio.Semaphore(config.concurrency)
     tally: Counter[str] = Counter()
 
-    async def one(name: str, task: str, folder: Path) -> None:
+    async def rescore(name: str, task: str, folder: Path) -> None:
         async with places:
             if task not in by_name:
                 tally["its task is not among the CONFIG's"] += 1
@@ -101,7 +102,7 @@ async def score_again(
         tally["failed" if scores.errors else "scored"] += 1
 
     async with scorers:
-        await asyncio.gather(*(one(*launch) for launch in await _ended(config, proxy)))
+        await asyncio.gather(*(rescore(*launch) for launch in await _ended(config, proxy)))
     scored, failed, rewards = (tally.pop(what, 0) for what in ("scored", "failed", "rewards"))
     return Rescored(scored, failed, rewards, left_out=dict(tally))
 
@@ -109,9 +110,9 @@ async def score_again(
 async def _ended(config: RolloutConfig, proxy: Proxy) -> list[tuple[str, str, Path]]:
     """Trajectory, task and folder of each launch that ended with a right to a reward."""
     course = read_course(await proxy.course(config.name))
-    found = []
+    launches = []
     for place, status in course.ended.items():
         if status.rewarded:
             name = place.trajectory(config.name, course.attempts[place])
-            found.append((name, place.task, folder_of(config.folder, name, course.launches[place])))
-    return found
+            launches.append((name, place.task, folder_of(config.folder, name, course.launches[place])))
+    return launches

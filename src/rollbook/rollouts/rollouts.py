@@ -116,8 +116,8 @@ class Rollouts:
             RolloutError: the proxy is away, or too many launches failed by their infrastructure.
         """
         run = await self._proxy.run_name()
-        said = await self._proxy.course(self._config.name)
-        course, cut = read_course(said), said["cut"]
+        answer = await self._proxy.course(self._config.name)
+        course, cut = read_course(answer), answer["cut"]
         await self._settle_orphans(course)
         left = self._left(course)
         async with self._scorers, Watch(self._proxy, run, cut) as watch:
@@ -140,9 +140,10 @@ class Rollouts:
     # What is left -----------------------------------------------------------------------------
 
     async def _settle_orphans(self, course: RolloutProgress) -> None:
-        """Tell the log of launches whose process ended without a word: nothing of them runs any more."""
+        """Record the end of launches whose process ended without a word: nothing of them runs any more."""
         self._orphans = {
-            of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
+            lost.launch_id: lost.place.trajectory(self._config.name, lost.attempt)
+            for lost in course.orphans.values()
         }
         orphans = frozenset(course.orphans)
         await self._leaks(await self._agents.sweep(frozenset(self._names), orphans), "start")
@@ -175,9 +176,9 @@ class Rollouts:
             await self._fill(place, course, watch)
 
     async def _fill(self, place: Place, course: RolloutProgress, watch: Watch) -> None:
-        """Run attempts in a place until one is not the infrastructure's failure, or there are none left.
+        """Run attempts in a place until one does not fail by its infrastructure, or there are none left.
 
-        One that failed because the proxy was away is none of them: another follows once that is back.
+        One that failed because the proxy was away does not count: another follows once that is back.
         """
         config, begun = self._config, course.attempts.get(place, 0)
         number, spared = begun, course.spared.get(place, 0)
@@ -263,15 +264,15 @@ class Rollouts:
         away = lost_its_proxy(status, ended, seen)
         scores = await self._scored(job, status)
         await self._finish(opened.name, status, ended, scores)
-        said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
-        said |= {"proxy_away": away or None}
-        said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
+        report = _of_exit(exit_, job.folder) | {"status": status, "why": why}
+        report |= {"proxy_away": away or None}
+        report |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
         if exit_ is not None and exit_.left:  # before its end, behind which nobody looks at it any more
             await self._proxy.leaked(
                 opened.name, job.launch_id, {"processes": list(exit_.left), "found": "end"}
             )
             self._show(leaked=self.progress.leaked + len(exit_.left))
-        await self._proxy.end_launch(opened.name, job.launch_id, said)
+        await self._proxy.end_launch(opened.name, job.launch_id, report)
         return _End(status, why, away)
 
     def _described(self, job: Job, place: Place, number: int) -> Json:
@@ -357,13 +358,13 @@ class Rollouts:
             self._proxy.look()
 
     async def _look_at_the_loop(self) -> None:
-        loop, told = asyncio.get_running_loop(), -SWEEP_S
+        loop, warned = asyncio.get_running_loop(), -SWEEP_S
         while True:
             begun = loop.time()
             await asyncio.sleep(0.05)
             late = loop.time() - begun - 0.05
-            if late > LAG_S and begun - told > SWEEP_S:
-                told = begun
+            if late > LAG_S and begun - warned > SWEEP_S:
+                warned = begun
                 self._say(f"this process was blocked for {late:.2f} s, and with it every agent in it")
 
     def _show(self, **changes: int) -> None:
@@ -374,9 +375,9 @@ class Rollouts:
         self._tell(self.progress)
 
 
-def _of_exit(found: Exit | None, folder: Path) -> Json:
+def _of_exit(exit_: Exit | None, folder: Path) -> Json:
     """What the log says of a process's end."""
-    if found is None:
+    if exit_ is None:
         return {}
     output = {
         stream: {
@@ -384,11 +385,11 @@ def _of_exit(found: Exit | None, folder: Path) -> Json:
             "bytes": count,
             "kept": _size(folder / f"{stream}.log"),
         }
-        for stream, count in found.printed.items()
+        for stream, count in exit_.printed.items()
     }
     return {
-        **{"exit_code": found.code, "signal": found.signal, "cpu_s": found.cpu_s},
-        **{"peak_rss_mb": found.peak_rss_mb, "output": output},
+        **{"exit_code": exit_.code, "signal": exit_.signal, "cpu_s": exit_.cpu_s},
+        **{"peak_rss_mb": exit_.peak_rss_mb, "output": output},
     }
 
 
@@ -397,12 +398,13 @@ def _size(path: Path) -> int:
 
 
 class Breaker:
-    """Looks at launches, and above all at the latest.
+    """A circuit breaker: judges launches, above all the latest, by how many failed by their
+    infrastructure.
 
     Args:
-        window: so many are the latest, and none is judged by fewer.
-        stop_share: this share of the latest failed by their infrastructure: then it is open.
-        warn_share: this share of all did: then it warns, once.
+        window: how many are the latest; fewer are not judged.
+        stop_share: where this share of the latest failed, it is open.
+        warn_share: where this share of all failed, it warns, once.
     """
 
     def __init__(self, window: int, stop_share: float, warn_share: float = 1.0) -> None:
@@ -412,7 +414,7 @@ class Breaker:
         self._warned = self._warned_of_agents = False
 
     def add(self, status: Status, why: str | None) -> str | None:
-        """A launch ended; a warning, if it is time for one. Those that were cancelled say nothing."""
+        """Count a launch that ended, unless cancelled; returns a warning, if it is time for one."""
         if status is Status.cancelled:
             return None
         self._latest.append((status, why))

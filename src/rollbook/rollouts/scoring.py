@@ -1,5 +1,5 @@
-"""Scores of ended rollouts: components and their weighted sum, each by a function, a program or a judge (a
-service, or a model that is asked through a proxy)."""
+"""Scores of ended rollouts: components and their weighted sum, each scored by a function, a program or
+a judge (a service, or a model that is asked through a proxy)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 from rollbook.store.events import VOID, Json
 from rollbook.store.ids import new_id
-from rollbook.store.load_object import called, load_object
+from rollbook.store.load_object import call_maybe_async, load_object
 
 SHOWN = 2000
 """Characters of a scorer's error that are kept."""
@@ -66,7 +66,7 @@ class Scorers:
     def __init__(self, config: RolloutConfig, proxy: Proxy, launcher: Launcher | None) -> None:
         self._config, self._proxy, self._launcher = config, proxy, launcher
         self._close = contextlib.AsyncExitStack()
-        self._score = {one.name: self._scorer(one) for one in config.score}
+        self._score = {component.name: self._scorer(component) for component in config.score}
 
     async def __aenter__(self) -> Scorers:
         return self
@@ -85,9 +85,9 @@ class Scorers:
             return None
         attempt = Attempt(trajectory, folder)
         if not all(one.command for one in components):  # a program is given no more than the folder
-            said = await self._proxy.trajectory(trajectory)
+            recorded = await self._proxy.trajectory(trajectory)
             attempt = replace(
-                attempt, conversations=said["conversations"], trajectory_id=said["trajectory_id"]
+                attempt, conversations=recorded["conversations"], trajectory_id=recorded["trajectory_id"]
             )
 
         async def one(component: ScoreConfig) -> float:
@@ -95,39 +95,39 @@ class Scorers:
                 number: float = await self._score[component.name](task, attempt)
                 return number
 
-        found = await asyncio.gather(*map(one, components), return_exceptions=True)
-        return _summed(components, found, limit_s)
+        results = await asyncio.gather(*map(one, components), return_exceptions=True)
+        return _summed(components, results, limit_s)
 
-    def _scorer(self, one: ScoreConfig) -> Callable[[Task, Attempt], Any]:
-        if one.function is not None:
-            return _by_function(one.function)
-        if one.url is not None:
-            http = HttpJudge(one.name, one.url, one.token_variable)
+    def _scorer(self, component: ScoreConfig) -> Callable[[Task, Attempt], Any]:
+        if component.function is not None:
+            return _by_function(component.function)
+        if component.url is not None:
+            http = HttpJudge(component.name, component.url, component.token_variable)
             self._close.push_async_callback(http.close)
             return http.score
-        if one.judge is not None:
+        if component.judge is not None:
             proxy = self._proxy
-            if one.judge.proxy is not None:
-                proxy = Proxy(one.judge.proxy, os.environ.get(one.judge.key_variable))
+            if component.judge.proxy is not None:
+                proxy = Proxy(component.judge.proxy, os.environ.get(component.judge.key_variable))
                 self._close.push_async_callback(proxy.http.close)
-            return ModelJudge(one.name, one.judge, proxy).score
+            return ModelJudge(component.name, component.judge, proxy).score
         assert self._launcher is not None
-        return _ByProgram(one, self._launcher, passed(self._config.agent, os.environ)).score
+        return _ByProgram(component, self._launcher, passed(self._config.agent, os.environ)).score
 
 
-def _summed(components: Sequence[ScoreConfig], found: Sequence[Any], limit_s: float) -> Scores:
+def _summed(components: Sequence[ScoreConfig], results: Sequence[Any], limit_s: float) -> Scores:
     values: dict[str, float] = {}
     errors: dict[str, str] = {}
-    for component, said in zip(components, found, strict=True):
-        if isinstance(said, BaseException):
-            if not isinstance(said, Exception):
-                raise said
-            late = isinstance(said, TimeoutError)
-            why = f"it took longer than {limit_s:g} s" if late else f"{type(said).__name__}: {said}"
+    for component, result in zip(components, results, strict=True):
+        if isinstance(result, BaseException):
+            if not isinstance(result, Exception):
+                raise result
+            late = isinstance(result, TimeoutError)
+            why = f"it took longer than {limit_s:g} s" if late else f"{type(result).__name__}: {result}"
             errors[component.name] = why[:SHOWN]
         else:
-            values[component.name] = said
-    total = None if errors else math.fsum(one.weight * values[one.name] for one in components)
+            values[component.name] = result
+    total = None if errors else math.fsum(config.weight * values[config.name] for config in components)
     return Scores(values, errors, total)
 
 
@@ -135,7 +135,7 @@ def _by_function(name: str) -> Callable[[Task, Attempt], Any]:
     function = load_object(name, "score.function")
 
     async def score(task: Task, attempt: Attempt) -> float:
-        return number_of(await called(function, task, attempt), name)
+        return number_of(await call_maybe_async(function, task, attempt), name)
 
     return score
 
@@ -152,7 +152,7 @@ class _ByProgram:
         name = self._component.command[0]
         folder = attempt.folder / f"score-{self._component.name}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        told = {
+        variables = {
             "ROLLBOOK_TASK_FILE": str(attempt.folder / "task.json"),
             "ROLLBOOK_TRAJECTORY_ID": attempt.trajectory,
             "ROLLBOOK_FOLDER": str(attempt.folder),
@@ -160,7 +160,7 @@ class _ByProgram:
         launch = Launch(
             launch_id=f"score-{uuid.uuid4()}",
             command=self._command,
-            environment={**self._environment, **told},
+            environment={**self._environment, **variables},
             folder=attempt.folder,
             output=folder,
         )
@@ -170,12 +170,12 @@ class _ByProgram:
         except BaseException:
             await running.stop(0)
             raise
-        said = (folder / "stdout.log").read_text(errors="replace").strip()
+        printed = (folder / "stdout.log").read_text(errors="replace").strip()
         if ended.code != 0:
             errors = (folder / "stderr.log").read_text(errors="replace")[-SHOWN:]
             how = f"signal {ended.signal}" if ended.code is None else f"exit code {ended.code}"
             raise RolloutError(f"{name} ended with {how}: {errors}")
-        return read_number(said, name)
+        return read_number(printed, name)
 
 
 PAUSE_S = 0.5
@@ -224,8 +224,8 @@ class HttpJudge:
                 if answer.status < 300:
                     return read_number(answer.text, self._url, whole=True)
                 if answer.status < 500 and answer.status not in _PASSING:
-                    said = answer.text[:ANSWER_SHOWN]
-                    raise RolloutError(f"{self._url} answered {answer.status}: {said}")
+                    text = answer.text[:ANSWER_SHOWN]
+                    raise RolloutError(f"{self._url} answered {answer.status}: {text}")
             await asyncio.sleep(pause)
             pause *= 2
 
@@ -253,13 +253,13 @@ class ModelJudge:
         try:
             address = Address(self._proxy.url, own, opened.key)
             model = LLM(self._proxy.http, address.openai, address.key, own)
-            said = await model.chat(
+            reply = await model.chat(
                 self._asked(task, attempt), **{"model": self._judge.model, **self._judge.options}
             )
             status = "failed"
-            found = self._number(str(said.get("content") or ""))
+            number = self._number(str(reply.get("content") or ""))
             status = "completed"
-            return found
+            return number
         finally:
             await self._proxy.finish(own, {"status": status})
 
@@ -269,60 +269,60 @@ class ModelJudge:
         system = [] if self._judge.system is None else [{"role": "system", "content": self._judge.system}]
         return [*system, {"role": "user", "content": filled(self._judge.prompt, values)}]
 
-    def _number(self, said: str) -> float:
+    def _number(self, reply: str) -> float:
         if self._judge.parse is None:
-            return read_number(said, self._judge.model)
-        found = re.findall(self._judge.parse, said)
-        if not found:
-            text = f"{self._judge.model} said {said[-ANSWER_SHOWN:]!r}, in which "
+            return read_number(reply, self._judge.model)
+        numbers = re.findall(self._judge.parse, reply)
+        if not numbers:
+            text = f"{self._judge.model} said {reply[-ANSWER_SHOWN:]!r}, in which "
             text += f"{self._judge.parse!r} finds nothing"
             raise RolloutError(text)
-        return read_number(found[-1], self._judge.model)
+        return read_number(numbers[-1], self._judge.model)
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """A template with its `{name}`s replaced, of which there are values. What values hold is no template."""
-    return _PLACE.sub(lambda found: values.get(found[1], found[0]), template)
+    """A template with each `{name}` replaced that has a value; a value is not read as a template."""
+    return _PLACE.sub(lambda match: values.get(match[1], match[0]), template)
 
 
-def read_number(said: str, name: str, *, whole: bool = False) -> float:
-    """The number that a text ends with, on a line of its own, or has as `reward` of an object there.
+def read_number(output: str, name: str, *, whole: bool = False) -> float:
+    """The number on the last line of a text, alone or as `reward` of an object.
 
     Args:
         name: who said it.
         whole: all of it is that, whatever its lines.
 
     Raises:
-        RolloutError: it does not.
+        RolloutError: there is none.
     """
-    lines = said.strip().splitlines()
-    line = said if whole else lines[-1] if lines else ""
+    lines = output.strip().splitlines()
+    line = output if whole else lines[-1] if lines else ""
     try:
-        found = orjson.loads(line)
+        value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         where = "answered" if whole else "said, as its last line,"
         text = f"{name} {where} {line[:100]!r}: a number, or an object with `reward`, is wanted"
         raise RolloutError(text) from error
-    return number_of(found["reward"] if isinstance(found, dict) and "reward" in found else found, name)
+    return number_of(value["reward"] if isinstance(value, dict) and "reward" in value else value, name)
 
 
-def number_of(said: Any, name: str) -> float:
-    """What somebody gave, as a number.
+def number_of(value: Any, name: str) -> float:
+    """What a scorer gave, as a number.
 
     Raises:
         RolloutError: it is none, or is not finite.
     """
-    if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
-        raise RolloutError(f"{name} gave {said!r}: a finite number is wanted")
-    return float(said)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RolloutError(f"{name} gave {value!r}: a finite number is wanted")
+    return float(value)
 
 
 def _spoken(messages: Sequence[Json]) -> str:
     """A conversation as text."""
-    return "\n\n".join(f"{message.get('role', '?')}:\n{_said(message)}" for message in messages)
+    return "\n\n".join(f"{message.get('role', '?')}:\n{_message_text(message)}" for message in messages)
 
 
-def _said(message: Json) -> str:
+def _message_text(message: Json) -> str:
     calls = message.get("tool_calls")
     parts = [_text(message.get("content") or "")] + ([orjson.dumps(calls).decode()] if calls else [])
     return "\n".join(part for part in parts if part)

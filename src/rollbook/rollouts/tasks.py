@@ -44,19 +44,19 @@ def read_tasks(source: str, limit: int | None = None) -> list[Task]:
     Raises:
         ConfigError: there is none, or it cannot be read; or two have the same name.
     """
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for number, values in enumerate(itertools.islice(_values(source), limit)):
         if not isinstance(values, dict):
             raise ConfigError(f"tasks: {source!r}: task {number} is no object but {type(values).__name__}")
         task = Task(_name(values, number), values)
-        if task.name in found:
+        if task.name in tasks:
             raise ConfigError(
                 f"tasks: {source!r}: two tasks are called {task.name!r}; give each an `id` of its own"
             )
-        found[task.name] = task
-    if not found:
+        tasks[task.name] = task
+    if not tasks:
         raise ConfigError(f"tasks: {source!r} holds no task")
-    return list(found.values())
+    return list(tasks.values())
 
 
 def _name(values: Json, number: int) -> str:
@@ -82,8 +82,8 @@ def _values(source: str) -> Iterator[Json]:
     elif (few := _RANGE.fullmatch(source)) is not None:
         yield from ({"id": f"{number}", "idx": number} for number in range(int(few[1])))
     elif ":" in source:
-        made = load_object(source, "tasks")
-        values = made() if callable(made) else made
+        loaded = load_object(source, "tasks")
+        values = loaded() if callable(loaded) else loaded
         if not isinstance(values, Iterable):
             raise ConfigError(f"tasks: {source!r} gives {type(values).__name__}; it must give objects")
         yield from values
@@ -111,10 +111,10 @@ def _rows(file: Path) -> Iterator[Json]:
 
 def _parsed(line: bytes, file: Path, number: int) -> Json:
     try:
-        found: Json = orjson.loads(line)
+        values: Json = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"tasks: {file}, line {number} is not JSON: {error}") from error
-    return found
+    return values
 
 
 HARBOR = "harbor"
@@ -123,12 +123,14 @@ WORKDIR = "/app"
 
 
 def are_in(folder: Path) -> bool:
-    """Whether a folder holds such tasks."""
+    """Whether a folder holds Harbor's tasks."""
     return any(folder.glob("*/task.toml"))
 
 
 def harbor_tasks(folder: Path) -> Iterator[Json]:
-    """Their values, by name: `prompt` is the instruction, `image` and `workdir` are the container's.
+    """The values of a folder's Harbor tasks, by name.
+
+    `prompt` is the instruction, `image` and `workdir` are the container's.
 
     Raises:
         ConfigError: one cannot be read.
@@ -136,7 +138,7 @@ def harbor_tasks(folder: Path) -> Iterator[Json]:
     for file in sorted(folder.glob("*/task.toml")):
         task = file.parent
         try:
-            said = tomllib.loads(file.read_text())
+            settings = tomllib.loads(file.read_text())
             prompt = (task / "instruction.md").read_text()
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"tasks: {task} is no task of Harbor: {error}") from error
@@ -144,7 +146,7 @@ def harbor_tasks(folder: Path) -> Iterator[Json]:
             raise ConfigError(
                 f"tasks: {task} has no tests/test.sh: tasks of several steps are not understood"
             )
-        environment = said.get("environment", {})
+        environment = settings.get("environment", {})
         workdirs = [words[1] for words in instructions(task / "environment") if words[0] == "WORKDIR"]
         yield {
             "id": task.name,
@@ -152,12 +154,13 @@ def harbor_tasks(folder: Path) -> Iterator[Json]:
             HARBOR: str(task.resolve()),
             "image": environment.get("docker_image"),
             "workdir": environment.get("workdir") or (workdirs[-1] if workdirs else WORKDIR),
-            "metadata": said.get("metadata", {}),
+            "metadata": settings.get("metadata", {}),
         }
 
 
 def instructions(environment: Path) -> list[list[str]]:
-    """The lines of its Dockerfile, in words, the first in capitals; none where there is none."""
+    """The instructions of an environment's Dockerfile, as words, the first in capitals; none without a
+    file."""
     file = environment / "Dockerfile"
     text = file.read_text().replace("\\\n", " ") if file.exists() else ""
     lines = [line.split() for line in text.splitlines()]

@@ -1,5 +1,5 @@
-"""Scripted ASGI servers: what they have in common, uvicorn in a thread, and loopback ports for servers that
-are told which port to take."""
+"""Scripted ASGI servers: what they have in common, uvicorn in a thread, and loopback ports for servers
+that have to be given a port."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def read_body(receive: Receive) -> bytes:
     """The whole body of a request."""
     message = await receive()
     if not message.get("more_body"):
-        found: bytes = message.get("body", b"")
-        return found
+        body: bytes = message.get("body", b"")
+        return body
     parts = [message["body"]]
     while message.get("more_body"):
         message = await receive()

@@ -1,14 +1,15 @@
-"""The token ledger as a fold of events: an independent implementation that tests compare with SQL. Pure.
+"""The token ledger as a fold of events: an independent implementation to compare with SQL. Pure.
 
 Per run and policy version, at any cut,
 
     generated = trained + dropped (by rule) + waiting + in flight + kept out (by reason)
 
-in tokens of completed turns. What decides is what the trainer does: a turn belongs to the sample of the first
-leaf above it in turn order, and is decided with that sample by each committed attempt that consumed or
-dropped it and was not abandoned since, if it had been delivered by the cut of the attempt's plan (before that
-it was masked). Trajectories that a training of groups had to decide on, and did not, are a part of the
-ledger. Tests and benchmarks hold the SQL view `ledger` against it: it shares no code with that.
+in tokens of completed turns. It decides as the trainer does: a turn belongs to the sample of the
+first leaf above it in turn order, and is decided with that sample by each committed attempt that
+consumed or dropped it and was not abandoned since, if it had been delivered by the cut of the
+attempt's plan (before that it was masked). Trajectories that a training of groups had to decide on,
+and did not, are a part of the ledger. Tests and benchmarks compare the SQL view `ledger` with it;
+the two share no code.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Training = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DecidedSample:
     """A sample that a training of groups decided on, and the cut at which it did."""
 
     training: Training
@@ -63,7 +64,7 @@ class Member:
     Attributes:
         group: its run, and its name; None where it is not known, or has none.
         finished: where it ended, unless as void.
-        waits: whether nobody has used it who may.
+        waits: whether it may be used, and nobody has used it.
         of_use: whether there was something to train on by a cut.
     """
 
@@ -71,13 +72,13 @@ class Member:
     group: tuple[str, str] | None
     finished: Position | None
     waits: bool
-    taken: list[Taken]
+    taken: list[DecidedSample]
     of_use: Callable[[Cut], bool]
 
 
 @dataclass(slots=True)
 class Openings:
-    """The trainings that lanes began, up to an event, and what each attempt is of."""
+    """The trainings that lanes began, up to an event, and the training of each attempt."""
 
     _last: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _of: dict[tuple[str, str, int, int], tuple[str, int, int]] = field(default_factory=dict)
@@ -87,11 +88,11 @@ class Openings:
         self._last[lane, run] = seq, int((record.config.get("demand") or {}).get("group_size", 1))
 
     def plan(self, lane: str, run: str, record: StepPlanned) -> None:
-        """It plans an attempt."""
+        """The process plans an attempt."""
         key = run, record.policy, record.step, record.attempt
         self._of[key] = (lane, *self._last.get((lane, run), (0, 1)))
 
-    def consumed(self, run: str, plan: StepPlanned) -> Iterator[Taken]:
+    def consumed(self, run: str, plan: StepPlanned) -> Iterator[DecidedSample]:
         """What a committed attempt took, with what its rollout batch has for later ones."""
         training = self._training(run, plan)
         samples: list[Json] = (
@@ -99,21 +100,21 @@ class Openings:
         )
         for ref in samples if training else ():
             assert training is not None
-            yield Taken(training, ref["trajectory_id"], ref["turn_id"], parse_cut(plan.cut))
+            yield DecidedSample(training, ref["trajectory_id"], ref["turn_id"], parse_cut(plan.cut))
 
     def dropped(
         self, run: str, plan: StepPlanned, lane: str, seq: int, drop: SampleDropped
-    ) -> Iterator[Taken]:
-        """A drop that was recorded with it, since its training began."""
+    ) -> Iterator[DecidedSample]:
+        """A drop that was recorded with an attempt, since its training began."""
         training = self._training(run, plan)
-        of, since, _ = self._of[run, plan.policy, plan.step, plan.attempt]
-        if training is not None and of == lane and seq > since:
+        own_lane, since, _ = self._of[run, plan.policy, plan.step, plan.attempt]
+        if training is not None and own_lane == lane and seq > since:
             unknown = drop.rule in ("not_finite", "all_rejected")  # of a step that was skipped
             cut = {} if unknown else parse_cut(drop.cut or plan.cut)
-            yield Taken(training, drop.trajectory_id, drop.turn_id, cut)
+            yield DecidedSample(training, drop.trajectory_id, drop.turn_id, cut)
 
     def _training(self, run: str, plan: StepPlanned) -> Training | None:
-        """That it is of, if samples of groups were chosen for it, to be used once."""
+        """The training of an attempt, if samples of groups were chosen for it, to be used once."""
         size = self._of[run, plan.policy, plan.step, plan.attempt][2]
         once = plan.schedule is not None and plan.schedule.get("slice") is None
         chosen = plan.rollout_batch is None or "samples" in plan.rollout_batch
@@ -122,10 +123,10 @@ class Openings:
 
 
 def omitted(members: Iterable[Member], partly: Iterable[Training]) -> set[str]:
-    """The trajectories of groups of which others were decided on, and that are missing there.
+    """The trajectories that are missing where others of their groups were decided on.
 
-    What was decided on makes up whole groups, with trajectories that were of no use then. Where it does not,
-    those that were passed by are missing, the first to end first.
+    What was decided on makes up whole groups, with trajectories that were of no use then. Where it does
+    not, those that were passed by are missing, the first to end first.
 
     Args:
         partly: trainings that decided on trajectories of which the log has no opening any more.
@@ -139,26 +140,28 @@ def omitted(members: Iterable[Member], partly: Iterable[Training]) -> set[str]:
                 trainings[taken.training].add(member.group)
     unknown = {training[:2] for training in partly}
     return {
-        one.trajectory_id
+        missing.trajectory_id
         for training, names in trainings.items()
         if training[:2] not in unknown
         for name in names
-        for one in _missing(groups[name], training)
+        for missing in _missing(groups[name], training)
     }
 
 
 def _missing(members: Iterable[Member], training: Training) -> list[Member]:
     """Those of a group that a training passed by, as many as are missing."""
     cuts, beside, count = list[Cut](), list[tuple[Position, Member]](), 0
-    for one in members:
-        own = [taken.cut for taken in one.taken if taken.training == training]
+    for member in members:
+        own = [taken.cut for taken in member.taken if taken.training == training]
         cuts += own
         count += bool(own)
-        if not own and one.finished is not None:
-            beside.append((one.finished, one))
-    passed_by = [(at, one) for at, one in beside if one.waits and any(one.of_use(cut) for cut in cuts)]
+        if not own and member.finished is not None:
+            beside.append((member.finished, member))
+    passed_by = [
+        (at, member) for at, member in beside if member.waits and any(member.of_use(cut) for cut in cuts)
+    ]
     missing = -count % training[2] - (len(beside) - len(passed_by))
-    return [one for _, one in sorted(passed_by, key=lambda pair: pair[0])[: max(missing, 0)]]
+    return [member for _, member in sorted(passed_by, key=lambda pair: pair[0])[: max(missing, 0)]]
 
 
 TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT = TERMS
@@ -252,7 +255,7 @@ class _Trajectory:
     adoptions: dict[Position, str] = field(default_factory=dict)
     places: dict[str, Position] = field(default_factory=dict)
     uses: dict[str, list[_Use]] = field(default_factory=lambda: defaultdict(list))
-    taken: list[Taken] = field(default_factory=list)
+    taken: list[DecidedSample] = field(default_factory=list)
 
 
 def fold_ledger(events: Iterable[Event]) -> Ledger:
@@ -331,15 +334,20 @@ def _mark_omitted(trajectories: Mapping[str, _Trajectory]) -> None:
     members = [
         Member(
             name,
-            None if one.opened is None else one.group,
-            None if one.void else one.finished,
-            one.split == "train" and not one.uses,
-            one.taken,
-            partial(_of_use, one),
+            None if trajectory.opened is None else trajectory.group,
+            None if trajectory.void else trajectory.finished,
+            trajectory.split == "train" and not trajectory.uses,
+            trajectory.taken,
+            partial(_of_use, trajectory),
         )
-        for name, one in trajectories.items()
+        for name, trajectory in trajectories.items()
     ]
-    partly = {t.training for one in trajectories.values() if one.opened is None for t in one.taken}
+    partly = {
+        t.training
+        for trajectory in trajectories.values()
+        if trajectory.opened is None
+        for t in trajectory.taken
+    }
     for name in omitted(members, partly):
         trajectories[name].omitted = True
 
@@ -453,14 +461,14 @@ def _where(trajectory: _Trajectory, turn: _Turn, uses: list[_Use], *, spoiled: b
 
 
 def _before(rule: str) -> tuple[bool, str]:
-    """What orders the rules that dropped a turn: that it is not on the path that was taken says least."""
+    """Sort key of the rules that dropped a turn: that it is not on the path that was taken says least."""
     return rule == OTHER_PATH, rule
 
 
 def _saw(cut: Cut, trajectory: _Trajectory, turn: _Turn) -> bool:
     """Whether the turn was delivered by the cut of a plan.
 
-    A plan is taken at its word where its cut does not hold the end of a trajectory that it names.
+    A plan is believed where its cut does not hold the end of a trajectory that it names.
     """
     if trajectory.finished is None or not holds(cut, *trajectory.finished):
         return bool(turn.delivered)
@@ -481,11 +489,11 @@ def _owners(trajectory: _Trajectory) -> tuple[dict[str, str], dict[str, list[str
 
 
 def _in_turn_order(trajectory: _Trajectory, turn_ids: list[str]) -> list[str]:
-    asked = {turn_id: trajectory.turns[turn_id].asked or ("", -1) for turn_id in turn_ids}
+    requested = {turn_id: trajectory.turns[turn_id].asked or ("", -1) for turn_id in turn_ids}
     if trajectory.opened is None:
-        return sorted(turn_ids, key=lambda turn_id: asked[turn_id])
+        return sorted(turn_ids, key=lambda turn_id: requested[turn_id])
     ownership = OwnershipChain(trajectory.opened, trajectory.adoptions, trajectory.places)
-    return sorted(turn_ids, key=lambda turn_id: ownership.key(asked[turn_id]))
+    return sorted(turn_ids, key=lambda turn_id: ownership.key(requested[turn_id]))
 
 
 def _path(trajectory: _Trajectory, leaf: str) -> Iterator[tuple[str, _Turn]]:

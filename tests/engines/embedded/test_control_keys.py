@@ -14,7 +14,7 @@ from tests.fakes.proxies.served import Served
 from rollbook.edge.keys import Key, Keys, Role, digest_of
 from rollbook.store.errors import EngineError
 from rollbook.store.events import EngineControlled, PolicyActivated
-from rollbook.store.whose import FOR, Whose
+from rollbook.store.whose import FOR, ProxyIdentity
 from rollbook.train.sync.control import EngineControl
 
 pytestmark = pytest.mark.torch
@@ -97,12 +97,12 @@ def test_without_keys_it_is_this_hosts(served: InProcess) -> None:
 def test_it_is_controlled_for_its_own_run(served: InProcess) -> None:
     """A trainer of another one is told both names, before anything was changed; that is recorded too."""
     before = len(_controlled(served))
-    own = Whose(served.store.store_id, "default")
+    own = ProxyIdentity(served.store.store_id, "default")
 
-    def pause(whose: Whose) -> httpx.Response:
+    def pause(whose: ProxyIdentity) -> httpx.Response:
         return served.post("/engine/pause_generation", json={}, headers={FOR: whose.header})
 
-    refused = pause(Whose("elsewhere", "words"))
+    refused = pause(ProxyIdentity("elsewhere", "words"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_run")
     assert f"of {own}, and not of run 'words' of store elsewhere" in refused.json()["error"]["message"]
     assert pause(own).status_code == 200

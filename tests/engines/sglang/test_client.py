@@ -27,7 +27,7 @@ from rollbook import store
 from rollbook.bench.scripted.job import Answer, Failure, Options, in_turn, logprobs_of
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Prompt, Sampling
-from rollbook.engines.sglang.client import SglangEngine, joined
+from rollbook.engines.sglang.client import SglangEngine, join_parts
 from rollbook.engines.sglang.protocol import part, sampling_params
 from rollbook.engines.weights.name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
 from rollbook.ingest.recording.runner import ATTEMPTS
@@ -546,7 +546,7 @@ def test_the_answer_of_an_older_server() -> None:
     """Without spans, the one version it names is of all tokens."""
     answer = _whole(weight_version="3")
     del answer["meta_info"]["weight_versions"]
-    made = joined(PROMPT, SAMPLING, [part(answer, PROMPT, "critic", None, version_in)], {})
+    made = join_parts(PROMPT, SAMPLING, [part(answer, PROMPT, "critic", None, version_in)], {})
     assert made.version_spans == (VersionSpan("critic", 3, 0, 2),)
 
 

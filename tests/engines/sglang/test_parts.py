@@ -21,7 +21,13 @@ from tests.fakes.stories.weights import ToldWeights
 from rollbook.bench.scripted.job import Answer, Options, in_turn, logprobs_of
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
-from rollbook.engines.sglang.client import SglangEngine, joined, may_go_on, routing_of, the_rest
+from rollbook.engines.sglang.client import (
+    SglangEngine,
+    can_continue,
+    join_parts,
+    remaining_request,
+    routing_of,
+)
 from rollbook.engines.sglang.protocol import Part, Routing, part, request_body, sampling_params
 from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError, ModelError
@@ -189,31 +195,31 @@ def _part(ids: Any, finish: Any = "abort", spans: Any = (), experts: Any = None,
 
 def test_parts_without_a_token_are_given_up() -> None:
     """A server that ends the same request again and again is not asked for ever; progress counts anew."""
-    assert may_go_on([_part([]), _part([])], SAMPLING)
+    assert can_continue([_part([]), _part([])], SAMPLING)
     with pytest.raises(EngineError, match="3 times without a token"):
-        may_go_on([_part([1]), _part([]), _part([]), _part([])], SAMPLING)
-    assert may_go_on([_part([]), _part([]), _part([1]), _part([]), _part([])], SAMPLING)
+        can_continue([_part([1]), _part([]), _part([]), _part([])], SAMPLING)
+    assert can_continue([_part([]), _part([]), _part([1]), _part([]), _part([])], SAMPLING)
 
 
 def test_a_request_that_ended_by_itself_does_not_go_on() -> None:
     """What has ended by itself, and what has all the tokens that were asked for."""
-    assert not may_go_on([_part([1], "stop")], SAMPLING)
-    assert not may_go_on([_part([1], "length")], SAMPLING)
+    assert not can_continue([_part([1], "stop")], SAMPLING)
+    assert not can_continue([_part([1], "length")], SAMPLING)
     full = [_part(range(12))]
-    assert not may_go_on(full, SAMPLING)
-    assert joined(PROMPT, SAMPLING, full, {}).finish_reason == "length"
-    assert may_go_on([_part(range(11))], SAMPLING)
+    assert not can_continue(full, SAMPLING)
+    assert join_parts(PROMPT, SAMPLING, full, {}).finish_reason == "length"
+    assert can_continue([_part(range(11))], SAMPLING)
 
 
 def test_the_rest_that_is_asked_for() -> None:
     """Fewer tokens at most and at least; the same otherwise; nothing changes before the first token."""
     sampling = replace(SAMPLING, min_new_tokens=4, stop=("x",), temperature=0.5)
-    prompt, rest = the_rest(PROMPT, sampling, [_part([])])
+    prompt, rest = remaining_request(PROMPT, sampling, [_part([])])
     assert (prompt.ids is PROMPT.ids, prompt.request_id, rest) == (True, "1-rid", sampling)
-    prompt, rest = the_rest(PROMPT, sampling, [_part([5, 6]), _part([]), _part([7])])
+    prompt, rest = remaining_request(PROMPT, sampling, [_part([5, 6]), _part([]), _part([7])])
     assert (prompt.ids.tolist(), prompt.known_tokens, prompt.request_id) == ([1, 2, 3, 5, 6, 7], 6, "3-rid")
     assert rest == replace(sampling, max_new_tokens=9, min_new_tokens=1)
-    assert the_rest(PROMPT, sampling, [_part([5, 6, 7, 8, 9])])[1].min_new_tokens == 0
+    assert remaining_request(PROMPT, sampling, [_part([5, 6, 7, 8, 9])])[1].min_new_tokens == 0
 
 
 def test_parts_are_joined_with_spans_and_counts() -> None:
@@ -225,14 +231,14 @@ def test_parts_are_joined_with_spans_and_counts() -> None:
         _part([7, 8, 9], "stop", (VersionSpan("actor", 2, 0, 3),), cached_tokens=5, num_retractions=2),
     ]
     sampling = replace(SAMPLING, frequency_penalty=0.5)
-    made = joined(PROMPT, sampling, parts, {"engine_us": 3})
+    made = join_parts(PROMPT, sampling, parts, {"engine_us": 3})
     assert made.completion_ids.tolist() == [5, 6, 7, 8, 9]
     assert made.version_spans == (VersionSpan("actor", 1, 0, 1), VersionSpan("actor", 2, 1, 5))
     assert made.timings == {"engine_us": 3, "cached_tokens": 2, "num_retractions": 3, "resumed": 2}
     assert made.logprob_semantics["altered"] == ["frequency_penalty"]
     assert (made.finish_reason, made.routed_experts) == ("stop", {})
     with pytest.raises(EngineError, match="without a token"):
-        joined(PROMPT, SAMPLING, [_part([])], {})
+        join_parts(PROMPT, SAMPLING, [_part([])], {})
 
 
 # Routed experts -------------------------------------------------------------------------------------
@@ -262,7 +268,9 @@ def test_experts_are_asked_for_where_the_parent_ends() -> None:
     child = replace(PROMPT, known_tokens=2)
     assert request_body(child, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 1
     assert "return_routed_experts" not in request_body(child, SAMPLING, False)
-    made = joined(child, SAMPLING, [part(_answer([7, 8], _ids(3)), child, "actor", ROUTING, version_in)], {})
+    made = join_parts(
+        child, SAMPLING, [part(_answer([7, 8], _ids(3)), child, "actor", ROUTING, version_in)], {}
+    )
     assert made.routed_experts["start"] == 1
     assert np.array_equal(unpack(made.routed_experts), _ids(3))
 
@@ -270,14 +278,14 @@ def test_experts_are_asked_for_where_the_parent_ends() -> None:
 def test_experts_of_parts_are_one() -> None:
     """The second part's begin at the first one's last token; where a part tells none the turn has none."""
     first = part(_answer([7, 8], _ids(4), {"type": "abort"}), PROMPT, "actor", ROUTING, version_in)
-    rest, _ = the_rest(PROMPT, SAMPLING, [first])
+    rest, _ = remaining_request(PROMPT, SAMPLING, [first])
     assert request_body(rest, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 4
     second = part(_answer([9], _ids(1, 24)), rest, "actor", ROUTING, version_in)
-    made = joined(PROMPT, SAMPLING, [first, second], {})
+    made = join_parts(PROMPT, SAMPLING, [first, second], {})
     assert (made.routed_experts["start"], made.routed_experts["shape"]) == (0, [5, 2, 3])
     assert np.array_equal(unpack(made.routed_experts), _ids(5))
     silent = part(_answer([9], None), rest, "actor", ROUTING, version_in)
-    assert joined(PROMPT, SAMPLING, [first, silent], {}).routed_experts == {}
+    assert join_parts(PROMPT, SAMPLING, [first, silent], {}).routed_experts == {}
 
 
 def _told(versions: tuple[str, ...], retractions: int) -> Any:
@@ -292,7 +300,7 @@ def test_experts_of_other_weights_are_not_taken(versions: tuple[str, str]) -> No
     """What was retracted to new weights: they chose all, also those of the tokens that the old ones made."""
     made = part(_told(versions, 1), PROMPT, "actor", ROUTING, version_in)
     assert made.experts is None
-    assert joined(PROMPT, SAMPLING, [made], {}).routed_experts == {}
+    assert join_parts(PROMPT, SAMPLING, [made], {}).routed_experts == {}
     for kept in (_told(versions, 0), _told(("1",), 1)):
         assert np.array_equal(part(kept, PROMPT, "actor", ROUTING, version_in).experts, _ids(4))
 
@@ -301,7 +309,7 @@ def test_experts_that_are_none() -> None:
     """Of another number of positions, or no ids: the engine's fault. Unwanted ones are not looked at."""
     for experts in (_ids(3), _ids(5), np.full((4, 2, 3), -1)):
         with pytest.raises(EngineError, match=r"SGLang's|expert ids"):
-            joined(
+            join_parts(
                 PROMPT, SAMPLING, [part(_answer([7, 8], experts), PROMPT, "actor", ROUTING, version_in)], {}
             )
     assert part(_answer([7, 8], _ids(9)), PROMPT, "actor", None, version_in).experts is None
@@ -449,7 +457,7 @@ def test_top_k_1_is_greedy() -> None:
     """Asked for as temperature 0, of which the server's logprobs are always those of softmax(logits)."""
     sampling = replace(SAMPLING, temperature=0.7, top_k=1)
     assert sampling_params(sampling)["temperature"] == 0
-    made = joined(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor", None, version_in)], {})
+    made = join_parts(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor", None, version_in)], {})
     assert made.logprob_semantics["temperature"] == 0
     assert sampling_params(replace(sampling, top_k=2))["temperature"] == 0.7
 

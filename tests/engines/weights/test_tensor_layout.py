@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.engines.weights.expected import Expected, Holding, described, expected_ranks_digest
+from rollbook.engines.weights.expected import Expected, Holding, describe_holding, expected_ranks_digest
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.engines.weights.tensor_checksums import Sha256Checksum
 from rollbook.engines.weights.tensor_layout import TensorPart, part_of, shard
@@ -230,18 +230,18 @@ FIRST = {
 def test_what_is_said_of_how_it_holds_them() -> None:
     """Little, and the same for copies of the ranks."""
     ranks = _engine(_tensors(), 2)
-    assert described(ranks, DENSE, HOLDING) == FIRST
-    assert described([*ranks, *ranks], DENSE, HOLDING) == FIRST
+    assert describe_holding(ranks, DENSE, HOLDING) == FIRST
+    assert describe_holding([*ranks, *ranks], DENSE, HOLDING) == FIRST
     assert len(orjson.dumps(FIRST)) < 300
     experts = {f"m.experts.{i}.{part}_proj.weight" for i in range(9) for part in ("gate", "up", "down")}
     held = RankChecksums(3, 4, {"m.experts.w13_weight": "0", "m.experts.w2_weight": "1"})
-    told = described([held], experts, Holding("tiled", "bfloat16", 8, padded=False))
+    told = describe_holding([held], experts, Holding("tiled", "bfloat16", 8, padded=False))
     assert told == {
         **{"checksum": "tiled", "dtype": "bfloat16", "head_dim": 8, "padded": False},
         **{"tp_size": 4, "tp_ranks": [3], "merged": ["w13_weight", "w2_weight"]},
     }
     unmerged = [RankChecksums(0, 1, dict.fromkeys(DENSE, "0"))]
-    assert (described(unmerged, DENSE, HOLDING) or {})["merged"] == []
+    assert (describe_holding(unmerged, DENSE, HOLDING) or {})["merged"] == []
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_is_said_of_how_it_holds_them() -> None:
 )
 def test_other_names_than_follow_from_the_models(names: Any, ranks: list[RankChecksums]) -> None:
     """Then it is not known how it holds them."""
-    assert described(ranks, names, HOLDING) is None
+    assert describe_holding(ranks, names, HOLDING) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -275,7 +275,7 @@ def test_checksums_follow_from_the_weights(dtype: str, names: list[str], size: i
     new = _tensors(1)
     given_to = {name: tensor.to(getattr(torch, dtype)) for name, tensor in new.items()}
     ranks = _engine(given_to, size)
-    held = described(ranks, names, Holding("sha256", dtype, 4))
+    held = describe_holding(ranks, names, Holding("sha256", dtype, 4))
     assert held is not None
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:

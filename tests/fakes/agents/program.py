@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import openai
 
 CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
@@ -72,6 +71,8 @@ def responses(url: str, name: str | None = "responses") -> list[Any]:
 
 def messages(url: str, name: str | None = "messages") -> list[Any]:
     """A call of a tool and its result, streamed."""
+    import anthropic  # it takes seconds, in every process that collects tests
+
     prefix = "" if name is None else f"/t/{name}"
     with anthropic.Anthropic(base_url=url + prefix, api_key="none", max_retries=0) as client:
         said: list[Any] = [{"role": "user", "content": "call"}]

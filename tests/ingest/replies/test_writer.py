@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollbook.ingest.replies.choose import FAMILIES, detect_family, opens_reasoning
-from rollbook.ingest.replies.family import Asked, Call, Parsed
+from rollbook.ingest.replies.family import Call, Parsed, ReplyContext
 from rollbook.ingest.replies.written import ReplyWriter, Written
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.ingest.turns.reply import ReplyReader
@@ -340,7 +340,7 @@ def test_a_writer_writes_what_its_parser_reads(name: str, content: str, calls: A
     ):
         for prompt, opened in (("user:", False), ("user:<think>\n", True), ("user:<think>", True)):
             parts = Parsed("It thinks", content, made)
-            text = family.write(parts, Asked(prompt, form))
+            text = family.write(parts, ReplyContext(prompt, form))
             if text is None:
                 assert name == "plain" or (name in ("llama_json", "gpt_oss") and made)
                 continue

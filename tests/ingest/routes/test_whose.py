@@ -16,23 +16,23 @@ from rollbook.edge.errors import add_error_replies
 from rollbook.ingest.cluster.aggregate import only_for
 from rollbook.ingest.endpoints.registry import error_body
 from rollbook.store.secret import store_secret
-from rollbook.store.whose import ASKS, FOR, PROVES, PROVING, Whose, proof
+from rollbook.store.whose import ASKS, FOR, PROVES, PROVING, ProxyIdentity, proof
 
-OWN = Whose("store-1", "sums", "start-1")
+OWN = ProxyIdentity("store-1", "sums", "start-1")
 
 
 def test_what_is_wanted_and_what_is_there() -> None:
     """Store and run, and the start where one is wanted; the reason has both names."""
-    assert Whose().refuses(OWN) is None
-    assert Whose("store-1", "sums").refuses(OWN) is None
-    assert Whose("store-1", "sums", "start-1").refuses(OWN) is None
-    assert Whose("store-1", "words").refuses(OWN) == (
+    assert ProxyIdentity().refuses(OWN) is None
+    assert ProxyIdentity("store-1", "sums").refuses(OWN) is None
+    assert ProxyIdentity("store-1", "sums", "start-1").refuses(OWN) is None
+    assert ProxyIdentity("store-1", "words").refuses(OWN) == (
         "is of run 'sums' of store store-1, and not of run 'words' of store store-1"
     )
-    assert "store store-2" in (Whose("store-2", "sums").refuses(OWN) or "")
-    assert "another start" in (Whose("store-1", "sums", "start-2").refuses(OWN) or "")
-    for one in (OWN, Whose(), Whose("a/b", "é %2F", "")):
-        assert Whose.of_header(one.header) == one
+    assert "store store-2" in (ProxyIdentity("store-2", "sums").refuses(OWN) or "")
+    assert "another start" in (ProxyIdentity("store-1", "sums", "start-2").refuses(OWN) or "")
+    for one in (OWN, ProxyIdentity(), ProxyIdentity("a/b", "é %2F", "")):
+        assert ProxyIdentity.of_header(one.header) == one
 
 
 def test_it_says_and_proves_whose_it_is(played: Callable[..., InProcess]) -> None:
@@ -41,7 +41,7 @@ def test_it_says_and_proves_whose_it_is(played: Callable[..., InProcess]) -> Non
     reply = proxy.run(proxy.client.get("/healthz", headers={ASKS: "a word"}))
     said = reply.json()
     assert (said["store"], said["run"]) == (proxy.store.store_id, "default")
-    secret, own = store_secret(proxy.store.path, PROVING), Whose(proxy.store.store_id, "default")
+    secret, own = store_secret(proxy.store.path, PROVING), ProxyIdentity(proxy.store.store_id, "default")
     assert reply.headers[PROVES] == proof(secret, "a word", own)
     assert len({proof(secret, "another", own), proof(b"x" * 32, "a word", own), reply.headers[PROVES]}) == 3
     assert PROVES not in proxy.run(proxy.client.get("/healthz")).headers
@@ -67,9 +67,9 @@ def controlled() -> httpx.AsyncClient:
         ({}, "sums/actor/7/0123456789ab", 200),
         ({FOR: OWN.header}, "sums/actor/7/0123456789ab", 200),
         ({}, "words/actor/7/0123456789ab", 409),
-        ({FOR: Whose("store-1", "words").header}, "7", 409),
-        ({FOR: Whose("store-2", "sums").header}, "7", 409),
-        ({FOR: Whose("store-1", "sums", "start-2").header}, "7", 409),
+        ({FOR: ProxyIdentity("store-1", "words").header}, "7", 409),
+        ({FOR: ProxyIdentity("store-2", "sums").header}, "7", 409),
+        ({FOR: ProxyIdentity("store-1", "sums", "start-2").header}, "7", 409),
     ],
 )
 def test_weights_of_another_run_are_refused(

@@ -19,7 +19,7 @@ from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.engines.address import EngineAddress
 from rollbook.ingest.serve.engines import upstream_of
 from rollbook.ingest.serve.prepared import recorded_settings
-from rollbook.ingest.upstream.paths import allowed, meant, paths_of, response_named
+from rollbook.ingest.upstream.paths import allowed, canonical_path, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret
 
@@ -61,7 +61,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("path", SPELLINGS)
 def test_odd_spellings_mean_what_they_mean(path: str) -> None:
     """What some server may take for an endpoint is that for the log, and nothing for the engine's key."""
-    assert meant(path) == CHAT
+    assert canonical_path(path) == CHAT
     with pytest.raises(RequestError, match="written plainly") as error:
         paths_of().check("POST", path)
     assert error.value.status == 404
@@ -70,8 +70,8 @@ def test_odd_spellings_mean_what_they_mean(path: str) -> None:
 @given(st.text(alphabet="/.%2eE5cC;v1\\ ax", max_size=30))
 def test_what_is_meant_is_plain(path: str) -> None:
     """Resolved once it stays as it is, and never leaves the root."""
-    found = meant("/" + path)
-    assert meant(found) == found
+    found = canonical_path("/" + path)
+    assert canonical_path(found) == found
     parts = found.split("/")[1:]
     assert found == "/" or not set(parts) & {"", ".", ".."}
 

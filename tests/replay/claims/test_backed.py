@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.replay.claims.backed import BACKING, unbacked, unbacked_in
+from rollbook.replay.claims.backed import BACKING, find_unbacked, unbacked
 from rollbook.replay.step.step import replay_step
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Event, Store
@@ -32,7 +32,7 @@ def test_what_a_training_says_is_backed(trained: Stores) -> None:
     steps = [event.record for event in log.events_of({StepCommitted.KIND})]
     [made] = [one for one in steps if isinstance(one, StepCommitted) and one.policy_version == 3]
     written(log, PolicyActivated("actor", 3, "http://e", made.digests["weights"], ""))
-    assert unbacked_in(log) == []
+    assert find_unbacked(log) == []
 
 
 FORGED: dict[str, PolicyPublished | PolicyActivated] = {
@@ -49,9 +49,9 @@ def test_what_nothing_backs_is_named(trained: Stores, what: str) -> None:
     """With its event, and by a replay of whichever step."""
     log = trained()
     [event_id] = written(log, FORGED[what])
-    [odd] = unbacked_in(log, "demo")
+    [odd] = find_unbacked(log, "demo")
     assert (odd.event_id, odd.digest, odd.policy_version) == (event_id, "f" * 64, FORGED[what].policy_version)
-    assert unbacked_in(log, "other") == []
+    assert find_unbacked(log, "other") == []
     if what == "published":
         found = prove_stretch(log, history_of(log, None, "actor"), 0, 0)
         assert ([one.replay.equal for one in found.steps if one.replay], found.equal) == ([True], False)

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.stories import fabric
 
 from rollbook import store as rb
-from rollbook.replay.claim import judged
+from rollbook.replay.claim import judge_claim
 from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Event, Store
@@ -85,7 +85,7 @@ def _told_late(append: Callable[[Any], None], records: list[Any]) -> Iterator[No
 
 def _selection(log: Store, run: str, step: int) -> StageReplay:
     history = fold_history(log.events_of(KINDS), run, "actor")
-    return judged("selection", RunLog(log, history).selections.claim(history.steps[step]))
+    return judge_claim("selection", RunLog(log, history).selections.claim(history.steps[step]))
 
 
 def _forged(log: Store, folder: Path, run: str, change: Callable[[list[Event]], list[Event]]) -> Store:
@@ -237,7 +237,7 @@ def test_details_of_another_form(
     history = fold_history(forged.events_of(KINDS), RUNS[0], "actor")
     selections = RunLog(forged, history).selections
     selections.excerpt = excerpt
-    assert judged("selection", selections.claim(history.steps[1])).verdict == verdict
+    assert judge_claim("selection", selections.claim(history.steps[1])).verdict == verdict
 
 
 @pytest.mark.more_but("tail")

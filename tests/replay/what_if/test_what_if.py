@@ -21,7 +21,7 @@ from rollbook.replay.step.step import replay_step
 from rollbook.replay.what_if.counterfactual import Changes
 from rollbook.replay.what_if.rescoring import Rescoring, write_rewards
 from rollbook.replay.what_if.side_by_side import Differences
-from rollbook.replay.what_if.what_if import Asked, WhatIf, what_if
+from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest, what_if
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ReplayError, TrainError
 from rollbook.store.events import PreferenceAdded, RewardAssigned
@@ -60,7 +60,10 @@ def ask(log: Store, first: int, *overrides: str, last: int | None = None, **othe
     """What if these keys were other ones."""
     given = {key: others.pop(key) for key in ("recipe", "source") if key in others}
     return what_if(
-        log, Asked(first, first if last is None else last, Changes(overrides=overrides, **given), **others)
+        log,
+        WhatIfRequest(
+            first, first if last is None else last, Changes(overrides=overrides, **given), **others
+        ),
     )
 
 

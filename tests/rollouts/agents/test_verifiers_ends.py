@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollbook.rollouts.agents.verifiers import ended_of
-from rollbook.rollouts.outcome import Seen, Status, verdict
+from rollbook.rollouts.outcome import Observed, Status, verdict
 
 REWARDS = {"right": {"score": 1.0, "weight": 1.0}, "brief": {"score": -4.0, "weight": 0.25}}
 GOOD = {"ok": True, "errors": [], "timeout": None, "truncated": False, "rewards": REWARDS, "traces": []}
@@ -44,4 +44,4 @@ def test_rewards_keep_their_names_and_weights() -> None:
 )
 def test_statuses(told: dict[str, Any], status: Status, why: str | None) -> None:
     """What is not the agent's doing is not counted against it."""
-    assert verdict(ended_of(told), Seen(requests=1)) == (status, why)
+    assert verdict(ended_of(told), Observed(requests=1)) == (status, why)

@@ -142,14 +142,14 @@ def test_what_is_hidden_is_so_under_each_name(tmp_path: Path) -> None:
 def test_what_agents_are_not_kept_from_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` took, what that lets agents do, and what would keep them from it; of bwrap nothing."""
     _only(monkeypatch, "none", "session")
-    warning = isolation.unkept("auto", "none", None)
+    warning = isolation.isolation_warning("auto", "none", None)
     assert warning is not None
     for part in ("`auto` took 'session'", "the store and its secret too", "(no bwrap here)", "agent.user"):
         assert part in warning
-    assert isolation.unkept("auto", "none", "agents") is None
+    assert isolation.isolation_warning("auto", "none", "agents") is None
     _only(monkeypatch, *isolation.LEVELS)
-    assert isolation.unkept("auto", "none", None) is None
-    asked = isolation.unkept("session", "none", None)
+    assert isolation.isolation_warning("auto", "none", None) is None
+    asked = isolation.isolation_warning("session", "none", None)
     assert asked is not None
     assert "isolation is 'session'" in asked
     assert "it works here: ask for `auto`" in asked

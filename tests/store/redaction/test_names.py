@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.ingest.fields import SamplingFields
-from rollbook.store.redaction import conversation, is_secret_name, outside
+from rollbook.store.redaction import conversation, is_secret_name, replace_outside
 
 
 def _words(text: str) -> list[str]:
@@ -90,7 +90,9 @@ def test_no_recorded_event_has_one_outside_the_conversation(root: Path) -> None:
             for body in (event.get("request"), event.get("upstream")):
                 if isinstance(body, dict):
                     looked += 1
-                    outside(body, lambda name, value: pytest.fail(name) if is_secret_name(name) else value)
+                    replace_outside(
+                        body, lambda name, value: pytest.fail(name) if is_secret_name(name) else value
+                    )
     assert looked > 5
 
 
@@ -104,9 +106,9 @@ def test_a_tools_connection_is_outside_and_its_definition_is_not() -> None:
     ]
     body = {"model": "m", "messages": [], "tools": tools}
     seen: list[str] = []
-    assert outside(body, lambda name, value: seen.append(name) or value) is body
+    assert replace_outside(body, lambda name, value: seen.append(name) or value) is body
     assert seen == ["model", "server_label", "headers", "server_url"]
-    changed = outside(body, lambda name, value: "gone" if name == "headers" else value)
+    changed = replace_outside(body, lambda name, value: "gone" if name == "headers" else value)
     assert changed["tools"] == [tools[0], tools[1] | {"headers": "gone"}, "odd"]
     assert conversation(changed) == conversation(body)
     assert conversation(body)["tools"][1:] == [{"type": "mcp"}, "odd"]

@@ -20,7 +20,7 @@ from rollbook.store.events import (
     TurnDelivered,
     TurnFailed,
 )
-from rollbook.store.redaction import PLACEHOLDER, Scrubber, cleaned, credentials, secrets_in, shown
+from rollbook.store.redaction import PLACEHOLDER, Scrubber, credentials, scrub_record, secrets_in, shown
 
 SCRUB = Scrubber(b"k" * 32)
 SECRET = "hunter2-pl4nted"
@@ -197,21 +197,21 @@ def test_what_a_header_holds() -> None:
 def test_records_that_repeat_errors_and_settings() -> None:
     """Their text is cleaned; a record without secrets, and any other, is the same object."""
     clean = (SCRUB.text, SCRUB.value)
-    assert cleaned(TurnFailed("t", "u", f"password={SECRET}"), *clean) == TurnFailed(
+    assert scrub_record(TurnFailed("t", "u", f"password={SECRET}"), *clean) == TurnFailed(
         "t", "u", f"password={GONE}"
     )
-    assert cleaned(StepFailed(1, 1, "p", f"{KEY}!"), *clean).error == SCRUB.digest(KEY) + "!"  # type: ignore[attr-defined]
+    assert scrub_record(StepFailed(1, 1, "p", f"{KEY}!"), *clean).error == SCRUB.digest(KEY) + "!"  # type: ignore[attr-defined]
     failed = SyncFailed("p", 1, "s", "http://h", f"http://{SECRET}@h")
-    assert cleaned(failed, *clean).error == f"http://{GONE}@h"  # type: ignore[attr-defined]
+    assert scrub_record(failed, *clean).error == f"http://{GONE}@h"  # type: ignore[attr-defined]
     opened = RunOpened("serve", {"engine_ask": {"api_key": SECRET}, "n": 1})
-    assert cleaned(opened, *clean) == RunOpened("serve", {"engine_ask": {"api_key": GONE}, "n": 1})
+    assert scrub_record(opened, *clean) == RunOpened("serve", {"engine_ask": {"api_key": GONE}, "n": 1})
     controlled = EngineControlled("e", "load", {"path": f"http://{SECRET}@h"}, f"password={SECRET}")
-    assert cleaned(controlled, *clean) == EngineControlled(
+    assert scrub_record(controlled, *clean) == EngineControlled(
         "e", "load", {"path": f"http://{GONE}@h"}, f"password={GONE}"
     )
-    assert cleaned(EngineControlled("e", "pause", {"mode": "abort"}), *clean).error is None  # type: ignore[attr-defined]
+    assert scrub_record(EngineControlled("e", "pause", {"mode": "abort"}), *clean).error is None  # type: ignore[attr-defined]
     for record in (TurnFailed("t", "u", "no"), RunOpened("serve", {"n": 1}), TurnDelivered("t", "u", "sent")):
-        assert cleaned(record, *clean) is record
+        assert scrub_record(record, *clean) is record
 
 
 def test_messages_for_people_are_cleaned_too() -> None:

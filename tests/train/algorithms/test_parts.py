@@ -208,7 +208,7 @@ def test_a_part_is_given_what_it_needs(recorded: Stores, module: Callable[[str, 
     [plan], [step] = _of(log, StepPlanned), _of(log, StepCommitted)
     assert "reference_weights" in plan.input_digests
     assert {"reference_logprobs", "proximal_logprobs"} <= set(step.digests)
-    seen = parts.loaded("needy:bonus").__globals__["SEEN"][-len(plan.partition[0]) :]
+    seen = parts.loaded_part("needy:bonus").__globals__["SEEN"][-len(plan.partition[0]) :]
     assert len(seen) > 1
     for inputs in seen:
         assert inputs.entropy.requires_grad

@@ -15,7 +15,7 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import StepPlanned
 from rollbook.train.algorithms import parts
-from rollbook.train.algorithms.parts import held_advantages
+from rollbook.train.algorithms.parts import check_advantages
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.trial import try_out
@@ -182,7 +182,7 @@ def test_in_a_step_too(recorded: Callable[..., Store], monkeypatch: pytest.Monke
     """A part that is odd on a real batch only is held against it as well."""
     of = Rollouts(np.zeros(2), np.zeros(2, np.int64), np.array([0, 1]), np.array([3, 2]))
     with pytest.raises(TrainError, match=re.escape("mine: advantages gave shape [1] where shape [2]")):
-        held_advantages("mine", Advantages(np.zeros(1)), of)
+        check_advantages("mine", Advantages(np.zeros(1)), of)
     log = recorded()
     monkeypatch.setattr("rollbook.train.loop.loop.try_out", lambda algorithm: None)
     monkeypatch.setattr(

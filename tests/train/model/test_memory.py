@@ -12,7 +12,7 @@ import torch
 from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.model.memory import Asked, Pass, memory_of, parameters, parameters_of
+from rollbook.train.model.memory import Pass, Workload, memory_of, parameters, parameters_of
 from rollbook.train.model.model import Build
 from rollbook.train.model.reshard import stages_of
 from rollbook.train.model.shape import Experts, ModelShape, Windows, Yarn
@@ -58,7 +58,7 @@ SHAPES = {
 TOKENS = 256
 
 
-def _policy(shape: ModelShape, asked: Asked) -> TrainablePolicy:
+def _policy(shape: ModelShape, asked: Workload) -> TrainablePolicy:
     dtype = str(asked.dtype).removeprefix("torch.")
     return TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, dtype, recompute=asked.recompute))
 
@@ -103,7 +103,7 @@ class _Loss:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_layer_keeps(shape: str, way: str, dtype: torch.dtype) -> None:
     """The difference that two more layers make, to a twentieth."""
-    asked = Asked(dtype, recompute=way == "recomputed")
+    asked = Workload(dtype, recompute=way == "recomputed")
     given = Pass(TOKENS, TOKENS // 2 if way == "padded" else None)
     found, said = [], []
     for layers in (1, 3):
@@ -119,7 +119,7 @@ def test_what_a_layer_keeps(shape: str, way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_always_there(shape: str, dtype: torch.dtype) -> None:
     """Weights, gradients, and after a step the optimizer's state, but for its counters."""
-    asked, wanted = Asked(dtype), SHAPES[shape]
+    asked, wanted = Workload(dtype), SHAPES[shape]
     policy = _policy(wanted, asked)
     for gradient in policy.gradients().values():
         gradient.fill_(0.1)
@@ -171,7 +171,7 @@ def test_copies_share_the_state(shape: str) -> None:
         if experts_among == 2 and not wanted.experts:
             continue
         [layout] = stages_of(wanted, sizes)
-        alone, shared = (memory_of(wanted, layout, Pass(1), Asked(sharing=n)) for n in (1, 4))
+        alone, shared = (memory_of(wanted, layout, Pass(1), Workload(sharing=n)) for n in (1, 4))
         of_experts = _of_experts(wanted) // layout.spread
         others = alone.parameters - of_experts
         assert shared.optimizer == 8 * (others // 4 + of_experts // experts_among)
@@ -195,5 +195,5 @@ def test_what_a_rank_of_two_keeps(shape: str, sequence: bool) -> None:
             policy = ranks.policy("actor", deep, OptimizerConfig(), Build(1, CPU, 0, 1))
             found.append(_kept(policy, policy._part.policy))
         [layout] = stages_of(deep, sizes)
-        said.append(memory_of(deep, layout, given, Asked()).activations)
+        said.append(memory_of(deep, layout, given, Workload()).activations)
     assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=1 / 16)

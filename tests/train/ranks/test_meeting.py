@@ -53,7 +53,7 @@ def _agreed(count: int = 3) -> list[Meeting]:
     ranks = [_meeting(store) for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         coming = [pool.submit(ranks[rank].come, rank) for rank in range(1, count)]
-        store.wait([meetings.here(rank) for rank in range(1, count)])
+        store.wait([meetings.presence_key(rank) for rank in range(1, count)])
         ranks[0].agree(count)
         for one in coming:
             one.result(10)
@@ -86,7 +86,7 @@ def test_a_rank_with_another_secret() -> None:
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(_meeting(store, "theirs").come, 1)
-        store.wait([meetings.here(1)])
+        store.wait([meetings.presence_key(1)])
         with pytest.raises(RankError, match=rf"'here/1'.*{REFUSED}.*{SECRET} has, the same on every host"):
             _meeting(store).agree(2)
         _meeting(store).say(meetings.AGREED, bytes(64))  # who knows the secret, and did not hear this rank
@@ -111,7 +111,7 @@ def test_a_rank_that_follows(harm: bytes, monkeypatch: pytest.MonkeyPatch) -> No
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow, _meeting(store), 1, 2)
-        store.wait([meetings.here(1)])
+        store.wait([meetings.presence_key(1)])
         _meeting(store).agree(2)
         store.set("said/0", harm)
         with pytest.raises(RankError, match=REFUSED):

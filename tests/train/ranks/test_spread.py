@@ -19,7 +19,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.model.lora import fresh_factors, merged
-from rollbook.train.model.memory import Asked, Pass, memory_of
+from rollbook.train.model.memory import Pass, Workload, memory_of
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape
 from rollbook.train.model.weight_names import weight_shapes
@@ -168,7 +168,7 @@ def _moments_said(ranks: Ranks) -> int:
     """What `rollbook train --plan` says of them."""
     part = ranks._parts["actor"]
     sharing = ranks.copies if ranks.parallel.distributed_optimizer else 1
-    asked = Asked(sharing=sharing, lora=part.policy.lora)
+    asked = Workload(sharing=sharing, lora=part.policy.lora)
     return memory_of(part.shape, part.layout, Pass(1), asked).optimizer
 
 

@@ -15,7 +15,7 @@ from tests.fakes.stories import fabric
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.rollouts import GroupPeers, Rollouts
-from rollbook.train.select.drops import dropped_members, others_of
+from rollbook.train.select.drops import dropped_members, peers_of
 from rollbook.train.select.recipe import Drop
 from rollbook.train.select.samples import Sample, all_samples
 
@@ -93,9 +93,9 @@ def test_which_members_count() -> None:
     said = dropped_members(samples[:1], drops)
     named = {"trajectory_id": "twice", "run": "demo", "group": "g", "reward": 0.5}
     assert said == [named | {"tokens": 3, "truncated": True}]
-    others = others_of(samples[:1], said)
+    others = peers_of(samples[:1], said)
     assert others is not None
     assert (others.beside.tolist(), others.rewards.tolist()) == ([0], [0.5])
     assert (others.lengths.tolist(), others.truncated.tolist()) == ([3], [True])
     assert dropped_members([], drops) == []
-    assert others_of(samples, None) is None
+    assert peers_of(samples, None) is None

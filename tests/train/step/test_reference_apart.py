@@ -23,7 +23,7 @@ from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.ranks.launcher import Place
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.step import reference
-from rollbook.train.step.reference import left_over
+from rollbook.train.step.reference import spare_gpus
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "old": "trainer", "ref_update_interval": 2}
@@ -208,13 +208,13 @@ def _all_but(name: str) -> Callable[[Any, str, Any], None]:
 )
 def test_the_gpus_that_are_left(visible: str, taken: int, wanted: int, left: str) -> None:
     """After those of the ranks."""
-    assert left_over({"CUDA_VISIBLE_DEVICES": visible}, taken, wanted) == left
+    assert spare_gpus({"CUDA_VISIBLE_DEVICES": visible}, taken, wanted) == left
 
 
 def test_no_gpu_is_left() -> None:
     """The error says who has them."""
     with pytest.raises(ConfigError, match="takes 2 of this host's 2 GPUs, and its reference wants 1"):
-        left_over({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1)
+        spare_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1)
 
 
 def test_it_has_no_gradients() -> None:

@@ -56,9 +56,9 @@ def lineage_token(
         raise typer.BadParameter(
             f"{token!r} is not TURN:INDEX or TRAJECTORY:INDEX, such as task-7:0", param_hint="TOKEN"
         )
-    with _asked(store, run, as_of, model) as asked:
-        trajectory_id, turn_id = asked.holder(name)
-        lineage = token_lineage(asked.log, asked.connection, asked.cut, trajectory_id, turn_id, int(index))
+    with _query(store, run, as_of, model) as query:
+        trajectory_id, turn_id = query.holder(name)
+        lineage = token_lineage(query.log, query.connection, query.cut, trajectory_id, turn_id, int(index))
     print_lineage(lineage, token_parts, full, json)
 
 
@@ -77,9 +77,9 @@ def lineage_sample(
     """
     from rollbook.lineage.trajectories import trajectory_lineage
 
-    with _asked(store, run, as_of) as asked:
-        turn_id, trajectory_id = asked.leaf(leaf)
-        lineage = trajectory_lineage(asked.log, asked.connection, asked.cut, trajectory_id, turn_id)
+    with _query(store, run, as_of) as query:
+        turn_id, trajectory_id = query.leaf(leaf)
+        lineage = trajectory_lineage(query.log, query.connection, query.cut, trajectory_id, turn_id)
     print_lineage(lineage, trajectory_parts, full, json)
 
 
@@ -103,8 +103,8 @@ def lineage_step(
     """
     from rollbook.lineage.steps import step_lineage
 
-    with _asked(store, run, as_of) as asked:
-        lineage = step_lineage(asked.connection, step, run, policy)
+    with _query(store, run, as_of) as query:
+        lineage = step_lineage(query.connection, step, run, policy)
     print_lineage(lineage, step_parts, full, json)
 
 
@@ -124,8 +124,8 @@ def lineage_policy(
     """
     from rollbook.lineage.steps import policy_lineage
 
-    with _asked(store, run, as_of) as asked:
-        lineage = policy_lineage(asked.connection, version, run, policy)
+    with _query(store, run, as_of) as query:
+        lineage = policy_lineage(query.connection, version, run, policy)
     print_lineage(lineage, policy_parts, full, json)
 
 
@@ -145,8 +145,8 @@ def lineage_trajectory(
     """
     from rollbook.lineage.trajectories import trajectory_lineage
 
-    with _asked(store, run, as_of) as asked:
-        lineage = trajectory_lineage(asked.log, asked.connection, asked.cut, asked.trajectory(trajectory))
+    with _query(store, run, as_of) as query:
+        lineage = trajectory_lineage(query.log, query.connection, query.cut, query.trajectory(trajectory))
     print_lineage(lineage, trajectory_parts, full, json)
 
 
@@ -158,7 +158,7 @@ _TURNS = """
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Query:
     """A store at a cut, and SQL over it."""
 
     log: Store
@@ -182,13 +182,13 @@ class _Asked:
         """
         from rollbook.cli.show.finding import SHORTEST_END, NotFoundError
 
-        found = self.turns("turn_id = $wanted", wanted)
-        if not found and len(wanted) >= SHORTEST_END:
-            found = self.turns("ends_with(turn_id, $wanted)", wanted)
-        if len(found) > 1:
-            ids = ", ".join(turn_id for turn_id, _ in found)
+        matches = self.turns("turn_id = $wanted", wanted)
+        if not matches and len(wanted) >= SHORTEST_END:
+            matches = self.turns("ends_with(turn_id, $wanted)", wanted)
+        if len(matches) > 1:
+            ids = ", ".join(turn_id for turn_id, _ in matches)
             raise NotFoundError(f"several turns are meant by {wanted!r}, {ids}: give a whole id")
-        return found[0] if found else None
+        return matches[0] if matches else None
 
     def leaf(self, wanted: str) -> tuple[str, str]:
         """As `turn`, of a sample.
@@ -198,12 +198,12 @@ class _Asked:
         """
         from rollbook.cli.show.finding import SHORTEST_END, NotFoundError
 
-        if (found := self.turn(wanted)) is None:
+        if (match := self.turn(wanted)) is None:
             raise NotFoundError(
                 f"no turn {wanted!r}: give the id of a sample's last turn, or at least {SHORTEST_END} "
                 "characters of its end; list them: rollbook sql 'select trajectory_id, turn_id from paths'"
             )
-        return found
+        return match
 
     def trajectory(self, name: str) -> str:
         """The id of the trajectory that a name means.
@@ -227,8 +227,8 @@ class _Asked:
         exact = self.turns("turn_id = $wanted", name)
         named = [] if exact else openings_of(self.log, self.cut, name)
         of_trajectory = any(self.run in (None, opening.run) for opening in named)
-        if not of_trajectory and (found := self.turn(name)) is not None:
-            return found[1], found[0]
+        if not of_trajectory and (match := self.turn(name)) is not None:
+            return match[1], match[0]
         try:
             return self.trajectory(name), None
         except NotFoundError as error:
@@ -236,7 +236,7 @@ class _Asked:
 
 
 @contextlib.contextmanager
-def _asked(store: Path, run: str | None, as_of: str, model: Path | None = None) -> Iterator[_Asked]:
+def _query(store: Path, run: str | None, as_of: str, model: Path | None = None) -> Iterator[_Query]:
     from rollbook.cli.errors import querying
     from rollbook.cli.runs import cut_of
     from rollbook.engines.hub import model_folder
@@ -248,4 +248,4 @@ def _asked(store: Path, run: str | None, as_of: str, model: Path | None = None) 
     log = open_store(store)
     cut = cut_of(log, as_of, run)
     with connect_at(log, format_cut(cut), model=model) as connection, querying(connection):
-        yield _Asked(log, cut, connection, run)
+        yield _Query(log, cut, connection, run)

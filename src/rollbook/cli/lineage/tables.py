@@ -44,106 +44,119 @@ def print_lineage(
             console.print(f"and {part.left:,} more: --full", style="dim")
 
 
-def trajectory_parts(of: records.TrajectoryLineage, full: bool) -> Iterator[_Part]:
+def trajectory_parts(lineage: records.TrajectoryLineage, full: bool) -> Iterator[_Part]:
     """A trajectory, or one sample of it."""
-    kind = "trajectory" if of.sample is None else "sample"
-    yield _Part(f"{kind} {of.trajectory}  {of.sample or of.trajectory_id}")
-    yield _Part(f"run {of.run}, split {of.split}, {of.status}, written by {' then '.join(of.lanes)}")
-    if of.sample is not None:
-        yield _Part(f"of trajectory {of.trajectory_id}")
-    yield from _versions("sampled by", of.sampled_by, full)
-    yield from _listed("rewards", of.rewards, _reward, full)
+    kind = "trajectory" if lineage.sample is None else "sample"
+    yield _Part(f"{kind} {lineage.trajectory}  {lineage.sample or lineage.trajectory_id}")
+    yield _Part(
+        f"run {lineage.run}, split {lineage.split}, {lineage.status}, written by "
+        f"{' then '.join(lineage.lanes)}"
+    )
+    if lineage.sample is not None:
+        yield _Part(f"of trajectory {lineage.trajectory_id}")
+    yield from _versions("sampled by", lineage.sampled_by, full)
+    yield from _listed("rewards", lineage.rewards, _reward, full)
     terms: Counter[str] = Counter()
-    for share in (share for turn in of.turns for share in turn.shares):
+    for share in (share for turn in lineage.turns for share in turn.shares):
         terms[share.term] += share.tokens
-    said = ", ".join(f"{count:,} {term}" for term, count in terms.items())
-    tokens = f"{_count(terms.total(), 'sampled token')}" + (f" ({said})" if said else "")
-    shown = of.turns if full else of.turns[:MOST]
+    by_term = ", ".join(f"{count:,} {term}" for term, count in terms.items())
+    tokens = f"{_count(terms.total(), 'sampled token')}" + (f" ({by_term})" if by_term else "")
+    shown = lineage.turns if full else lineage.turns[:MOST]
     if shown:
         rows = [row for turn in shown for row in _turn(turn)]
-        yield _Part(f"turns, {tokens}: {len(of.turns):,}", rows, len(of.turns) - len(shown))
-    yield from _listed("consumed by", of.uses, _use, full)
+        yield _Part(f"turns, {tokens}: {len(lineage.turns):,}", rows, len(lineage.turns) - len(shown))
+    yield from _listed("consumed by", lineage.uses, _use, full)
     yield from _listed(
         "compared with, not trained on, by",
-        of.compared,
-        lambda one: {"step": f"{one.policy} {one.step}", "status": one.status},
+        lineage.compared,
+        lambda step: {"step": f"{step.policy} {step.step}", "status": step.status},
         full,
     )
-    yield from _listed("dropped", of.drops, _drop, full)
-    yield from _versions("made", of.made, full)
-    yield from _range("descendants", of.descendants, full)
+    yield from _listed("dropped", lineage.drops, _drop, full)
+    yield from _versions("made", lineage.made, full)
+    yield from _range("descendants", lineage.descendants, full)
 
 
-def token_parts(of: records.TokenLineage, full: bool) -> Iterator[_Part]:
+def token_parts(lineage: records.TokenLineage, full: bool) -> Iterator[_Part]:
     """A token."""
-    yield _Part(f"token {of.trajectory}  {of.turn.turn_id}:{of.index}")
-    text = "" if of.text is None else f" {of.text!r}"
+    yield _Part(f"token {lineage.trajectory}  {lineage.turn.turn_id}:{lineage.index}")
+    text = "" if lineage.text is None else f" {lineage.text!r}"
     yield _Part(
-        f"id {of.token_id}{text}, {'no logprob' if of.logprob is None else f'logprob {of.logprob:.4f}'}"
+        f"id {lineage.token_id}{text}, "
+        f"{'no logprob' if lineage.logprob is None else f'logprob {lineage.logprob:.4f}'}"
     )
-    if (place := of.turn.answered) is not None:
+    if (place := lineage.turn.answered) is not None:
         yield _Part(f"held by {place.lane}={place.seq}, event {place.event_id}, turn.completed")
-    asked = f"asked at {of.turn.requested.lane}={of.turn.requested.seq}"
-    yield _Part(f"turn {of.turn.number} of run {of.run}, {asked}; token {of.place} of the sequence")
-    if of.version is None:
+    requested = f"asked at {lineage.turn.requested.lane}={lineage.turn.requested.seq}"
+    yield _Part(
+        f"turn {lineage.turn.number} of run {lineage.run}, {requested}; token {lineage.place} of the sequence"
+    )
+    if lineage.version is None:
         yield _Part("sampled by: no known version")
     else:
-        yield from _versions("sampled by", [of.version], full)
-    if of.share is not None:
-        yield _Part(f"its turn's tokens: {of.share.term}" + (f" ({of.share.rule})" if of.share.rule else ""))
-    if not of.reached:
+        yield from _versions("sampled by", [lineage.version], full)
+    if lineage.share is not None:
+        yield _Part(
+            f"its turn's tokens: {lineage.share.term}"
+            + (f" ({lineage.share.rule})" if lineage.share.rule else "")
+        )
+    if not lineage.reached:
         yield _Part("no committed step trained on it")
     yield from _listed(
         "consumed by",
-        of.uses,
-        lambda one: {"token": "trained" if one.trained else f"not trained: {one.why}"} | _use(one.use),
+        lineage.uses,
+        lambda token: (
+            {"token": "trained" if token.trained else f"not trained: {token.why}"} | _use(token.use)
+        ),
         full,
     )
-    yield from _listed("dropped", of.drops, _drop, full)
+    yield from _listed("dropped", lineage.drops, _drop, full)
 
 
-def step_parts(of: records.StepLineage, full: bool) -> Iterator[_Part]:
+def step_parts(lineage: records.StepLineage, full: bool) -> Iterator[_Part]:
     """A step."""
-    yield _Part(f"step {of.step}  policy {of.policy}, run {of.run}")
-    yield _Part(f"{of.status}, attempt {of.attempt}, planned at {of.cut}")
-    others = [one for one in of.attempts if one.attempt != of.attempt]
+    yield _Part(f"step {lineage.step}  policy {lineage.policy}, run {lineage.run}")
+    yield _Part(f"{lineage.status}, attempt {lineage.attempt}, planned at {lineage.cut}")
+    others = [attempt for attempt in lineage.attempts if attempt.attempt != lineage.attempt]
     yield from _listed(
         "other attempts",
         others,
-        lambda one: {"attempt": one.attempt, "status": one.status, "error": one.error},
+        lambda attempt: {"attempt": attempt.attempt, "status": attempt.status, "error": attempt.error},
         full,
     )
-    yield from _versions("from version", [of.input], full)
-    trajectories = _count(len({sample.trajectory_id for sample in of.samples}), "trajectory")
-    yield from _listed(f"samples of {trajectories}", of.samples, _step_sample, full)
+    yield from _versions("from version", [lineage.input], full)
+    trajectories = _count(len({sample.trajectory_id for sample in lineage.samples}), "trajectory")
+    yield from _listed(f"samples of {trajectories}", lineage.samples, _step_sample, full)
     rows = [
         {"turns": by.turns, "tokens": by.tokens}
         | (_version(by.version) if by.version else {"version": "no known version"})
-        for by in of.sampled_by
+        for by in lineage.sampled_by
     ]
     if rows:
         names = list(dict.fromkeys(name for row in rows for name in row))
         yield _Part("sampled by", [{name: row.get(name) for name in names} for row in rows])
-        yield from _engines([by.version for by in of.sampled_by if by.version], full)
-    if of.drops:
-        rules = ", ".join(f"{count:,} by {rule}" for rule, count in of.drops.items())
+        yield from _engines([by.version for by in lineage.sampled_by if by.version], full)
+    if lineage.drops:
+        rules = ", ".join(f"{count:,} by {rule}" for rule, count in lineage.drops.items())
         yield _Part(f"samples dropped: {rules}")
-    if of.output is not None:
-        yield from _versions("made version", [of.output], full)
-        yield from _consumed(of.sampled, of.consumers, full)
-        yield from _range("descendants", of.descendants, full)
+    if lineage.output is not None:
+        yield from _versions("made version", [lineage.output], full)
+        yield from _consumed(lineage.sampled, lineage.consumers, full)
+        yield from _range("descendants", lineage.descendants, full)
 
 
-def policy_parts(of: records.PolicyLineage, full: bool) -> Iterator[_Part]:
+def policy_parts(lineage: records.PolicyLineage, full: bool) -> Iterator[_Part]:
     """A policy version."""
-    yield _Part(f"version {of.version.version}  policy {of.version.policy}, run {of.version.run}")
-    yield from _versions("this", [of.version], full)
-    if of.back:
-        yield from _range("made from", of.back, full)
+    yield _Part(
+        f"version {lineage.version.version}  policy {lineage.version.policy}, run {lineage.version.run}"
+    )
+    yield from _versions("this", [lineage.version], full)
+    if lineage.back:
+        yield from _range("made from", lineage.back, full)
     else:
         yield _Part("made from: no earlier version")
-    yield from _consumed(of.sampled, of.consumers, full)
-    yield from _range("descendants", of.descendants, full)
+    yield from _consumed(lineage.sampled, lineage.consumers, full)
+    yield from _range("descendants", lineage.descendants, full)
 
 
 def _count(number: int, noun: str) -> str:
@@ -194,7 +207,7 @@ def _engines(versions: Sequence[records.Version], full: bool) -> Iterator[_Part]
 
 
 def _consumed(
-    sampled: records.Sampled | None, consumers: Sequence[records.Consumer], full: bool
+    sampled: records.SampledTotals | None, consumers: Sequence[records.Consumer], full: bool
 ) -> Iterator[_Part]:
     if sampled is None:
         return
@@ -207,26 +220,28 @@ def _consumed(
 
 
 def _version(version: records.Version) -> Row:
-    made = None
+    made_by = None
     if version.step is not None:
-        made = f"step {version.step} from v{version.parent}"
+        made_by = f"step {version.step} from v{version.parent}"
     elif version.parent is not None:
-        made = f"v{version.parent} renumbered" if version.renumbered else f"some time after v{version.parent}"
-    said = None
-    for one in version.evaluations[-1:]:
-        numbers = (("reward", one.reward), ("success", one.success), ("loss", one.loss))
-        said = ", ".join(f"{name} {value:.4g}" for name, value in numbers if value is not None)
-        said = said or "nothing measured"
-        if one.whole is False:
-            of = "" if one.expected is None else f" of {one.expected}"
-            said = f"NOT WHOLE ({one.trajectories}{of} trajectories): {said}"
+        made_by = (
+            f"v{version.parent} renumbered" if version.renumbered else f"some time after v{version.parent}"
+        )
+    evaluated = None
+    for evaluation in version.evaluations[-1:]:
+        numbers = (("reward", evaluation.reward), ("success", evaluation.success), ("loss", evaluation.loss))
+        evaluated = ", ".join(f"{name} {value:.4g}" for name, value in numbers if value is not None)
+        evaluated = evaluated or "nothing measured"
+        if evaluation.whole is False:
+            expected = "" if evaluation.expected is None else f" of {evaluation.expected}"
+            evaluated = f"NOT WHOLE ({evaluation.trajectories}{expected} trajectories): {evaluated}"
     return {
         "version": f"{version.policy} v{version.version}",
         "weights": version.weights_digest and version.weights_digest[:16],
-        "made by": made,
+        "made by": made_by,
         "abandoned": "abandoned" if version.abandoned else None,
         "checkpoint": version.checkpoint,
-        "evaluated": said,
+        "evaluated": evaluated,
     }
 
 
@@ -244,19 +259,24 @@ def _engine(engine: records.Engine) -> Row:
     }
 
 
-def _consumer(one: records.Consumer) -> Row:
-    made = f"v{one.output_version}"
-    return {"step": f"{one.policy} {one.step}", "turns": one.turns, "tokens": one.tokens, "made": made}
-
-
-def _reward(one: records.RewardGiven) -> Row:
-    steps = ", ".join(f"{step}" for _, step in one.seen_by)
+def _consumer(consumer: records.Consumer) -> Row:
+    output = f"v{consumer.output_version}"
     return {
-        "source": one.source,
-        "reward": one.reward,
-        "turn": one.turn_id and short_id(one.turn_id),
-        "at": f"{one.place.lane}={one.place.seq}",
-        "superseded": "superseded" if one.superseded else None,
+        "step": f"{consumer.policy} {consumer.step}",
+        "turns": consumer.turns,
+        "tokens": consumer.tokens,
+        "made": output,
+    }
+
+
+def _reward(reward: records.RewardGiven) -> Row:
+    steps = ", ".join(f"{step}" for _, step in reward.seen_by)
+    return {
+        "source": reward.source,
+        "reward": reward.reward,
+        "turn": reward.turn_id and short_id(reward.turn_id),
+        "at": f"{reward.place.lane}={reward.place.seq}",
+        "superseded": "superseded" if reward.superseded else None,
         "known to": f"step {steps}" if steps else "no step that trained on it",
     }
 
@@ -264,12 +284,12 @@ def _reward(one: records.RewardGiven) -> Row:
 def _turn(turn: records.TurnOrigin) -> list[Row]:
     """A row for each version that sampled some of it; one for a turn without tokens."""
     at = f"{turn.requested.lane}={turn.requested.seq}"
-    one: Row = {"turn": turn.number, "id": short_id(turn.turn_id), "at": at, "status": turn.status}
+    row: Row = {"turn": turn.number, "id": short_id(turn.turn_id), "at": at, "status": turn.status}
     none = {"tokens": None, "version": None, "term": None, "rule": None}
     if turn.status != "completed" or not turn.shares:
-        return [one | none]
+        return [row | none]
     return [
-        one
+        row
         | {
             "tokens": share.tokens,
             "version": "no known version" if share.version is None else f"{share.policy} v{share.version}",
@@ -281,7 +301,7 @@ def _turn(turn: records.TurnOrigin) -> list[Row]:
 
 
 def _use(use: records.Use) -> Row:
-    made = "" if use.output_version is None else f" to v{use.output_version}"
+    output = "" if use.output_version is None else f" to v{use.output_version}"
     return {
         "step": f"{use.policy} {use.step}",
         "attempt": use.attempt,
@@ -291,7 +311,7 @@ def _use(use: records.Use) -> Row:
         "rank": use.rank,
         "micro": use.micro_batch,
         "with loss": "erased since" if use.trained_tokens is None else use.trained_tokens,
-        "version": f"v{use.input_version}{made}",
+        "version": f"v{use.input_version}{output}",
     }
 
 

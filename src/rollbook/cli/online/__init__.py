@@ -1,4 +1,4 @@
 """`rollbook run` and `rollbook rollout`.
 
-In: a CONFIG. Out: parts that run, and how they go on the terminal.
+In: a CONFIG. Out: parts that run, and their progress on the terminal.
 """

@@ -105,17 +105,19 @@ def run_rollouts(
 
     stopped: list[int] = []
     with _shown(config) as tell:
-        found = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
+        progress = asyncio.run(_run(config, key, follow, cluster, tell, stopped))
     if json:
-        print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
+        print_json(
+            asdict(progress) | {"by_status": {str(key): value for key, value in progress.by_status.items()}}
+        )
     else:
-        for line in _lines(found):
+        for line in _lines(progress):
             say(line)
     if stopped:
         return 128 + stopped[0]
     if follow:
         return 0  # it ends with its training
-    return 1 if found.given_up or found.done < (found.total or 0) else 0
+    return 1 if progress.given_up or progress.done < (progress.total or 0) else 0
 
 
 def run_scoring(config: RolloutConfig, key: str | None, *, json: bool) -> int:
@@ -140,15 +142,15 @@ def run_scoring(config: RolloutConfig, key: str | None, *, json: bool) -> int:
             return await score_again(config, tasks, proxy, Scorers(config, proxy, launcher_of(config)), _warn)
 
     with alone(config, "scoring"):
-        found = asyncio.run(again())
+        result = asyncio.run(again())
     if json:
-        print_json(asdict(found))
+        print_json(asdict(result))
     else:
-        failed = f", {found.failed} with a scorer that failed" if found.failed else ""
-        say(f"scored {found.scored} launches{failed}; {found.rewards} rewards are new")
-        for why, count in sorted(found.left_out.items()):
+        failed = f", {result.failed} with a scorer that failed" if result.failed else ""
+        say(f"scored {result.scored} launches{failed}; {result.rewards} rewards are new")
+        for why, count in sorted(result.left_out.items()):
             say(f"left out: {count}, {why}")
-    return 1 if found.failed else 0
+    return 1 if result.failed else 0
 
 
 async def _run(
@@ -189,14 +191,14 @@ def resources_of(texts: list[str]) -> dict[str, float]:
     """
     from rollbook.store.errors import ConfigError
 
-    found = {}
+    resources = {}
     for text in texts:
         name, _, amount = text.partition("=")
         try:
-            found[name] = float(amount)
+            resources[name] = float(amount)
         except ValueError as error:
             raise ConfigError(f"--resources {text!r}: write NAME=AMOUNT, such as cpu_node=0.01") from error
-    return found
+    return resources
 
 
 def _warn(text: str) -> None:
@@ -227,7 +229,7 @@ def _table(config: RolloutConfig, progress: Progress) -> Table:
 def _lines(progress: Progress) -> list[str]:
     by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
     rate = progress.infra_failed_rate
-    found: dict[str, Any] = {
+    rows: dict[str, Any] = {
         "done": f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}",
         "running": progress.running or None,
         "launches": by_status or None,
@@ -237,4 +239,4 @@ def _lines(progress: Progress) -> list[str]:
         "given up": progress.given_up or None,
         "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
     }
-    return [f"{name}: {value}" for name, value in found.items() if value is not None]
+    return [f"{name}: {value}" for name, value in rows.items() if value is not None]

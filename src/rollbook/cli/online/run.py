@@ -174,13 +174,13 @@ def _run_parts(config: WholeConfig, stages: list[list[Spec]], line_of: LineOf) -
 
 
 def _of_start(spec: Spec, start: str, proof: Proof | None) -> Spec:
-    """A part as one start of the run has it: known by its environment, and told which proxy is its own."""
+    """A part's spec for one start of the run: its environment marks the start, and names its own proxy."""
     from rollbook.online.parts import PROXY
     from rollbook.store.whose import START, WANTED
 
-    told = {START: start} | ({} if proof is None else {WANTED: start})
+    variables = {START: start} | ({} if proof is None else {WANTED: start})
     return replace(
-        spec, environment={**spec.environment, **told}, proof=proof if spec.name == PROXY else None
+        spec, environment={**spec.environment, **variables}, proof=proof if spec.name == PROXY else None
     )
 
 
@@ -370,8 +370,8 @@ class Screen:
         """Print a line for what is waited for for long; where there is a table, it has a row."""
         now = time.time()
         if not self._console.is_terminal:
-            for one in self._lines.silence.due(self._awaited(), now):
-                self._console.tell(f"{_time(now)} {one.said(now)}")
+            for wait in self._lines.silence.due(self._awaited(), now):
+                self._console.tell(f"{_time(now)} {wait.said(now)}")
 
     async def _ask_the_proxy(self, client: httpx.AsyncClient) -> None:
         """Note how many tokens the proxy says were sampled, and how many trajectories it holds."""
@@ -405,9 +405,9 @@ class Screen:
         for name, value in lines_of(course, self._per_second()):
             table.add_row(name, value)
         now = time.time()
-        for one in self._awaited():
-            if now - one.since > SAY_AFTER_S:
-                table.add_row("", one.said(now), style="yellow")
+        for wait in self._awaited():
+            if now - wait.since > SAY_AFTER_S:
+                table.add_row("", wait.said(now), style="yellow")
         return Group(bar, table)
 
     def _per_second(self) -> float | None:
@@ -430,7 +430,7 @@ def lines_of(course: RunProgress, tokens_s: float | None) -> list[tuple[str, str
     ):
         if metrics.get(name) is not None:
             trained.append(form.format(metrics[name]))
-    found = {
+    rows = {
         "training": "  ".join(trained),
         "rollouts": f"{course.launched} running" + (f", {by_status}" if by_status else ""),
         "groups": f"{running} running, {waiting} waiting to be trained on",
@@ -439,16 +439,16 @@ def lines_of(course: RunProgress, tokens_s: float | None) -> list[tuple[str, str
         "evaluated": _evaluated(evaluation, course.partial),
     }
     if course.evaluating is not None:
-        found["evaluating"] = f"version {course.evaluating}: {course.agents.said}"
-    return [(name, value) for name, value in found.items() if value is not None]
+        rows["evaluating"] = f"version {course.evaluating}: {course.agents.said}"
+    return [(name, value) for name, value in rows.items() if value is not None]
 
 
 def _evaluated(evaluation: dict[str, object], partial: str | None) -> str | None:
     if not evaluation:
         return None
-    said = [f"{name} {value:.3f}" for name, value in evaluation.items() if isinstance(value, float)]
+    scores = [f"{name} {value:.3f}" for name, value in evaluation.items() if isinstance(value, float)]
     version = f"version {evaluation['policy_version']}"
-    return "  ".join([version, *([] if partial is None else [partial]), *said])
+    return "  ".join([version, *([] if partial is None else [partial]), *scores])
 
 
 def _time(seconds: float) -> str:

@@ -74,20 +74,22 @@ def _by_replays(
 
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total) as advance:
-        found = find_first_bad(log, history, *ends, trust_parts=trust_parts, ran=lambda step: advance(1))
+        result = find_first_bad(log, history, *ends, trust_parts=trust_parts, ran=lambda step: advance(1))
     if as_json:
-        first = None if found.first is None else described(found.first)
-        print_json(asdict(found) | {"first": first})
+        first = None if result.first is None else described(result.first)
+        print_json(asdict(result) | {"first": first})
     else:
         console = Console()
-        show_breaks(console, found.broken)
-        steps = f"{len(found.ran)} of {total} steps were run"
-        if found.first is None:
+        show_breaks(console, result.broken)
+        steps = f"{len(result.ran)} of {total} steps were run"
+        if result.first is None:
             console.tell(("none of those that were run differs", "bold green"), f": {steps}")
         else:
-            console.tell(f"step {found.first.step} is the first that ", ("differs", "bold red"), f": {steps}")
-            show(console, found.first)
-    return 1 if found.first is not None or found.broken else 0
+            console.tell(
+                f"step {result.first.step} is the first that ", ("differs", "bold red"), f": {steps}"
+            )
+            show(console, result.first)
+    return 1 if result.first is not None or result.broken else 0
 
 
 def _by_log(
@@ -122,23 +124,23 @@ def _by_log(
     recorded = history.steps[step].committed.metrics.get(metric)
     passes = len(history.steps[step].planned.samples) * (2 if metric == GRADIENT_NORM else 1)
     with progress("passing samples", passes) as advance:
-        found = contributions(log, history, step, metric, trust_parts=trust_parts, done=advance)
+        result = contributions(log, history, step, metric, trust_parts=trust_parts, done=advance)
     if as_json:
-        print_json(asdict(found) | {"run": history.run, "recorded": recorded})
+        print_json(asdict(result) | {"run": history.run, "recorded": recorded})
     else:
-        _show(found, recorded, top)
+        _show(result, recorded, top)
     return 1
 
 
-def _show(found: Contributions, recorded: object, top: int) -> None:
+def _show(result: Contributions, recorded: object, top: int) -> None:
     console = Console()
-    console.tell("step ", (str(found.step), "bold red"), f" is the first: {found.metric} {recorded}")
+    console.tell("step ", (str(result.step), "bold red"), f" is the first: {result.metric} {recorded}")
     numbers = (">reward", ">tokens", ">without it", ">change")
     table = table_of(">sample", "trajectory", "group", *numbers)
-    for one in found.samples[:top]:
-        without = "none" if one.without is None else f"{one.without:.4g}"
-        named = (str(one.sample), one.trajectory, one.group or "")
-        table.add_row(*named, f"{one.reward:g}", str(one.tokens), without, f"{one.change:+.4g}")
+    for sample in result.samples[:top]:
+        without = "none" if sample.without is None else f"{sample.without:.4g}"
+        named = (str(sample.sample), sample.trajectory, sample.group or "")
+        table.add_row(*named, f"{sample.reward:g}", str(sample.tokens), without, f"{sample.change:+.4g}")
     console.print(table)
-    if len(found.samples) > top:
-        console.print(f"and {len(found.samples) - top} more samples (--top)")
+    if len(result.samples) > top:
+        console.print(f"and {len(result.samples) - top} more samples (--top)")

@@ -95,9 +95,9 @@ def open_bundle(
     from rollbook.replay.bundles.bundle import opened_bundle, replay_bundle
 
     with opened_bundle(file, extract) as (bundle, log):
-        found = replay_bundle(bundle, log, trust_parts=trust_parts) if replay else None
-    _tell_opening(bundle, found, extract, json)
-    raise typer.Exit(1 if found is not None and not found.equal else 0)
+        result = replay_bundle(bundle, log, trust_parts=trust_parts) if replay else None
+    _tell_opening(bundle, result, extract, json)
+    raise typer.Exit(1 if result is not None and not result.equal else 0)
 
 
 def _what(bundle: Bundle) -> str:
@@ -114,14 +114,14 @@ def _what(bundle: Bundle) -> str:
     return f"step {bundle.step} of run {bundle.run}, " + ", ".join(parts)
 
 
-def _tell_opening(bundle: Bundle, found: StepReplay | None, extract: Path | None, as_json: bool) -> None:
+def _tell_opening(bundle: Bundle, result: StepReplay | None, extract: Path | None, as_json: bool) -> None:
     from rollbook.cli.replay.step import described, show
 
     if as_json:
-        print_json({"bundle": asdict(bundle), "replay": None if found is None else described(found)})
+        print_json({"bundle": asdict(bundle), "replay": None if result is None else described(result)})
         return
     say(f"whole: {_what(bundle)}")
     if extract is not None:
         say(f"extracted to {extract}, a store: rollbook store info --store {extract}")
-    if found is not None:
-        show(Console(), found)
+    if result is not None:
+        show(Console(), result)

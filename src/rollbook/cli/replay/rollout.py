@@ -119,12 +119,12 @@ def weights_of(
     from rollbook.engines.hub import model_folder
     from rollbook.replay.rollouts.rollout import Weights
 
-    said = None if policy is None else _POLICY.fullmatch(policy)
-    if policy is not None and said is None:
+    match = None if policy is None else _POLICY.fullmatch(policy)
+    if policy is not None and match is None:
         raise typer.BadParameter(f"{policy!r}: give a version, such as 12, or NAME:12", param_hint="--policy")
     return Weights(
-        version=None if said is None else int(said["version"]),
-        policy="actor" if said is None or said["name"] is None else said["name"],
+        version=None if match is None else int(match["version"]),
+        policy="actor" if match is None or match["name"] is None else match["name"],
         run=run,
         model=None if model is None else model_folder(model, weights=engine == "embedded"),
         engine=engine,
@@ -141,10 +141,10 @@ def run_rollout(log: Store, rollout: Rollout, weights: Weights, lane: str, as_js
 
     result = replay_rollout(log, rollout, weights, lane)
     if as_json:
-        said = asdict(result)
-        for values, turn in zip(said["turns"], result.turns, strict=True):
+        fields = asdict(result)
+        for values, turn in zip(fields["turns"], result.turns, strict=True):
             values |= {"same": turn.same, "repeatable": turn.repeatable}
-        print_json(said)
+        print_json(fields)
     else:
         _print(result)
     return 1 if result.differing else 0

@@ -14,7 +14,7 @@ from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
 from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
-    from rollbook.cassettes.cassette import Cassette, Found, Missed
+    from rollbook.cassettes.cassette import Cassette, Hit, Miss
     from rollbook.store.log.store import Store
 
 
@@ -158,7 +158,7 @@ def run_cassette(
         engine=EngineBehind(upstreams) if upstreams else None,
         timing=timing,
         tokenizer=None if model is None else load_chat_tokenizer(model_folder(model, weights=False)),
-        told=_told_as_json if as_json else _told,
+        told=_told_as_json if as_json else _print_miss,
     )
 
     def announce(url: str) -> None:
@@ -166,8 +166,8 @@ def run_cassette(
             print_json({"event": "listening", "url": url} | state_of(cassette), indent=False)
             return
         console = Console(stderr=True)
-        said = f"answering from {len(cassette.tapes)} trajectories, {len(cassette.requests)} requests"
-        console.print(said)
+        summary = f"answering from {len(cassette.tapes)} trajectories, {len(cassette.requests)} requests"
+        console.print(summary)
         console.tell("point an agent here: base_url = ", (f"{url}/t/ANY-ID/v1", "bold"))
         if not is_loopback(host) and host not in LOOPBACK_NAMES:
             console.tell(("listening beyond this host: everybody may read the recording", "yellow"))
@@ -181,15 +181,15 @@ def run_cassette(
             _print_end(cassette)
 
 
-def _told(outcome: Found | Missed) -> None:
+def _print_miss(outcome: Hit | Miss) -> None:
     """Print what was not recorded, with the difference to the nearest that was."""
-    from rollbook.cassettes.cassette import Found
+    from rollbook.cassettes.cassette import Hit
 
-    if isinstance(outcome, Found):
+    if isinstance(outcome, Hit):
         return
     console = Console(stderr=True)
-    asked = outcome.asked
-    console.tell(("not recorded: ", "bold red"), f"{asked.endpoint}, {len(asked.messages)} messages")
+    request = outcome.asked
+    console.tell(("not recorded: ", "bold red"), f"{request.endpoint}, {len(request.messages)} messages")
     if outcome.near is None:
         return
     for line in outcome.near.text.splitlines():
@@ -197,10 +197,10 @@ def _told(outcome: Found | Missed) -> None:
         console.print(Text(f"  {line}", style), soft_wrap=True)
 
 
-def _told_as_json(outcome: Found | Missed) -> None:
-    from rollbook.cassettes.cassette import Found
+def _told_as_json(outcome: Hit | Miss) -> None:
+    from rollbook.cassettes.cassette import Hit
 
-    if isinstance(outcome, Found):
+    if isinstance(outcome, Hit):
         request = outcome.request
         value = {
             "event": "answered",
@@ -222,9 +222,9 @@ def _print_end(cassette: Cassette) -> None:
     console = Console(stderr=True)
     unused = cassette.unused
     used = len(cassette.requests) - len(unused)
-    said = f"{used} of {len(cassette.requests)} recorded requests were asked for"
+    summary = f"{used} of {len(cassette.requests)} recorded requests were asked for"
     missed = f", and {len(cassette.misses)} that were not recorded" if cassette.misses else ""
-    console.print(said + missed)
+    console.print(summary + missed)
     for request in unused[:MOST_SHOWN]:
         console.tell(f"  not asked for: turn {request.number} of {request.name}")
     if len(unused) > MOST_SHOWN:

@@ -76,16 +76,16 @@ def replay_step(
     """
     from rollbook import store as stores
 
-    asked = (first, last, sample, group, micro_batch)
+    selection = (first, last, sample, group, micro_batch)
     if recipe is not None or set_ or rescore is not None:
-        if any(asked) or no_model:
+        if any(selection) or no_model:
             raise typer.BadParameter("is about all of a step", param_hint="--recipe, --set, --rescore")
         own = (step, store, None, recipe, set_, rescore)
         what_if(*own, run=run, policy=policy, trust_parts=trust_parts, one_rank=one_rank, json=json)
     log = stores.open(store)
     part = None
-    if any(asked) or no_model:
-        part = _part(log, step, run, policy, asked, no_model=no_model)
+    if any(selection) or no_model:
+        part = _part(log, step, run, policy, selection, no_model=no_model)
     how = {"trust_parts": trust_parts, "one_rank": one_rank, "part": part}
     raise typer.Exit(replay_command(log, step, run, policy, how, as_json=json))
 
@@ -93,7 +93,7 @@ def replay_step(
 _Asked = tuple[str | None, str | None, list[str] | None, list[str] | None, list[int] | None]
 
 
-def _part(log: Store, step: int, run: str | None, policy: str, asked: _Asked, *, no_model: bool) -> Part:
+def _part(log: Store, step: int, run: str | None, policy: str, selection: _Asked, *, no_model: bool) -> Part:
     """The part of the step that is asked for.
 
     Raises:
@@ -105,7 +105,7 @@ def _part(log: Store, step: int, run: str | None, policy: str, asked: _Asked, *,
     from rollbook.store.cut import parse_cut
     from rollbook.store.errors import ReplayError
 
-    first, last, samples, groups, micro_batches = asked
+    first, last, samples, groups, micro_batches = selection
     for stage in (first, last):
         if stage is not None and stage not in ORDER:
             raise ReplayError(f"there is no stage {stage!r}; there are {', '.join(ORDER)}")
@@ -113,8 +113,8 @@ def _part(log: Store, step: int, run: str | None, policy: str, asked: _Asked, *,
     named: dict[str, str | None] = {}
     if groups:
         ids = {ref["trajectory_id"] for ref in plan.samples}
-        found = log.trajectories(parse_cut(plan.cut), ids)
-        named = {trajectory_id: t.opened.group for trajectory_id, t in found.items()}
+        trajectories = log.trajectories(parse_cut(plan.cut), ids)
+        named = {trajectory_id: t.opened.group for trajectory_id, t in trajectories.items()}
     places = chosen(
         plan, named, samples=samples or (), groups=groups or (), micro_batches=micro_batches or ()
     )
@@ -155,11 +155,11 @@ def replay_command(
 
 
 def exit_code(results: Iterable[StepReplay | None]) -> int:
-    """0: all of these is as recorded; 1: something differs; 3: nothing does of what was compared, but not
-    everything was. None is a step of which nothing was."""
+    """0: all of these are as recorded; 1: something differs; 3: nothing that was compared differs, but not
+    everything was compared. None stands for a step of which nothing was."""
     from rollbook.replay.verdict import Outcome
 
-    outcomes = {Outcome.nothing if one is None else one.outcome for one in results}
+    outcomes = {Outcome.nothing if result is None else result.outcome for result in results}
     if Outcome.differs in outcomes:
         return 1
     return 0 if outcomes <= {Outcome.bits, Outcome.within} else 3
@@ -178,14 +178,14 @@ def _say_promise(promise: Promise) -> None:
 
 def described(result: StepReplay) -> dict[str, object]:
     """A replay for machines."""
-    from rollbook.replay.verdict import compared
+    from rollbook.replay.verdict import summary_json
 
     return asdict(result) | {
         "bit_for_bit": result.bit_for_bit,
         "equal": result.equal,
         "differs_in": result.differs_in,
         "as_far_as": result.as_far_as,
-        **compared(result),
+        **summary_json(result),
     }
 
 
@@ -216,23 +216,24 @@ def stage_table(stages: Iterable[StageReplay]) -> Table:
         Verdict.not_proven: "yellow",
     }
     table = table_of("stage", "recorded", "replayed", "", overflow="fold")
-    for one in stages:
-        mark = Text(str(one.verdict), colours[one.verdict])
-        why = [one.why] if one.why else []
-        if one.tolerance:
-            why.append(f"tolerance {one.tolerance}")
+    for stage in stages:
+        mark = Text(str(stage.verdict), colours[stage.verdict])
+        why = [stage.why] if stage.why else []
+        if stage.tolerance:
+            why.append(f"tolerance {stage.tolerance}")
         if why:
             mark.append(f": {'; '.join(why)}", "default")
-        table.add_row(one.stage, (one.recorded or "")[:16], (one.replayed or "")[:16], mark)
+        table.add_row(stage.stage, (stage.recorded or "")[:16], (stage.replayed or "")[:16], mark)
     return table
 
 
 def _tell_late(console: Console, result: StepReplay) -> None:
     for late in result.late[:LATE]:
-        of = late["trajectory_id"] if late["turn_id"] is None else f"turn {late['turn_id']}"
+        target = late["trajectory_id"] if late["turn_id"] is None else f"turn {late['turn_id']}"
         console.tell(
             ("late", "yellow"),
-            f" reward {late['reward']:g} of {of}, by {late['source']!r}, came after the step was planned: "
+            f" reward {late['reward']:g} of {target}, by {late['source']!r}, came after the step was "
+            "planned: "
             "it changes nothing here",
         )
     if len(result.late) > LATE:
@@ -248,6 +249,6 @@ def _tell_verdict(console: Console, result: StepReplay) -> None:
         where = f", first at step {at} in stage "
         console.tell(f"step {result.step}: ", ("differs", "bold red"), where, (first.stage, "bold"))
         return
-    said, sep, rest = summary(result).partition(": ")
+    text, sep, rest = summary(result).partition(": ")
     colour = "bold green" if exit_code([result]) == 0 else "bold yellow"
-    console.tell(f"step {result.step}: ", (said, colour), sep + rest)
+    console.tell(f"step {result.step}: ", (text, colour), sep + rest)

@@ -47,19 +47,21 @@ def replay_run(
     ends = min(history.steps) if first is None else first, max(history.steps) if last is None else last
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total, shown=not json) as advance:
-        found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
+        result = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
     if json:
-        said = _described(found.steps, found.broken) | {"unbacked": [asdict(one) for one in found.unbacked]}
-        print_json(said | {"run": found.run, "equal": found.equal})
+        fields = _described(result.steps, result.broken) | {
+            "unbacked": [asdict(item) for item in result.unbacked]
+        }
+        print_json(fields | {"run": result.run, "equal": result.equal})
     else:
         console = Console()
-        show_breaks(console, found.broken)
-        for one in found.unbacked:
-            console.tell(("not backed: ", "bold red"), str(one))
-        _show_steps(console, found.steps)
-    if all(one.replay is None for one in found.steps):
+        show_breaks(console, result.broken)
+        for item in result.unbacked:
+            console.tell(("not backed: ", "bold red"), str(item))
+        _show_steps(console, result.steps)
+    if all(item.replay is None for item in result.steps):
         raise typer.Exit(2)
-    raise typer.Exit(exit_code(one.replay for one in found.steps) if found.equal else 1)
+    raise typer.Exit(exit_code(item.replay for item in result.steps) if result.equal else 1)
 
 
 def replay_weights(
@@ -97,15 +99,15 @@ def replay_weights(
     history = history_of(log, run, policy)
     steps = steps_to(log, history, version)
     with progress("running steps again", steps, shown=not json) as advance:
-        found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
+        rebuilt = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
     if json:
-        print_json(asdict(found) | {"proof": described(found.proof)})
+        print_json(asdict(rebuilt) | {"proof": described(rebuilt.proof)})
     else:
-        _show_rebuilt(Console(), found, asked=out is not None or restore)
-    raise typer.Exit(0 if found.proven else exit_code([found.proof]) or 3)
+        _show_rebuilt(Console(), rebuilt, asked=out is not None or restore)
+    raise typer.Exit(0 if rebuilt.proven else exit_code([rebuilt.proof]) or 3)
 
 
-def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
+def _show_rebuilt(console: Console, rebuilt: Rebuilt, *, asked: bool) -> None:
     """Print a version that was rebuilt, or what it is not.
 
     Args:
@@ -113,59 +115,60 @@ def _show_rebuilt(console: Console, found: Rebuilt, *, asked: bool) -> None:
     """
     from rollbook.replay.stretch.stretch import VerifiedStep
 
-    proof, which = found.proof, f"version {found.policy_version} of policy {found.policy}"
-    if not found.proven:
+    proof, which = rebuilt.proof, f"version {rebuilt.policy_version} of policy {rebuilt.policy}"
+    if not rebuilt.proven:
         _show_steps(console, [VerifiedStep(proof.differs_at_step or proof.step, proof)])
         if proof.equal:
             where = " and nothing was written" if asked else ""
             console.tell(f"{which} is ", ("not proven", "bold yellow"), where)
         return
     steps = len(proof.reran)
-    how = "each bit for bit" if found.bits else "and its weights are the recorded bits"
+    how = "each bit for bit" if rebuilt.bits else "and its weights are the recorded bits"
     console.print(
-        f"{which}, run {found.run}: from the checkpoint of version {proof.from_version}, {steps} "
+        f"{which}, run {rebuilt.run}: from the checkpoint of version {proof.from_version}, {steps} "
         f"step{'s' * (steps != 1)} run again, {how}"
     )
-    console.print(f"weights {found.weights_digest}", soft_wrap=True)
-    if found.path is not None:
-        console.print(f"written to {found.path}", soft_wrap=True)
+    console.print(f"weights {rebuilt.weights_digest}", soft_wrap=True)
+    if rebuilt.path is not None:
+        console.print(f"written to {rebuilt.path}", soft_wrap=True)
 
 
 def _described(steps: list[VerifiedStep], broken: list[Break]) -> dict[str, Any]:
     """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
     from rollbook.cli.replay.step import described
-    from rollbook.replay.verdict import compared
+    from rollbook.replay.verdict import summary_json
 
-    def one(step: VerifiedStep) -> dict[str, Any]:
+    def entry(step: VerifiedStep) -> dict[str, Any]:
         replay = step.replay
         if replay is None:
             return {"step": step.step, "verdict": "not proven", "why": step.why}
         if replay.equal:
-            return {"step": step.step, "verdict": str(replay.outcome), **compared(replay)}
+            return {"step": step.step, "verdict": str(replay.outcome), **summary_json(replay)}
         return {"step": step.step, "verdict": "differs", "replay": described(replay)}
 
-    return {"broken": [asdict(b) for b in broken], "steps": [one(step) for step in steps]}
+    return {"broken": [asdict(b) for b in broken], "steps": [entry(step) for step in steps]}
 
 
 def show_breaks(console: Console, broken: list[Break]) -> None:
     """Print where the chain of digests does not hold."""
-    for one in broken:
+    for link in broken:
         console.tell(
-            f"step {one.step} ",
+            f"step {link.step} ",
             ("starts otherwise", "bold red"),
-            f" than the step before it ended: {one.stage} {one.starts_with[:16]}, not {one.ended_with[:16]}",
+            f" than the step before it ended: {link.stage} {link.starts_with[:16]}, not "
+            f"{link.ended_with[:16]}",
         )
 
 
 def _show_steps(console: Console, steps: list[VerifiedStep]) -> None:
     """A line for each run of steps of the same verdict, and for each that differs."""
     lines: list[tuple[int, int, str, str]] = []
-    for one in steps:
-        verdict, why = _said(one)
-        if lines and lines[-1][2:] == (verdict, why) and lines[-1][1] + 1 == one.step:
-            lines[-1] = (lines[-1][0], one.step, verdict, why)
+    for step in steps:
+        verdict, why = _verdict(step)
+        if lines and lines[-1][2:] == (verdict, why) and lines[-1][1] + 1 == step.step:
+            lines[-1] = (lines[-1][0], step.step, verdict, why)
         else:
-            lines.append((one.step, one.step, verdict, why))
+            lines.append((step.step, step.step, verdict, why))
     colours = {"differs": "bold red", "not proven": "yellow", "equal in part": "yellow"}
     for start, end, verdict, why in lines:
         named = f"step {start}" if start == end else f"steps {start} to {end}"
@@ -173,13 +176,13 @@ def _show_steps(console: Console, steps: list[VerifiedStep]) -> None:
         console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), more)
 
 
-def _said(one: VerifiedStep) -> tuple[str, str]:
-    """What is said of a step of a stretch, and more about it."""
+def _verdict(step: VerifiedStep) -> tuple[str, str]:
+    """The verdict on a step of a stretch, and a detail of it."""
     from rollbook.replay.verdict import summary
 
-    if one.replay is None:
-        return "not proven", one.why
-    if (first := one.replay.first_difference) is not None:
+    if step.replay is None:
+        return "not proven", step.why
+    if (first := step.replay.first_difference) is not None:
         return "differs", f"first in stage {first.stage}" + (f": {first.why}" if first.why else "")
-    said, sep, rest = summary(one.replay).partition(":")
-    return said, sep + rest
+    text, sep, rest = summary(step.replay).partition(":")
+    return text, sep + rest

@@ -18,7 +18,7 @@ from rollbook.cli.terminal import Console, print_json, say, table_of, visible
 if TYPE_CHECKING:
     from rollbook.replay.what_if.rescoring import Written
     from rollbook.replay.what_if.side_by_side import Differences, SampleSides, StepSides
-    from rollbook.replay.what_if.what_if import Asked, WhatIf
+    from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest
 
 Recipe = Annotated[Path | None, typer.Option("--recipe", help="A recipe file, or a CONFIG for its recipe.")]
 Set = Annotated[
@@ -83,13 +83,13 @@ def what_if(
         raise typer.BadParameter("goes with --write", param_hint="--replace")
     from rollbook.replay.what_if.counterfactual import Changes
     from rollbook.replay.what_if.rescoring import rescoring
-    from rollbook.replay.what_if.what_if import Asked
+    from rollbook.replay.what_if.what_if import WhatIfRequest
     from rollbook.train.config.files import load_recipe
 
     made = None if rescore is None else rescoring(rescore, source)
     other = None if recipe is None else load_recipe(recipe).recipe
     changes = Changes(other, tuple(set_ or ()), None if made is None else made.source)
-    asked = Asked(step, step if to is None else to, changes, made, trust_parts, one_rank, out)
+    asked = WhatIfRequest(step, step if to is None else to, changes, made, trust_parts, one_rank, out)
     raise typer.Exit(run_what_if(store, asked, run, policy, write=write, replaces=replace, as_json=json))
 
 
@@ -106,7 +106,14 @@ _COLUMNS = (
 
 
 def run_what_if(
-    path: Path, asked: Asked, run: str | None, policy: str, *, write: bool, replaces: bool, as_json: bool
+    path: Path,
+    request: WhatIfRequest,
+    run: str | None,
+    policy: str,
+    *,
+    write: bool,
+    replaces: bool,
+    as_json: bool,
 ) -> int:
     """Take the steps by the other rule and print both sides; the exit code, 0 if the recorded one is as
     recorded.
@@ -124,27 +131,27 @@ def run_what_if(
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store
 
-    if asked.out is not None and os.path.lexists(asked.out):
-        raise ConfigError(f"--out {asked.out}: it exists, and nothing is written over: name another folder")
+    if request.out is not None and os.path.lexists(request.out):
+        raise ConfigError(f"--out {request.out}: it exists, and nothing is written over: name another folder")
     log = open_store(path)
-    lines = asked.last > asked.first and not as_json
+    lines = request.last > request.first and not as_json
     if lines:
         say("".join(name.rjust(width) for name, width in _COLUMNS))
     with of_run(log, run):
-        found = what_if(log, asked, run, policy, say_line if lines else lambda sides: None)
+        result = what_if(log, request, run, policy, say_line if lines else lambda sides: None)
     written = None
-    if asked.rescoring is not None and write:
-        written = write_rewards(log, found.run, asked.rescoring, found.reward_source, replaces=replaces)
+    if request.rescoring is not None and write:
+        written = write_rewards(log, result.run, request.rescoring, result.reward_source, replaces=replaces)
     if as_json:
-        print_json(described(found) | {"written": None if written is None else asdict(written)})
+        print_json(described(result) | {"written": None if written is None else asdict(written)})
     else:
-        _show(Console(), found, written, asked.out)
-    return 0 if found.proven else 1
+        _show(Console(), result, written, request.out)
+    return 0 if result.proven else 1
 
 
-def described(found: WhatIf) -> dict[str, object]:
+def described(result: WhatIf) -> dict[str, object]:
     """Both sides for machines."""
-    return asdict(found) | {"proven": found.proven}
+    return asdict(result) | {"proven": result.proven}
 
 
 def say_line(sides: StepSides) -> None:
@@ -159,22 +166,23 @@ def say_line(sides: StepSides) -> None:
     say("".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True)))
 
 
-def _show(console: Console, found: WhatIf, written: Written | None, out: Path | None) -> None:
-    first, last = found.steps[0], found.steps[-1]
+def _show(console: Console, result: WhatIf, written: Written | None, out: Path | None) -> None:
+    first, last = result.steps[0], result.steps[-1]
     which = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
     console.print(
-        f"run {found.run}, {which}: what was recorded, and another rule, both from the checkpoint of version "
-        f"{found.from_version}, {len(found.reran)} steps run again before"
+        f"run {result.run}, {which}: what was recorded, and another rule, both from the checkpoint of "
+        "version "
+        f"{result.from_version}, {len(result.reran)} steps run again before"
     )
     if first is last:
         _show_step(console, first)
-    if not found.proven:
-        wrong = next((one for one in found.steps if not one.equal), None)
+    if not result.proven:
+        wrong = next((step for step in result.steps if not step.equal), None)
         stage = "" if wrong is None else f" in stage {wrong.differs_in}"
         console.tell(
             ("not proven", "bold red"),
-            f" step {found.differs_at} is not as recorded{stage} when it is run again: "
-            f"rollbook replay step {found.differs_at} says more",
+            f" step {result.differs_at} is not as recorded{stage} when it is run again: "
+            f"rollbook replay step {result.differs_at} says more",
         )
     if written is not None:
         console.print(
@@ -187,13 +195,13 @@ def _show(console: Console, found: WhatIf, written: Written | None, out: Path | 
 
 def _show_step(console: Console, sides: StepSides) -> None:
     console.print(_metric_table(sides))
-    both = sum(one.recorded is not None and one.other is not None for one in sides.samples)
+    both = sum(sample.recorded is not None and sample.other is not None for sample in sides.samples)
     console.print(f"samples: {both} on both sides, {_moved(sides)}")
     for side in SIDES:
         if rules := sides.let_go[side]:
             console.print(f"let go, {side}: {_counted(rules)}")
-    for what, of in (("rewards", sides.rewards), ("advantages", sides.advantages)):
-        console.print(f"{what}: {_said(of)}")
+    for what, differences in (("rewards", sides.rewards), ("advantages", sides.advantages)):
+        console.print(f"{what}: {_describe(differences)}")
     _show_gradients(console, sides)
     kl = "" if sides.kl is None else f"; KL to the recorded ones {_number(sides.kl)}"
     console.print(f"weights after the step: {_number(sides.apart)} of their norm apart{kl}")
@@ -218,53 +226,58 @@ def _show_gradients(console: Console, sides: StepSides) -> None:
         return
     whole = sides.gradients.whole
     console.print(f"gradients: cosine {_number(whole.cosine)}, norms {_pair(whole.norms)}")
-    for one in sides.gradients.tensors[:LEAST]:
-        console.print(f"  least alike: {one.name}, cosine {_number(one.cosine)}, norms {_pair(one.norms)}")
+    for tensor in sides.gradients.tensors[:LEAST]:
+        console.print(
+            f"  least alike: {tensor.name}, cosine {_number(tensor.cosine)}, norms {_pair(tensor.norms)}"
+        )
 
 
 def _show_samples(console: Console, samples: Sequence[SampleSides]) -> None:
     """The samples that differ the most first: those of one side, then by the advantage."""
     table = table_of("sample of", ">reward", ">other", ">advantage", ">other", ">tokens", ">other")
     table.add_column("", no_wrap=True)
-    for one in sorted(samples, key=_alike)[:SHOWN]:
-        first, second = one.recorded, one.other
+    for sample in sorted(samples, key=_alike)[:SHOWN]:
+        first, second = sample.recorded, sample.other
         cells = [
-            _number(None if of is None else getattr(of, what))
+            _number(None if side is None else getattr(side, what))
             for what in ("reward", "advantage", "tokens")
-            for of in (first, second)
+            for side in (first, second)
         ]
-        mark = "" if not one.why else f"{'came: was' if first is None else 'went:'} {one.why}"
-        table.add_row(visible(one.trajectory), *cells, mark)
+        mark = "" if not sample.why else f"{'came: was' if first is None else 'went:'} {sample.why}"
+        table.add_row(visible(sample.trajectory), *cells, mark)
     console.print(table)
     if len(samples) > SHOWN:
         console.print(f"and {len(samples) - SHOWN} more: --json lists all")
 
 
-def _alike(one: SampleSides) -> float:
-    if one.recorded is None or one.other is None:
+def _alike(sample: SampleSides) -> float:
+    if sample.recorded is None or sample.other is None:
         return float("-inf")
-    first, second = one.recorded.advantage, one.other.advantage
+    first, second = sample.recorded.advantage, sample.other.advantage
     return 0.0 if first is None or second is None else -abs(second - first)
 
 
 def _moved(sides: StepSides) -> str:
     """How many came and went, and why."""
-    said = []
+    parts = []
     for what, moved in (("came", sides.came), ("went", sides.went)):
-        rules = _counted(Counter(one.why for one in moved))
-        said.append(f"{len(moved)} {what}" + (f" ({rules})" if rules else ""))
-    return ", ".join(said)
+        rules = _counted(Counter(sample.why for sample in moved))
+        parts.append(f"{len(moved)} {what}" + (f" ({rules})" if rules else ""))
+    return ", ".join(parts)
 
 
 def _counted(rules: Mapping[str, int]) -> str:
     return ", ".join(f"{rule} {count}" for rule, count in rules.items())
 
 
-def _said(of: Differences) -> str:
-    if not of.compared:
+def _describe(differences: Differences) -> str:
+    if not differences.compared:
         return "none on both sides"
-    like = "" if of.correlation is None else f", correlation {_number(of.correlation)}"
-    return f"mean difference {_number(of.mean)} over {of.compared} samples, {of.flips} of another sign{like}"
+    like = "" if differences.correlation is None else f", correlation {_number(differences.correlation)}"
+    return (
+        f"mean difference {_number(differences.mean)} over {differences.compared} samples, "
+        f"{differences.flips} of another sign{like}"
+    )
 
 
 def _both(sides: StepSides, name: str) -> str:

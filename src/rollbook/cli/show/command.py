@@ -94,12 +94,12 @@ def find_turn(facts: TrajectoryFacts, wanted: str) -> TurnFacts:
     """
     from rollbook.cli.show.finding import NotFoundError
 
-    found = [turn for turn in facts.turns if wanted in (turn.turn_id, f"{turn.number}")]
-    found = found or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]
-    if len(found) == 1:
-        return found[0]
+    matches = [turn for turn in facts.turns if wanted in (turn.turn_id, f"{turn.number}")]
+    matches = matches or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
     name = visible(facts.name)
-    what = f"{len(found)} turns" if found else "no turn"
+    what = f"{len(matches)} turns" if matches else "no turn"
     known = [f"{turn.number} {short_id(turn.turn_id)}" for turn in facts.turns]
     listed = ", ".join(known if len(known) <= 12 else [*known[:6], "...", *known[-6:]])
     raise NotFoundError(

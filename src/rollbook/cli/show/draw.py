@@ -70,13 +70,13 @@ class View:
     only: frozenset[str] | None = field(default=None)
 
 
-def draw(of: TrajectoryFacts, view: View) -> Group:
+def draw(facts: TrajectoryFacts, view: View) -> Group:
     """The trajectory."""
-    parts: list[RenderableType] = [_header(of)]
+    parts: list[RenderableType] = [_header(facts)]
     if view.words is not None:
         parts.append(legend())
-    names = {turn.turn_id: f"{turn.number}" for turn in of.turns}
-    chosen = [turn for turn in of.turns if view.only is None or turn.turn_id in view.only]
+    names = {turn.turn_id: f"{turn.number}" for turn in facts.turns}
+    chosen = [turn for turn in facts.turns if view.only is None or turn.turn_id in view.only]
     whole = _drawn_whole(chosen, view)
     tree = Tree("", hide_root=True, guide_style="dim")
     waiting: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(arrange(chosen))]
@@ -102,41 +102,46 @@ def _drawn_whole(turns: list[TurnFacts], view: View) -> set[str]:
 # The header -----------------------------------------------------------------------------------------
 
 
-def _header(of: TrajectoryFacts) -> Table:
+def _header(facts: TrajectoryFacts) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in _header_rows(of):
+    for name, words in _header_rows(facts):
         table.add_row(name, Text.assemble(*words))
     return table
 
 
-def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
-    yield "trajectory", [(visible(of.name), "bold"), (f"  {visible(of.trajectory_id)}", "dim")]
-    where = [("run", of.run), ("lane", of.lane), ("split", of.split), ("group", of.group)]
+def _header_rows(facts: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
+    yield "trajectory", [(visible(facts.name), "bold"), (f"  {visible(facts.trajectory_id)}", "dim")]
+    where = [("run", facts.run), ("lane", facts.lane), ("split", facts.split), ("group", facts.group)]
     yield "recorded", _listed([(f"{name} {visible(value)}", "") for name, value in where if value])
-    if of.origin is not None:
-        yield "origin", _origin(of.origin)
-    if of.task:
-        yield "task", [(shortened(of.task), "")]
-    marks = [f"{name}={one_line(value, 80)}" for name, value in of.labels.items()]
-    if marks or of.added_labels:
-        yield "labels", _listed([(visible(mark), "") for mark in marks] + _labels(of.added_labels))
-    success = {None: "", True: ", success", False: ", no success"}[of.success]
-    took = f", {duration((of.finished_us - of.opened_us) / 1000)}" if of.finished_us is not None else ""
+    if facts.origin is not None:
+        yield "origin", _origin(facts.origin)
+    if facts.task:
+        yield "task", [(shortened(facts.task), "")]
+    marks = [f"{name}={one_line(value, 80)}" for name, value in facts.labels.items()]
+    if marks or facts.added_labels:
+        yield "labels", _listed([(visible(mark), "") for mark in marks] + _labels(facts.added_labels))
+    success = {None: "", True: ", success", False: ", no success"}[facts.success]
+    took = (
+        f", {duration((facts.finished_us - facts.opened_us) / 1000)}" if facts.finished_us is not None else ""
+    )
     status: Words = [
-        (visible(of.status), STATUS.get(of.status, "")),
-        (success, "green" if of.success else "red"),
+        (visible(facts.status), STATUS.get(facts.status, "")),
+        (success, "green" if facts.success else "red"),
     ]
-    yield "status", [*status, (f"  opened {clock(of.opened_us, '%Y-%m-%d %H:%M:%S')}{took}", "dim")]
-    if of.erased is not None:
-        yield "erased", [(one_line(of.erased, 200), "red")]
-    yield "rewards", _listed(_rewards(of.rewards)) or [("none", "dim")]
-    states = {state: sum(turn.status == state for turn in of.turns) for state in (FAILED, RUNNING)}
+    yield "status", [*status, (f"  opened {clock(facts.opened_us, '%Y-%m-%d %H:%M:%S')}{took}", "dim")]
+    if facts.erased is not None:
+        yield "erased", [(one_line(facts.erased, 200), "red")]
+    yield "rewards", _listed(_rewards(facts.rewards)) or [("none", "dim")]
+    states = {state: sum(turn.status == state for turn in facts.turns) for state in (FAILED, RUNNING)}
     counted = "".join(f", {count} {state}" for state, count in states.items() if count)
-    yield "turns", [(f"{len(of.turns):,}{counted}", "")]
-    yield "tokens", [(f"{of.tokens:,}, {of.sampled:,} of them sampled", ""), (_versions(of), "")]
-    yield "fidelity", [(of.fidelity or "nothing completed", "green" if of.fidelity == "exact" else "yellow")]
+    yield "turns", [(f"{len(facts.turns):,}{counted}", "")]
+    yield "tokens", [(f"{facts.tokens:,}, {facts.sampled:,} of them sampled", ""), (_versions(facts), "")]
+    yield (
+        "fidelity",
+        [(facts.fidelity or "nothing completed", "green" if facts.fidelity == "exact" else "yellow")],
+    )
 
 
 def _origin(origin: Json) -> Words:
@@ -149,8 +154,8 @@ def _origin(origin: Json) -> Words:
     ]
 
 
-def _versions(of: TrajectoryFacts) -> str:
-    versions = of.versions()
+def _versions(facts: TrajectoryFacts) -> str:
+    versions = facts.versions()
     if not versions:
         return ""
     span = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
@@ -186,8 +191,8 @@ def _line(turn: TurnFacts, names: Mapping[str, str]) -> Text:
     """A turn in one line, cut where the terminal ends."""
     words = _head(turn, names, brief=True)
     if turn.answer is not None:
-        said = " ".join(part_words(part, LINE) for part in turn.answer.reply.parts)
-        words += [("  ", ""), (one_line(said, LINE), "dim")]
+        text = " ".join(part_words(part, LINE) for part in turn.answer.reply.parts)
+        words += [("  ", ""), (one_line(text, LINE), "dim")]
     elif turn.error:
         words += [("  ", ""), (one_line(turn.error, LINE), "red")]
     return Text.assemble(*words, no_wrap=True, overflow="ellipsis")

@@ -49,14 +49,14 @@ def openings_of(log: Store, cut: Cut, wanted: str | None) -> list[Opening]:
     Raises:
         CorruptionError: a file that may hold one is damaged.
     """
-    found: list[Opening] = []
+    openings: list[Opening] = []
     for lane, count in sorted(cut.items()):
         tables = while_replaced(log.path, lane, partial(_of_lane, log, lane, count))
         for table in tables:
             if wanted is not None:
                 table = table.filter((pc.field("name") == wanted) | (pc.field("trajectory_id") == wanted))
-            found += [Opening(**row) for row in table.to_pylist()]
-    return found
+            openings += [Opening(**row) for row in table.to_pylist()]
+    return openings
 
 
 def find_trajectory(log: Store, cut: Cut, wanted: str, run: str | None = None) -> Opening:
@@ -67,15 +67,15 @@ def find_trajectory(log: Store, cut: Cut, wanted: str, run: str | None = None) -
         CorruptionError: a file that may hold it is damaged.
     """
     everywhere = openings_of(log, cut, wanted)
-    found = [opening for opening in everywhere if run in (None, opening.run)]
-    if not found:
+    matches = [opening for opening in everywhere if run in (None, opening.run)]
+    if not matches:
         held = [opening for opening in openings_of(log, cut, None) if run in (None, opening.run)]
         if len(wanted) >= SHORTEST_END:
-            found = [opening for opening in held if opening.trajectory_id.endswith(wanted)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise NotFoundError(_several(wanted, found))
+            matches = [opening for opening in held if opening.trajectory_id.endswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise NotFoundError(_several(wanted, matches))
     elsewhere = sorted({opening.run for opening in everywhere})
     where = "" if run is None else f" in run {visible(run)!r}"
     if elsewhere:
@@ -98,17 +98,17 @@ def near_names(wanted: str, names: Sequence[str]) -> list[str]:
       WHERE held OR near >= $least ORDER BY held DESC, near DESC, name LIMIT $most"""
     with duckdb.connect(":memory:") as connection:
         connection.register("known", pa.table({"name": pa.array(names, pa.string())}))
-        asked = {"wanted": wanted, "least": LEAST_SIMILARITY, "most": NEAR_NAMES}
-        return [name for (name,) in connection.execute(query, asked).fetchall()]
+        params = {"wanted": wanted, "least": LEAST_SIMILARITY, "most": NEAR_NAMES}
+        return [name for (name,) in connection.execute(query, params).fetchall()]
 
 
-def _several(wanted: str, found: Sequence[Opening]) -> str:
-    runs = sorted({opening.run for opening in found})
-    if len(runs) == len(found):
+def _several(wanted: str, matches: Sequence[Opening]) -> str:
+    runs = sorted({opening.run for opening in matches})
+    if len(runs) == len(matches):
         named = ", ".join(map(visible, runs))
         return f"several trajectories are named {visible(wanted)!r}, in runs {named}: name one with --run"
-    ids = ", ".join(visible(opening.trajectory_id) for opening in found[:NEAR_NAMES])
-    return f"{len(found)} trajectories are meant by {visible(wanted)!r}, such as {ids}: give a whole id"
+    ids = ", ".join(visible(opening.trajectory_id) for opening in matches[:NEAR_NAMES])
+    return f"{len(matches)} trajectories are meant by {visible(wanted)!r}, such as {ids}: give a whole id"
 
 
 def _of_lane(log: Store, lane: str, count: int, units: Sequence[Unit]) -> list[pa.Table]:

@@ -69,7 +69,7 @@ def _as_json(cut: str, ledgers: list[RunLedger]) -> dict[str, Any]:
                 asdict(a) | {"share": _share(a.tokens, ledger.generated.tokens)} for a in ledger.amounts
             ],
             "versions": [asdict(v) | {"difference": v.difference} for v in ledger.versions],
-            "omitted": [asdict(one) for one in ledger.omitted],
+            "omitted": [asdict(omission) for omission in ledger.omitted],
             "difference": ledger.difference,
             "balances": ledger.balances,
             "dropped_against_trained": {
@@ -82,17 +82,17 @@ def _as_json(cut: str, ledgers: list[RunLedger]) -> dict[str, Any]:
     return {"cut": cut, "balances": all(ledger.balances for ledger in ledgers), "runs": runs}
 
 
-def _comparison(of: Comparison) -> dict[str, Any]:
+def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {
-        "dropped": asdict(of.first),
-        "trained": asdict(of.second),
-        "ks_statistic": of.statistic,
-        "p_value": of.p_value,
+        "dropped": asdict(comparison.first),
+        "trained": asdict(comparison.second),
+        "ks_statistic": comparison.statistic,
+        "p_value": comparison.p_value,
     }
 
 
-def _share(tokens: int, of: int) -> float:
-    return tokens / of if of else 0.0
+def _share(tokens: int, total: int) -> float:
+    return tokens / total if total else 0.0
 
 
 def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: bool) -> None:
@@ -111,8 +111,8 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
             say("")
             say(comparison_line(ledger.length, "are longer", "are shorter", "length", "tokens"))
             say(comparison_line(ledger.seconds, "take longer", "take less time", "duration", "s"))
-        for one in ledger.omitted[:NAMED]:
-            say(_omitted(one))
+        for omission in ledger.omitted[:NAMED]:
+            say(_omitted(omission))
         if len(ledger.omitted) > NAMED:
             say(f"and {len(ledger.omitted) - NAMED} more: --json names all")
         say("")
@@ -136,8 +136,8 @@ def _terms(ledger: RunLedger) -> Table:
     return table
 
 
-def _percent(tokens: int, of: int) -> str:
-    return f"{100 * _share(tokens, of):.1f} %"
+def _percent(tokens: int, total: int) -> str:
+    return f"{100 * _share(tokens, total):.1f} %"
 
 
 def _by_version(ledger: RunLedger) -> Table:
@@ -151,19 +151,20 @@ def _by_version(ledger: RunLedger) -> Table:
     return table
 
 
-def comparison_line(of: Comparison, more: str, less: str, what: str, unit: str) -> str:
-    """One sentence on dropped trajectories (`of.first`) against trained ones, in plain words."""
-    dropped, trained = of.first, of.second
-    if of.p_value >= SIGNIFICANT:
+def comparison_line(comparison: Comparison, more: str, less: str, what: str, unit: str) -> str:
+    """One sentence on dropped trajectories (`first` of the comparison) against trained ones, in plain
+    words."""
+    dropped, trained = comparison.first, comparison.second
+    if comparison.p_value >= SIGNIFICANT:
         claim = f"no sign that dropped trajectories differ in {what}"
     elif dropped.median == trained.median:
         claim = f"dropped trajectories differ in {what}"
     else:
         claim = f"dropped trajectories {more if dropped.median > trained.median else less}"
-    chance = "p < 0.001" if of.p_value < 0.001 else f"p = {of.p_value:.3f}"
+    chance = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.3f}"
     return (
         f"{claim}: median {_number(dropped.median)} against {_number(trained.median)} {unit}, "
-        f"p90 {_number(dropped.p90)} against {_number(trained.p90)}; KS {of.statistic:.2f}, {chance} "
+        f"p90 {_number(dropped.p90)} against {_number(trained.p90)}; KS {comparison.statistic:.2f}, {chance} "
         f"({dropped.count:,} dropped, {trained.count:,} trained)"
     )
 
@@ -172,9 +173,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _omitted(one: Omitted) -> str:
-    what = f"turns {', '.join(one.turns)} of trajectory" if one.turns else "trajectory"
-    return f"omitted without a reason: {what} {one.trajectory_id} ({one.tokens:,} tokens)"
+def _omitted(omission: Omitted) -> str:
+    what = f"turns {', '.join(omission.turns)} of trajectory" if omission.turns else "trajectory"
+    return f"omitted without a reason: {what} {omission.trajectory_id} ({omission.tokens:,} tokens)"
 
 
 def _verdict(ledger: RunLedger) -> str:

@@ -163,8 +163,8 @@ def _calls(message: Any) -> list[dict[str, Any]]:
     if not isinstance(message, dict):
         return []
     listed = [message.get("tool_calls"), message.get("content")]
-    found = [call for calls in listed if isinstance(calls, list) for call in calls if isinstance(call, dict)]
-    return [call for call in found if "function" in call or call.get("type") in ("tool_use", "custom")]
+    dicts = [call for calls in listed if isinstance(calls, list) for call in calls if isinstance(call, dict)]
+    return [call for call in dicts if "function" in call or call.get("type") in ("tool_use", "custom")]
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:

@@ -97,29 +97,29 @@ class _Facts:
         )
 
     def _turn(self, turn: Turn) -> TurnFacts:
-        asked = turn.requested
+        requested = turn.requested
         ended = turn.completed or turn.failed
-        start = self._times[asked.KIND, turn.turn_id]
+        start = self._times[requested.KIND, turn.turn_id]
         latency = None if ended is None else (self._times[ended.KIND, turn.turn_id] - start) / 1000
         done = turn.completed is not None
         echo = self._echo_at(turn)
         return TurnFacts(
             number=turn.position + 1,
             turn_id=turn.turn_id,
-            parent=asked.parent_turn_id,
-            root_reason=asked.root_reason,
-            base=asked.base_turn_id,
-            shared_messages=asked.shared_messages,
-            endpoint=str(asked.wire.get("endpoint") or CHAT_COMPLETIONS),
-            choice=asked.wire.get("choice"),
-            retry=asked.wire.get("retry"),
+            parent=requested.parent_turn_id,
+            root_reason=requested.root_reason,
+            base=requested.base_turn_id,
+            shared_messages=requested.shared_messages,
+            endpoint=str(requested.wire.get("endpoint") or CHAT_COMPLETIONS),
+            choice=requested.wire.get("choice"),
+            retry=requested.wire.get("retry"),
             requested_us=start,
-            requested_model=asked.requested_model,
-            sampling=asked.sampling,
-            not_honoured=tuple(sorted(name for name, acted_on in asked.honoured.items() if not acted_on)),
+            requested_model=requested.requested_model,
+            sampling=requested.sampling,
+            not_honoured=tuple(sorted(name for name, acted_on in requested.honoured.items() if not acted_on)),
             messages=tuple(
                 read_message(message, self._calls, echo=place == echo)
-                for place, message in enumerate(asked.messages)
+                for place, message in enumerate(requested.messages)
             ),
             status=facts.COMPLETED if done else facts.FAILED if turn.failed else facts.RUNNING,
             error=turn.failed.error if turn.failed and not done else None,
@@ -132,25 +132,25 @@ class _Facts:
 
     def _echo_at(self, turn: Turn) -> int | None:
         """Which of the new messages repeats the reply of the turn that this one extends."""
-        asked = turn.requested
-        parent = self._of.turns.get(asked.parent_turn_id or "")
+        requested = turn.requested
+        parent = self._of.turns.get(requested.parent_turn_id or "")
         if parent is None:
             return None
-        place = parent.requested.shared_messages + len(parent.requested.messages) - asked.shared_messages
-        message: Any = asked.messages[place] if 0 <= place < len(asked.messages) else None
+        place = parent.requested.shared_messages + len(parent.requested.messages) - requested.shared_messages
+        message: Any = requested.messages[place] if 0 <= place < len(requested.messages) else None
         return place if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
-def _in_force(given: Iterable[tuple[str, RewardAssigned]]) -> dict[str | None, tuple[Reward, ...]]:
+def _in_force(rewards: Iterable[tuple[str, RewardAssigned]]) -> dict[str | None, tuple[Reward, ...]]:
     """The last reward of each source that is not superseded, by turn (None: of the trajectory)."""
-    superseded = {record.supersedes for _, record in given if record.supersedes}
+    superseded = {record.supersedes for _, record in rewards if record.supersedes}
     last: dict[str | None, dict[str, float]] = {}
-    for event_id, record in given:
+    for event_id, record in rewards:
         if event_id not in superseded:
             last.setdefault(record.turn_id, {})[record.source] = record.reward
     return {
-        turn_id: tuple(Reward(source, reward) for source, reward in sorted(of.items()))
-        for turn_id, of in last.items()
+        turn_id: tuple(Reward(source, reward) for source, reward in sorted(by_source.items()))
+        for turn_id, by_source in last.items()
     }
 
 

@@ -1,7 +1,9 @@
-"""Lines of traffic: one per answered or failed turn, outcome, reward and policy version; or one per event.
+"""Lines of traffic: one per answered or failed turn, outcome, reward and policy version; or one per
+event.
 
-A turn's line joins two events, and names a trajectory that a third one opened. What is remembered for that is
-bounded: of what came too long ago, or before the tail began, a line tells less and is printed all the same.
+A turn's line joins two events, and names a trajectory that a third one opened. The memory for that
+is bounded: a line about what came too long ago, or before the tail began, tells less, and is
+printed all the same.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def _summary(record: Any) -> str:
         case TurnFailed():
             return one_line(record.error, WORDS)
         case RewardAssigned():
-            of = f" for turn {record.turn_id[-8:]}" if record.turn_id else ""
-            return f"{record.reward:g} from {record.source}{of}"
+            target = f" for turn {record.turn_id[-8:]}" if record.turn_id else ""
+            return f"{record.reward:g} from {record.source}{target}"
     shown = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "trajectory_id"}
     small = {k: v for k, v in shown.items() if isinstance(v, (str, int, float)) and v != ""}
     return one_line(" ".join(f"{name}={value}" for name, value in small.items()), WORDS)
@@ -120,7 +122,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RunningTurn:
     """A running turn: the parts of its request that its line shows."""
 
     time_us: int
@@ -139,7 +141,7 @@ class Traffic:
     def __init__(self, width: int | None = None) -> None:
         self._width = width
         self._trajectories: FIFOCache[str, _Known] = FIFOCache(TRAJECTORIES)
-        self._running: FIFOCache[str, _Asked] = FIFOCache(RUNNING)
+        self._running: FIFOCache[str, _RunningTurn] = FIFOCache(RUNNING)
         self._numbers: FIFOCache[str, int] = FIFOCache(NUMBERS)
         self._day = ""
 
@@ -186,17 +188,19 @@ class Traffic:
                 ]
         return None
 
-    def _ask(self, asked: TurnRequested, time_us: int) -> None:
+    def _ask(self, requested: TurnRequested, time_us: int) -> None:
         # Where the tail began later, or lanes are read in another order, the opening was not seen by now.
-        known = self._trajectories.get(asked.trajectory_id) or _Known(None, None)
+        known = self._trajectories.get(requested.trajectory_id) or _Known(None, None)
         number = None if known.turns is None else known.turns + 1
-        self._trajectories[asked.trajectory_id] = replace(known, turns=number)
+        self._trajectories[requested.trajectory_id] = replace(known, turns=number)
         if number is not None:
-            self._numbers[asked.turn_id] = number
-        self._running[asked.turn_id] = _Asked(time_us, number, asked.parent_turn_id, asked.root_reason)
+            self._numbers[requested.turn_id] = number
+        self._running[requested.turn_id] = _RunningTurn(
+            time_us, number, requested.parent_turn_id, requested.root_reason
+        )
 
     def _completed(self, done: TurnCompleted, time_us: int) -> Words:
-        asked = self._running.pop(done.turn_id, None)
+        request = self._running.pop(done.turn_id, None)
         versions = sorted({span.version for span in done.version_spans})
         version = f"v{'-'.join(map(str, (versions[0], *versions[1:][-1:])))}" if versions else ""
         counts = f"{done.prompt_length}+{len(done.completion_ids)}"
@@ -204,9 +208,9 @@ class Traffic:
         mean, _ = mean_and_lowest(done.logprobs)
         logprob = "" if mean is None else f"{mean:.3f}"
         finish = visible(done.finish_reason)
-        took = duration((time_us - asked.time_us) / 1000) if asked else ""
+        took = duration((time_us - request.time_us) / 1000) if request else ""
         return [
-            *self._place(asked),
+            *self._place(request),
             (f"{tokens:>11} ", "cyan"),
             (f"{version:<5} ", "magenta"),
             (f"{finish:<10} ", "green" if finish in ("stop", "tool_calls") else "yellow"),
@@ -215,14 +219,14 @@ class Traffic:
             (" no version" if done.logprobs is not None and unversioned(done) else "", "yellow"),
         ]
 
-    def _place(self, asked: _Asked | None) -> Words:
+    def _place(self, request: _RunningTurn | None) -> Words:
         """A turn's number, and the turn it extends or why it is a root."""
-        if asked is None:
+        if request is None:
             return [(f"{'':>3} {'':<11} ", "")]
-        number = "" if asked.number is None else str(asked.number)
-        if asked.parent is None:
-            return [(f"{number:>3} ", "bold"), (f"{visible(asked.root_reason or 'root'):<11} ", "magenta")]
-        extends = f"extends {self._numbers.get(asked.parent) or short_id(asked.parent)}"
+        number = "" if request.number is None else str(request.number)
+        if request.parent is None:
+            return [(f"{number:>3} ", "bold"), (f"{visible(request.root_reason or 'root'):<11} ", "magenta")]
+        extends = f"extends {self._numbers.get(request.parent) or short_id(request.parent)}"
         return [(f"{number:>3} ", "bold"), (f"{extends:<11} ", "")]
 
     def _finished(self, finished: TrajectoryFinished) -> Words:
@@ -234,13 +238,13 @@ class Traffic:
         outcome = f"{visible(finished.status)}{success}{turns}"
         return [("finished  ", "bold"), (outcome, "green" if good else "yellow")]
 
-    def _reward(self, given: RewardAssigned) -> Words:
-        of = ""
-        if given.turn_id is not None:
-            of = f" for turn {self._numbers.get(given.turn_id) or short_id(given.turn_id)}"
-        instead = ", instead of an earlier one" if given.supersedes else ""
-        source = one_line(given.source, WORDS)
-        return [("reward  ", "bold"), (f"{given.reward:g} from {source}{of}{instead}", "yellow")]
+    def _reward(self, reward: RewardAssigned) -> Words:
+        target = ""
+        if reward.turn_id is not None:
+            target = f" for turn {self._numbers.get(reward.turn_id) or short_id(reward.turn_id)}"
+        instead = ", instead of an earlier one" if reward.supersedes else ""
+        source = one_line(reward.source, WORDS)
+        return [("reward  ", "bold"), (f"{reward.reward:g} from {source}{target}{instead}", "yellow")]
 
     def _name(self, trajectory_id: str) -> str:
         known = self._trajectories.get(trajectory_id)

@@ -1,1 +1,1 @@
-"""`rollbook store ...`: what is done to a store's files, and what is said of it."""
+"""`rollbook store ...`: commands on a store's files, and what they print."""

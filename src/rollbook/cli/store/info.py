@@ -111,43 +111,43 @@ def run_checkpoints(
         raise typer.BadParameter("goes with --keep-last or --keep-every", param_hint="--yes")
     gone: set[str] = set()
     with of_run(log, run):
-        found = list_checkpoints(log, keep or Keep(1), run, policy)
+        checkpoints = list_checkpoints(log, keep or Keep(1), run, policy)
         if yes and keep is not None:
-            for key in sorted({(one.run, one.policy) for one in found if one.goes}):
+            for key in sorted({(each.run, each.policy) for each in checkpoints if each.goes}):
                 gone |= remove_checkpoints(log, keep, *key)
     if as_json:
-        print_json([asdict(one) | {"goes": one.goes, "went": one.path in gone} for one in found])
+        print_json([asdict(each) | {"goes": each.goes, "went": each.path in gone} for each in checkpoints])
         return
     verb = None if keep is None else "stays: it is being read" if yes else "would go"
     head = ["run", "policy", "version", "step", "MiB", "checkpoint", "needed"]
-    print_table(head, [_row(one, "removed now" if one.path in gone else verb) for one in found])
+    print_table(head, [_row(each, "removed now" if each.path in gone else verb) for each in checkpoints])
     if keep is None:
-        free = [one for one in found if one.goes]
-        size = sum(one.bytes or 0 for one in free) / MIB
+        free = [each for each in checkpoints if each.goes]
+        size = sum(each.bytes or 0 for each in free) / MIB
         say(f"nothing needs {len(free)} of them, {size:.1f} MiB: --keep-last and --keep-every say which go")
     else:
-        going = [one for one in found if (one.path in gone if yes else one.goes)]
-        size = sum(one.bytes or 0 for one in going) / MIB
-        there = sum(one.bytes is not None for one in found)
+        going = [each for each in checkpoints if (each.path in gone if yes else each.goes)]
+        size = sum(each.bytes or 0 for each in going) / MIB
+        there = sum(each.bytes is not None for each in checkpoints)
         verb = "removed" if yes else "would remove"
         say(f"{verb} {len(going)} of {there} checkpoints, {size:.1f} MiB{'' if yes else ': --yes does'}")
 
 
-def _row(one: HeldCheckpoint, verb: str | None) -> tuple[object, ...]:
+def _row(checkpoint: HeldCheckpoint, verb: str | None) -> tuple[object, ...]:
     """A checkpoint's row.
 
     Args:
         verb: what becomes of one that the rule lets go; None: there is no rule.
     """
-    if one.removed is not None:
-        needed = f"removed ({one.removed})"
-    elif one.bytes is None:
+    if checkpoint.removed is not None:
+        needed = f"removed ({checkpoint.removed})"
+    elif checkpoint.bytes is None:
         needed = "its folder is gone"
     else:
-        needed = "; ".join(one.why_kept) or verb or ""
-    size = None if one.bytes is None else round(one.bytes / MIB, 1)
-    path = one.path if one.optimizer else f"{one.path} (weights alone)"
-    return (one.run, one.policy, one.policy_version, one.step, size, path, needed)
+        needed = "; ".join(checkpoint.why_kept) or verb or ""
+    size = None if checkpoint.bytes is None else round(checkpoint.bytes / MIB, 1)
+    path = checkpoint.path if checkpoint.optimizer else f"{checkpoint.path} (weights alone)"
+    return (checkpoint.run, checkpoint.policy, checkpoint.policy_version, checkpoint.step, size, path, needed)
 
 
 def run_upload(path: Path, as_json: bool) -> None:

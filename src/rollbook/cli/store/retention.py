@@ -77,24 +77,24 @@ def run_erase(
 def _ends(training: EndedTraining) -> str:
     """Lines that name the steps and resumes that an erasure would make impossible."""
     steps, resume = training.ended.steps, training.ended.resume
-    said = [f"the replay of {_ranges(steps)}"] if steps else []
+    parts = [f"the replay of {_ranges(steps)}"] if steps else []
     if resume is not None:
         back = f"it would have to go back, by --abandon-after {resume}"
-        said.append(f"going on with the training where it is ({back})")
-    return f"{' and '.join(said)}, of policy {training.policy!r} in run {training.run!r}"
+        parts.append(f"going on with the training where it is ({back})")
+    return f"{' and '.join(parts)}, of policy {training.policy!r} in run {training.run!r}"
 
 
 def _ranges(steps: Sequence[int]) -> str:
     """`step 7`, or `12 steps (3, 8-18)`."""
     if len(steps) == 1:
         return f"step {steps[0]}"
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for step in steps:
-        if found and found[-1][1] == step - 1:
-            found[-1][1] = step
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
         else:
-            found.append([step, step])
-    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+            ranges.append([step, step])
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
     return f"{len(steps)} steps ({named})"
 
 
@@ -113,8 +113,8 @@ def _lines(report: EraseReport) -> list[str]:
         left = ", ".join(report.replays)
         lines.append(f"its replays, or what judges were asked, hold its text too: erase {left} as well")
     if report.outputs:
-        kept = ", ".join(report.outputs)
-        lines.append(f"what its agents printed is outside the store: delete {kept} yourself")
+        outputs = ", ".join(report.outputs)
+        lines.append(f"what its agents printed is outside the store: delete {outputs} yourself")
     if not report.finished:
         lines.append("the trajectory is not finished: erase it again when it is")
     return lines
@@ -135,12 +135,12 @@ def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
     with of_run(log, run):
         cut = log.cut(as_of, run)
     with progress("looking for secrets", sum(cut.values())) as advance:
-        found = find_secrets(log, cut, Scrubber(_key(log.path)), advance)
+        report = find_secrets(log, cut, Scrubber(_key(log.path)), advance)
     if as_json:
-        print_json(found.as_json())
+        print_json(report.as_json())
     else:
-        _print(Console(), path, found)
-    return 1 if found.formats else 0
+        _print(Console(), path, report)
+    return 1 if report.formats else 0
 
 
 def _key(store: Path) -> bytes:
@@ -151,27 +151,27 @@ def _key(store: Path) -> bytes:
         return secrets.token_bytes(32)
 
 
-def _print(console: Console, path: Path, found: Secrets) -> None:
-    if not found.formats:
-        console.print(f"no secrets in {found.events:,} events")
+def _print(console: Console, path: Path, report: Secrets) -> None:
+    if not report.formats:
+        console.print(f"no secrets in {report.events:,} events")
         return
     names = ("format", "digest", "count", "trajectory", "turn", "kind", "field")
     table = table_of(*names, overflow="fold")
     table.columns[names.index("digest")].no_wrap = True
-    for place, count in list(found.places.items())[:SHOWN]:
+    for place, count in list(report.places.items())[:SHOWN]:
         where = (place.trajectory_id or f"run {place.run}", place.turn_id or "", place.kind, place.field)
         shown = (place.format, place.digest.removeprefix("[secret:").rstrip("]"), f"{count:,}", *where)
         table.add_row(*(Text(visible(part)) for part in shown))
     console.print(table)
-    more = sum(found.formats.values()) - sum(list(found.places.values())[:SHOWN])
+    more = sum(report.formats.values()) - sum(list(report.places.values())[:SHOWN])
     if more:
         console.print(f"and {more:,} more: --json lists up to 10,000 places")
-    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.formats.items()))
+    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(report.formats.items()))
     console.print(f"found: {counts}. Revoke what still opens something: it is on disk, and in every copy.")
-    if NAMED in found.formats:
+    if NAMED in report.formats:
         console.print(f"{NAMED}: recognised by the name of its field, or by its place in an address")
-    for trajectory in found.trajectories[:20]:
+    for trajectory in report.trajectories[:20]:
         command = ["rollbook", "store", "erase", "--store", str(path), "--trajectory", trajectory]
         console.print(f"  {shlex.join(command)} --reason 'a leaked key'", soft_wrap=True)
-    if len(found.trajectories) > 20:
-        console.print(f"  and {len(found.trajectories) - 20:,} trajectories more, which --json lists")
+    if len(report.trajectories) > 20:
+        console.print(f"  and {len(report.trajectories) - 20:,} trajectories more, which --json lists")

@@ -66,7 +66,7 @@ def _follow(parent: int, stop: threading.Event) -> None:
 
 def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -> None:
     poll_s = store.settings().seal.poll_s
-    said: set[str] = set()
+    reported: set[str] = set()
     while not stop.is_set():
         troubles: list[str] = []
         try:
@@ -80,10 +80,10 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
         except (RollbookError, OSError) as error:
             troubles = [str(error)]  # such as a full disk: nothing is sealed meanwhile, and then it goes on
         for trouble in troubles:
-            if trouble not in said:
+            if trouble not in reported:
                 with contextlib.suppress(OSError):  # stderr may lead to a full disk too
                     Console(stderr=True).print(f"sealer: {trouble}", soft_wrap=True)
-        said = set(troubles)
+        reported = set(troubles)
         stop.wait(poll_s)
 
 

@@ -45,17 +45,17 @@ def run_verify(path: Path, weights: bool, as_json: bool) -> int:
     """
     log = open_store(path)
     with _progress(log) as on_bytes:
-        found = verify_store(log, on_bytes)
-    damaged = any(lane.fault for lane in found)
+        verified = verify_store(log, on_bytes)
+    damaged = any(lane.fault for lane in verified)
     incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
     of_weights = _of_weights(log) if weights and not damaged else None
     if as_json:
-        found_json: Json = {"lanes": [lane.as_json() for lane in found]}
+        found_json: Json = {"lanes": [lane.as_json() for lane in verified]}
         found_json["incomplete"] = [turn.as_json() for turn in incomplete]
         found_json["weights"] = None if of_weights is None else asdict(of_weights)
         print_json(found_json)
     else:
-        _print(log.path, found)
+        _print(log.path, verified)
         _print_incomplete(incomplete)
         if not damaged:
             _print_weights(log, of_weights)
@@ -64,31 +64,31 @@ def run_verify(path: Path, weights: bool, as_json: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What was found of checkpoints and of what is said of weights: how many were read, what is wrong."""
+    """The check of checkpoints, and of events about weights: how many were read, and what is wrong."""
 
     checkpoints: int
     faults: list[str]
 
 
 def _of_weights(log: Store) -> _Weights:
-    from rollbook.replay.claims.backed import checkpoint_faults, checkpoints_of, unbacked_in
+    from rollbook.replay.claims.backed import checkpoint_faults, checkpoints_of, find_unbacked
 
     held = checkpoints_of(log)
     with progress("reading checkpoints", len(held)) as advance:
-        faults: list[object] = [*checkpoint_faults(log, held, advance), *unbacked_in(log)]
+        faults: list[object] = [*checkpoint_faults(log, held, advance), *find_unbacked(log)]
     return _Weights(len(held), [str(fault) for fault in faults])
 
 
-def _print_weights(log: Store, found: _Weights | None) -> None:
+def _print_weights(log: Store, weights: _Weights | None) -> None:
     console = Console()
-    if found is None:
+    if weights is None:
         if next(iter(log.events_of({CheckpointWritten.KIND})), None) is not None:
             console.print("checkpoints were not read: --weights compares them with the log, too")
         return
-    if not found.faults:
-        are = "checkpoint is" if found.checkpoints == 1 else "checkpoints are"
-        console.print(f"{found.checkpoints} {are} what the log says, and what was served is backed by them")
-    for fault in found.faults:
+    if not weights.faults:
+        are = "checkpoint is" if weights.checkpoints == 1 else "checkpoints are"
+        console.print(f"{weights.checkpoints} {are} what the log says, and what was served is backed by them")
+    for fault in weights.faults:
         console.print(fault, soft_wrap=True, style="red", markup=False)
 
 
@@ -132,11 +132,11 @@ def _print_repaired(lanes: list[LaneRepaired]) -> None:
     console.print(table)
     for lane in lanes:
         for fault in lane.repaired:
-            said = f"lane {lane.lane}: {fault}: removed; sealed unit {fault.unit} is read instead"
-            console.print(said, soft_wrap=True)
+            line = f"lane {lane.lane}: {fault}: removed; sealed unit {fault.unit} is read instead"
+            console.print(line, soft_wrap=True)
         if lane.fault is not None:
-            said = f"lane {lane.lane}: {lane.fault}: left as it is; restore the file from a copy"
-            console.print(said, soft_wrap=True, style="red")
+            line = f"lane {lane.lane}: {lane.fault}: left as it is; restore the file from a copy"
+            console.print(line, soft_wrap=True, style="red")
 
 
 def _remedy(path: Path, fault: Fault) -> str:
@@ -148,17 +148,17 @@ def _remedy(path: Path, fault: Fault) -> str:
     )
 
 
-def _print(path: Path, found: list[LaneVerified]) -> None:
+def _print(path: Path, lanes: list[LaneVerified]) -> None:
     console = Console()
     table = table_of("lane", ">events", ">units", ">WAL files", ">MiB", "whole")
-    for lane in found:
+    for lane in lanes:
         counts = (lane.events, lane.units, lane.wal_files)
         whole = Text("yes") if lane.fault is None else Text("no", "red")
         table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / MIB:,.1f}", whole)
     console.print(table)
-    if left_out := sum(lane.left_out for lane in found):
+    if left_out := sum(lane.left_out for lane in lanes):
         console.tell(f"an excerpt: {left_out:,} events of these lanes were left out of it")
-    for lane in found:
+    for lane in lanes:
         if lane.fault is not None:
             console.print(
                 f"lane {lane.lane}: {lane.fault}: {_remedy(path, lane.fault)}",

@@ -103,15 +103,15 @@ def doctor(
     raise typer.Exit(1 if found else 0)
 
 
-def _print(course: TrainingCourse, found: list[Finding], where: str) -> None:
+def _print(course: TrainingCourse, signs: list[Finding], where: str) -> None:
     console = Console()
     if not course.rows:
         say(f"{where}: no committed step")
-    for one in found:
-        steps = "" if one.steps is None else f" (steps {one.steps[0]} to {one.steps[1]})"
-        console.tell((one.name, "bold red"), f"{steps}: {visible(one.said)}")
-        say(f"  look:   {one.sql}")
-        say(f"  levers: {'; '.join(one.levers)}")
-    if course.rows and not found:
+    for sign in signs:
+        steps = "" if sign.steps is None else f" (steps {sign.steps[0]} to {sign.steps[1]})"
+        console.tell((sign.name, "bold red"), f"{steps}: {visible(sign.said)}")
+        say(f"  look:   {sign.sql}")
+        say(f"  levers: {'; '.join(sign.levers)}")
+    if course.rows and not signs:
         steps = f", no sign of failure in {len(course.rows)} steps"
         console.tell(f"{where}: ", ("healthy", "bold green"), steps)

@@ -189,14 +189,14 @@ def read_curves(log: Store, cut: Cut, wanted: Wanted) -> list[Curve]:
 
     metrics = list(dict.fromkeys(wanted.metrics or DASHBOARD))
     with connect_at(log, format_cut(cut)) as connection:
-        found = _steps(connection, wanted, metrics)
+        points = _steps(connection, wanted, metrics)
         held_out, partial = _held_out(connection, wanted) if "reward" in metrics else ({}, {})
         begun = _begun(connection, wanted)
-    runs = list(dict.fromkeys(wanted.runs)) or sorted({run for run, _ in found})
+    runs = list(dict.fromkeys(wanted.runs)) or sorted({run for run, _ in points})
     curves = []
     for metric in metrics:
         for run in runs:
-            curves.append(Curve(run, metric, found.get((run, metric), []), begun=begun.get(run, ())))
+            curves.append(Curve(run, metric, points.get((run, metric), []), begun=begun.get(run, ())))
         for run in runs if metric == "reward" else ():
             curves.append(Curve(run, HELD_OUT, held_out.get(run, []), frozenset(partial.get(run, ()))))
     return [curve for curve in curves if curve.points]
@@ -209,22 +209,22 @@ def _steps(connection: Connection, wanted: Wanted, metrics: Sequence[str]) -> di
         f"WHERE policy = $policy AND status = 'committed' AND {at} >= $first ORDER BY run, step",
         {"policy": wanted.policy, "first": wanted.first},
     ).fetchall()
-    found: dict[tuple[str, str], Points] = {}
+    points: dict[tuple[str, str], Points] = {}
     for run, place, *values in rows:
         for metric, value in zip(metrics, values, strict=True):
             if value is not None:
-                found.setdefault((run, metric), []).append((place, value))
-    return found
+                points.setdefault((run, metric), []).append((place, value))
+    return points
 
 
 def _begun(connection: Connection, wanted: Wanted) -> dict[str, tuple[int, ...]]:
     """Run -> the steps, or versions, with which its training became another one."""
     at = "step" if wanted.by == "step" else "policy_version"
     rows = connection.execute(_BEGUN.format(at=at), {"policy": wanted.policy, "first": wanted.first})
-    found: dict[str, tuple[int, ...]] = {}
+    begun: dict[str, tuple[int, ...]] = {}
     for run, place in rows.fetchall():
-        found[run] = (*found.get(run, ()), place)
-    return found
+        begun[run] = (*begun.get(run, ()), place)
+    return begun
 
 
 _BEGUN = """
@@ -239,13 +239,13 @@ def _held_out(connection: Connection, wanted: Wanted) -> tuple[dict[str, Points]
     them; and at which of these the evaluation is not whole. A reward model samples none."""
     at = "coalesce(step, last + 1)" if wanted.by == "step" else "version"
     rows = connection.execute(_HELD_OUT.format(at=at), {"policy": wanted.policy, "first": wanted.first})
-    found: dict[str, Points] = {}
+    points: dict[str, Points] = {}
     partial: dict[str, list[int]] = {}
     for run, place, value, whole in rows.fetchall():
-        found.setdefault(run, []).append((place, value))
+        points.setdefault(run, []).append((place, value))
         if not whole:
             partial.setdefault(run, []).append(place)
-    return found, partial
+    return points, partial
 
 
 _HELD_OUT = """
@@ -297,7 +297,7 @@ def draw(curves: Sequence[Curve], output: Path, by: str) -> None:
     figure, grid = plots.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     places: list[Any] = list(grid.flat)
     for panel, axes in zip(panels, places, strict=False):
-        for curve in (one for one in curves if one.panel == panel):
+        for curve in (item for item in curves if item.panel == panel):
             color = f"C{runs.index(curve.run) % 10}"
             steps, values = zip(*curve.points, strict=True)
             held = curve.metric == HELD_OUT
@@ -339,9 +339,9 @@ def write_curves(
     cut = log.cut(as_of, runs[0] if len(runs) == 1 else None)
     for run in runs:
         check_run(log, run, cut)
-    found = {e.run for e in log.events_of([StepCommitted.KIND, EvalFinished.KIND], cut)}
+    recorded_runs = {e.run for e in log.events_of([StepCommitted.KIND, EvalFinished.KIND], cut)}
     written: dict[str, int] = {}
-    for run in list(dict.fromkeys(runs)) or sorted(found):
+    for run in list(dict.fromkeys(runs)) or sorted(recorded_runs):
         if points := read_points(log, cut, run, policy):
             with EventFile(place_inside(folder, f"{run}/{policy}"), points):
                 written[run] = len(points)

@@ -114,7 +114,7 @@ def run_score(
         print_json({"scored": done.scored, "already_there": done.already, "left_out": left})
         return
     there = f"; {done.already} had one already" if done.already else ""
-    of = f"trajectories of run {scoring.run}, as rewards of source {scoring.source}"
-    say(f"scored {done.scored} {of}{there}")
+    what = f"trajectories of run {scoring.run}, as rewards of source {scoring.source}"
+    say(f"scored {done.scored} {what}{there}")
     if left:
         say("left out: " + ", ".join(f"{why} {count}" for why, count in sorted(left.items())))

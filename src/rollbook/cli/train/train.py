@@ -145,21 +145,21 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     count = ranks or sizes.fewest
     copies = sizes.copies(count)
     shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
-    seen = read_recorded(log, log.cut(as_of, config.run), config)
-    longest = seen.longest or shape.context
+    recorded = read_recorded(log, log.cut(as_of, config.run), config)
+    longest = recorded.longest or shape.context
     need = need_of(config, shape, longest, count)
     if as_json:
         stages = [asdict(rank) | {"state": rank.state, "total": rank.total} for rank in need.stages]
         print_json({"ranks": count, "copies": copies, "longest_sample": longest, "stages": stages})
         return
-    said = f"{count} rank{'s' * (count > 1)}"
+    ranks_text = f"{count} rank{'s' * (count > 1)}"
     layout = sizes.described(count)
     if count > 1:
-        said += f" ({', '.join(f'{key} {size}' for key, size in layout.items())})"
+        ranks_text += f" ({', '.join(f'{key} {size}' for key, size in layout.items())})"
     of_model = f"{shape.family}, {shape.layers} layers, {parameters(shape):,} parameters in {config.dtype}"
-    say(f"{of_model}; {said}")
-    found = "in the log" if seen.longest else "the model's context: the log has no samples yet"
-    say(f"forward passes of {need.passes.removesuffix(',')}; longest sample: {longest} tokens ({found})")
+    say(f"{of_model}; {ranks_text}")
+    source = "in the log" if recorded.longest else "the model's context: the log has no samples yet"
+    say(f"forward passes of {need.passes.removesuffix(',')}; longest sample: {longest} tokens ({source})")
     Console().print(_table(need))
     say(_room(config, need, count))
 

@@ -176,7 +176,7 @@ class TrainingProgress:
 
     def committed(self, done: int, step: int, metrics: Json) -> None:
         """Advance the bar."""
-        described = "  ".join([f"step {step}", *_said(_with_speed(metrics), IN_BAR)])
+        described = "  ".join([f"step {step}", *_formatted(_with_speed(metrics), IN_BAR)])
         if self._task is not None:
             self._bar.update(self._task, completed=done, description=described)
 
@@ -185,14 +185,14 @@ def line_of(record: Record) -> str | None:
     """The line for an event of a training; None for events that are not shown."""
     match record:
         case StepCommitted():
-            made = f"step {record.step}: version {record.policy_version}"
-            return "  ".join([made, *_said(_with_speed(record.metrics), SHOWN), *_times(record.metrics)])
+            head = f"step {record.step}: version {record.policy_version}"
+            return "  ".join([head, *_formatted(_with_speed(record.metrics), SHOWN), *_times(record.metrics)])
         case EvalFinished():
-            of = [f"{record.samples} samples"] if record.samples else []
-            of += [f"{record.trajectories} trajectories"] if record.trajectories else []
-            held_out = f"version {record.policy_version}: held out ({', '.join(of)})"
+            counts = [f"{record.samples} samples"] if record.samples else []
+            counts += [f"{record.trajectories} trajectories"] if record.trajectories else []
+            held_out = f"version {record.policy_version}: held out ({', '.join(counts)})"
             partial = [] if record.partial is None else [record.partial]
-            return "  ".join([held_out, *partial, *_said(record.metrics, EVALUATED)])
+            return "  ".join([held_out, *partial, *_formatted(record.metrics, EVALUATED)])
         case StepFailed():
             return f"step {record.step} failed (attempt {record.attempt}): {record.error}"
         case CheckpointWritten():
@@ -228,5 +228,5 @@ def _times(metrics: Json) -> list[str]:
     return [f"{total:.2g} s ({', '.join(shown)})"] if total else []
 
 
-def _said(metrics: Json, shown: Mapping[str, str]) -> list[str]:
+def _formatted(metrics: Json, shown: Mapping[str, str]) -> list[str]:
     return [form.format(metrics[name]) for name, form in shown.items() if metrics.get(name) is not None]

@@ -1,11 +1,12 @@
-"""Transformers' continuous batching with a generator per request, and a loop that can stand still.
+"""Transformers' continuous batching with a random generator per request, and a loop that can be
+paused.
 
-While the loop stands still no forward pass runs, so weights and the scheduler may be changed. Who made it
-stand still lets it go on again, from the same thread.
+While the loop is paused no forward pass runs, so weights and the scheduler may be changed. The
+thread that paused it must also resume it.
 
-Each draw is a pure function of (request seed, position), so a request's tokens do not depend on what
-else is in the batch (up to the engine's floating-point rounding). The token is the inverse of the
-cumulative distribution at that draw. Logprobs are those of the distribution sampled from,
+Each draw is a pure function of (request seed, position), so a request's tokens do not depend on
+what else is in the batch (up to the engine's floating-point rounding). The token is the inverse
+of the cumulative distribution at that draw. Logprobs are those of the distribution sampled from,
 softmax(logits / temperature); a greedy turn (temperature 0) reports softmax(logits).
 
 A request may leave the batch and come back.
@@ -87,7 +88,7 @@ class SeededManager(ContinuousBatchingManager):
     # While it stands still --------------------------------------------------------------------
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Take every request out, with its KV cache: `request_ids` are all that were put in.
+        """Take all requests, with their KV cache, out of the batch: `request_ids` are all that were put in.
 
         Cached prefixes stay.
         """
@@ -111,7 +112,8 @@ class SeededManager(ContinuousBatchingManager):
         scheduler.starved_requests = []
 
     def forget_prefixes(self) -> None:
-        """No later request reads what is cached now. Running requests keep their own keys and values."""
+        """Let no later request read present cache entries. Running requests keep their own keys and
+        values."""
         if self.batch_processor is None:
             return
         cache, scheduler = self.batch_processor.cache, self.batch_processor.scheduler
@@ -256,8 +258,8 @@ def sample(scores: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, tor
 class LiveRequest:
     """A request from its arrival to its answer, and what it has sampled so far.
 
-    It runs in the manager in one go, or in several where the engine was paused: then it waits outside with
-    its ids and goes on behind them. Methods are called on the event loop.
+    It runs in the manager in one go, or in several if the engine was paused: then it waits
+    outside with its ids and later continues after them. Methods are called on the event loop.
 
     Attributes:
         ids, logprobs: sampled so far; all of them where the manager's loop stands still.
@@ -285,12 +287,12 @@ class LiveRequest:
     async def wait(self, gate: asyncio.Event) -> None:
         """Wait outside until the gate opens, or it is aborted."""
         begun = time.perf_counter()
-        waits = [asyncio.ensure_future(one.wait()) for one in (gate, self.ended)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (gate, self.ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for event in waits:
+                event.cancel()
             self.held_s += time.perf_counter() - begun
 
     async def run(self) -> None:
@@ -357,7 +359,7 @@ class LiveRequest:
             self._end()
 
     def weights_change(self, version: int) -> None:
-        """What it has sampled so far was sampled from `version`; what follows will not be."""
+        """Record that all ids so far were sampled from `version`, and later ones will not be."""
         self._versions.append((version, len(self.ids)))
 
     def spans(self, policy: str, version: int) -> tuple[VersionSpan, ...]:

@@ -1,7 +1,7 @@
 """SGLang's own control routes over the embedded engine, served under `/engine`.
 
-The guard before the application decides who may use them. Each that changes something is recorded before it
-is answered, done or refused: who set which weights is in the log.
+The guard before the application decides who may use them. Each call that changes something is
+recorded before it is answered, whether done or refused: the log shows who set which weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LARGE_BYTES = 1 << 16
 
 
 class Controlled(Protocol):
-    """What these routes need of an engine."""
+    """The interface that these routes need of an engine."""
 
     vocabulary: int
     context_length: int
@@ -101,7 +101,7 @@ class GenerateBody(BaseModel):
 
 
 def _check(body: GenerateBody, engine: Controlled) -> None:
-    """Refuse what would end the generation loop, and every request with it."""
+    """Refuse input that would end the generation loop, and with it every request."""
     ids, new = body.input_ids, body.sampling_params.max_new_tokens
     if not ids or min(ids) < 0 or max(ids) >= engine.vocabulary:
         text = f"input_ids must hold at least one id, each from 0 to {engine.vocabulary - 1}"
@@ -112,30 +112,31 @@ def _check(body: GenerateBody, engine: Controlled) -> None:
 
 
 class Controlling(APIRoute):
-    """A route whose name among `CHANGES` has it recorded, by the application's `state.controlled`."""
+    """A route that, if its name is in `CHANGES`, records its calls through the application's
+    `state.controlled`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request of the route."""
+        """The handler of the route's requests."""
         answer = super().get_route_handler()
         action = self.path.rpartition("/")[2]
         if action not in CHANGES:
             return answer
 
         async def recorded(request: Request) -> Response:
-            asked = _told_of(await request.body())
+            arguments = _told_of(await request.body())
             try:
                 reply = await answer(request)
             except Exception as error:
-                await request.app.state.controlled(request, action, asked, repr(error)[:_ERROR_LENGTH])
+                await request.app.state.controlled(request, action, arguments, repr(error)[:_ERROR_LENGTH])
                 raise
-            await request.app.state.controlled(request, action, asked, _refusal_of(reply))
+            await request.app.state.controlled(request, action, arguments, _refusal_of(reply))
             return reply
 
         return recorded
 
 
 def _refusal_of(reply: Response) -> str | None:
-    """Why the engine did not do it; None: it did."""
+    """Why the engine refused; None if it did not."""
     if reply.status_code == 200:
         return None
     text = bytes(reply.body).decode()
@@ -144,7 +145,7 @@ def _refusal_of(reply: Response) -> str | None:
 
 
 def _told_of(raw: bytes) -> Json:
-    """Of a request's body what the log keeps: no tensors."""
+    """The part of a request's body that is logged: no tensors."""
     if len(raw) > _LARGE_BYTES:
         return {}
     try:
@@ -190,8 +191,8 @@ def control_routes(engine: Controlled) -> APIRouter:
         _check(body, engine)
         params = body.sampling_params
         sampling = Sampling(params.max_new_tokens, params.temperature, params.sampling_seed)
-        made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
-        return _generated(made, len(body.input_ids))
+        generation = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
+        return _generated(generation, len(body.input_ids))
 
     add_weight_routes(routes, engine.weights, engine.updates)
     _add_flow_routes(routes, engine.updates)
@@ -244,13 +245,13 @@ def _add_memory_routes(routes: APIRouter, updates: WeightControl) -> None:
         return {"success": True, "message": "Success"}
 
 
-def _generated(made: Generation, prompt_tokens: int) -> Json:
+def _generated(generation: Generation, prompt_tokens: int) -> Json:
     """A generation in SGLang's form."""
-    ids = made.completion_ids.tolist()
-    numbers = [] if made.logprobs is None else made.logprobs.tolist()
-    spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans]
-    reason: Json = {"type": made.finish_reason}
-    reason |= {"matched": ids[-1]} if made.finish_reason == "stop" else {"length": len(ids)}
+    ids = generation.completion_ids.tolist()
+    numbers = [] if generation.logprobs is None else generation.logprobs.tolist()
+    spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in generation.version_spans]
+    reason: Json = {"type": generation.finish_reason}
+    reason |= {"matched": ids[-1]} if generation.finish_reason == "stop" else {"length": len(ids)}
     meta = {
         "finish_reason": reason,
         "prompt_tokens": prompt_tokens,
@@ -305,13 +306,13 @@ class CheckWeights(BaseModel):
 
 
 def refused(error: Exception) -> JSONResponse:
-    """An update that did not happen, in SGLang's form and in the proxy's."""
+    """The reply for a failed update, in SGLang's form and in the proxy's."""
     shown = {"message": str(error), "type": "invalid_request_error", "param": None, "code": "update_failed"}
     return JSONResponse({"success": False, "message": str(error), "error": shown}, 400)
 
 
 def add_weight_routes(routes: APIRouter, weights: HeldWeights, updates: WeightControl) -> None:
-    """The routes that change weights, and the one that says which are there."""
+    """The routes that change weights, and the one that reports them."""
     _add_disk_route(routes, weights, updates)
     _add_session_routes(routes, updates)
     _add_version_route(routes, updates)
@@ -322,8 +323,13 @@ def add_weight_routes(routes: APIRouter, weights: HeldWeights, updates: WeightCo
             return refused(ModelError(f"action is {body.action!r}: this engine computes only checksum"))
         rank = _rank(await updates.checksums())
         engine = hashlib.sha256(rank["per_gpu_checksum"].encode()).hexdigest()
-        found: Json = {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": engine}
-        return found | {"digest": weights.digest if weights.state in ("whole", "unnamed") else None}
+        report: Json = {
+            "success": True,
+            "message": "Success.",
+            "ranks": [rank],
+            "per_engine_checksum": engine,
+        }
+        return report | {"digest": weights.digest if weights.state in ("whole", "unnamed") else None}
 
     async def not_served(request: Request) -> JSONResponse:
         name = request.url.path.rpartition("/")[2]

@@ -1,10 +1,10 @@
 """The embedded engine: transformers continuous batching in this process, on CPU or GPU.
 
-It computes in float32, the trainer's type, so that its logprobs are the trainer's; other checkpoints
-are widened. An update that finds it running holds new requests, lets the running ones end, loads, digests
-the loaded tensors against the checkpoint's, forgets every cached prefix and goes on: each turn then has one
-policy version. Where it was paused, requests live through the update, and a turn has a span for each version
-that made some of its tokens.
+It computes in float32, the trainer's type, so that its logprobs are the trainer's; other
+checkpoints are widened. An update while it runs holds new requests, lets the running ones
+finish, loads, digests the loaded tensors against the checkpoint's, drops every cached prefix and
+resumes: each turn then has one policy version. If it was paused, requests survive the update,
+and a turn has a span for each version that made some of its tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EmbeddedEngine:
         self.updates = WeightControl(self._manager, self.weights, self.gate, self._live)
 
     async def start(self, activated: Activated) -> None:
-        """Start the generation thread, and say which weights are served."""
+        """Start the generation thread, and report which weights are served."""
         self._manager.start()
         await self.updates.start(activated)
 
@@ -158,7 +158,8 @@ class EmbeddedEngine:
 
     @asynccontextmanager
     async def _inside(self, live: LiveRequest) -> AsyncIterator[bool]:
-        """A place in the manager, once the gate is open; False if the request was aborted before that."""
+        """Context: a place in the manager, once the gate is open; False if the request was aborted
+        before that."""
         while not self.gate.open.is_set() and not live.ended.is_set():
             await live.wait(self.gate.open)
         if live.ended.is_set():
@@ -196,7 +197,7 @@ class EmbeddedEngine:
 
     def load(self) -> tuple[int, int]:
         """(requests that are running, requests that wait for weights or for the end of a pause)"""
-        running = sum(one.running is not None for one in self._live.values())
+        running = sum(request.running is not None for request in self._live.values())
         return running, len(self._live) - running
 
     def control(self) -> APIRouter | None:
@@ -209,7 +210,7 @@ _WITH_SINKS = ("gpt_oss",)
 
 
 def _loaded(model: Path, device: str) -> Any:
-    """The model, from nothing but the safetensors and the configuration of its directory: no code runs.
+    """The model, from only the safetensors and the configuration of its directory: none of its code runs.
 
     Raises:
         ModelError: it cannot be loaded.

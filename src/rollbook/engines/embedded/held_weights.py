@@ -1,7 +1,7 @@
 """The weights in an engine's memory: which version they are, whether they are whole, how they change.
 
-Every tensor has the name that it has in a Hugging Face checkpoint. Nothing here waits for requests: who
-calls makes sure that no forward pass runs meanwhile.
+Every tensor has its name in a Hugging Face checkpoint. Nothing here waits for requests: the
+caller ensures that no forward pass runs meanwhile.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Own = Callable[[Origin | None], int | None]
 def file_views(model: Any) -> Tensors:
     """Views of a model's tensors, named and shaped as in its files: writing to one changes the model.
 
-    In memory transformers holds a layer's experts in two tensors, gate_up_proj [experts, 2 * inner, hidden]
-    (gate first) and down_proj [experts, hidden, inner]; files hold three for each expert, but those of
-    gpt-oss, which are as memory is.
+    In memory transformers holds a layer's experts in two tensors, gate_up_proj [experts, 2 *
+    inner, hidden] (gate first) and down_proj [experts, hidden, inner]; files hold three tensors
+    for each expert, except those of gpt-oss, which match the memory.
     """
     views: Tensors = {}
     apart = model.config.model_type != "gpt_oss"
@@ -56,8 +56,8 @@ def file_views(model: Any) -> Tensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A model directory's weights, read, in float32. `digest` is of the tensors; `version` is None where
-    the caller does not say it, and the directory is no version of the run."""
+    """The weights of a model directory, in float32. `digest` is of the tensors; `version` is None
+    if the caller names none and the directory is no version of the run."""
 
     path: Path
     version: int | None
@@ -66,10 +66,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, version: int | None, own: Own) -> Checkpoint:
-    """Read a checkpoint that is to be served as `version`, or as the version of the run that it is.
+    """Read a checkpoint to be served as `version`, or as the version of the run that it claims to be.
 
     Raises:
-        ModelError: it is damaged, not what it says it is, or another version of the run.
+        ModelError: it is damaged, does not match its own manifest, or is another version of the
+            run.
     """
     origin = origin_of(path)
     known = own(origin)
@@ -129,12 +130,12 @@ class HeldWeights:
         return "whole" if self.named else "unnamed"
 
     def begin_with(self, own: Own) -> None:
-        """Take what the engine was started with as the version of the run that it is, or as version 0."""
+        """Bind the engine's first weights to the version of the run that they are, or to version 0."""
         self.own = own
         self.name(own(self._origin) or 0)
 
     def name(self, version: int | None, label: str | None = None) -> None:
-        """Say which version the weights in memory are; None: it is not known yet.
+        """Bind the weights in memory to a version; None: it is not known yet.
 
         Args:
             label: what their sender calls them.
@@ -162,10 +163,11 @@ class HeldWeights:
             raise ModelError(f"{checkpoint.path}: another architecture's checkpoint (differs in {odd[:3]})")
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint that fits.
+        """Load a checkpoint that fits.
 
         Raises:
-            ModelError: what is in memory afterwards is not the checkpoint; `fault` says so.
+            ModelError: the tensors in memory afterwards differ from the checkpoint; `fault` says
+                so.
         """
         self.fault = f"the weights of {checkpoint.path} did not all arrive in memory"
         with torch.no_grad():
@@ -225,10 +227,11 @@ class HeldWeights:
         update.version = version if update.version is None else update.version
 
     def end(self) -> bool:
-        """Close the session; whether the weights are other ones now.
+        """Close the session; whether the weights have changed.
 
         Raises:
-            ModelError: no session is open, or what came is not a whole version; the weights are mixed.
+            ModelError: no session is open, or the tensors that came are no complete version; the
+                weights are mixed.
         """
         update = self.check_session()
         self.update = None

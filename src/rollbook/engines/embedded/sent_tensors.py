@@ -1,7 +1,8 @@
 """Tensors as SGLang's clients send them: a pickle in base64, read without running what it names.
 
-A pickle may call anything it can name. Here it can name a few functions that build a tensor, and no more;
-everything else is refused. Storage comes inline, or as the name of shared memory on this host.
+A pickle may call anything it can name. Here it can name only a few functions that build a
+tensor; everything else is refused. Storage comes inline, or as the name of shared memory on this
+host.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def _tensor(kind: Any, storage: Any, metadata: tuple[Any, ...]) -> torch.Tensor:
 
 def _rebuilt(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
     rebuild: Any = torch._utils._rebuild_tensor
-    made: torch.Tensor = rebuild(storage, offset, tuple(size), tuple(stride))
-    return made
+    tensor: torch.Tensor = rebuild(storage, offset, tuple(size), tuple(stride))
+    return tensor
 
 
 def _parameter(data: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -89,10 +90,10 @@ class _Reader(pickle.Unpickler):
                 "it shares file descriptors, which only a child process can take: call "
                 'torch.multiprocessing.set_sharing_strategy("file_system") before sending'
             )
-        found: Any = _ALLOWED.get((module, name))
-        if found is None:
+        builder: Any = _ALLOWED.get((module, name))
+        if builder is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which builds no tensor")
-        return found  # type: ignore[no-any-return]
+        return builder  # type: ignore[no-any-return]
 
 
 def read_sent(payloads: list[str]) -> Named:
@@ -108,13 +109,13 @@ def read_sent(payloads: list[str]) -> Named:
     except (binascii.Error, ValueError) as error:
         raise ModelError(f"the payload is not base64: {error}") from error
     try:
-        found = _Reader(io.BytesIO(data)).load()
+        items = _Reader(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ModelError(f"the payload cannot be read as named tensors: {error}") from error
-    if not isinstance(found, list | tuple):
-        raise ModelError(f"the payload is a {type(found).__name__}, not a list of (name, tensor)")
-    for one in found:
-        pair = isinstance(one, list | tuple) and len(one) == 2
-        if not (pair and isinstance(one[0], str) and isinstance(one[1], torch.Tensor)):
+    if not isinstance(items, list | tuple):
+        raise ModelError(f"the payload is a {type(items).__name__}, not a list of (name, tensor)")
+    for item in items:
+        pair = isinstance(item, list | tuple) and len(item) == 2
+        if not (pair and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)):
             raise ModelError("the payload is a list, but not of (name, tensor): send load_format null")
-    return [(name, tensor) for name, tensor in found]
+    return [(name, tensor) for name, tensor in items]

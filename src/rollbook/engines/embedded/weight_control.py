@@ -1,8 +1,9 @@
 """Pauses the embedded engine's batch and changes its weights, in SGLang's terms.
 
-One thing at a time: calls queue up behind each other. A call that a client gives up goes on to its end.
+Calls run one at a time, queued behind each other. A call whose client disconnects still runs to
+its end.
 
-The gate in front of the batch is shut for as long as there is a reason.
+The gate in front of the batch stays shut while there is a reason for it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ BEFORE_CONTINUING = {"updating": "end_weight_update()", "unnamed": "update_weigh
 
 
 class WeightControl:
-    """What may be done to a batch and to its weights.
+    """Operations on a batch and its weights.
 
     Attributes:
-        asleep: whether the memory of the KV cache is given away.
-        paused: how generation is paused, or None. `abort` ended the requests that had tokens, `retract`
-            holds them outside the batch, `in_place` has the batch stand still with its KV cache.
+        asleep: whether the memory of the KV cache is released.
+        paused: how generation is paused, or None. `abort` ended the requests that had tokens,
+            `retract` holds them outside the batch, `in_place` stops the batch with its KV cache.
     """
 
     def __init__(
@@ -158,15 +159,16 @@ class WeightControl:
     # Weights ----------------------------------------------------------------------------------
 
     async def update_from_disk(self, path: Path, version: int | None, *, flush: bool = True) -> str:
-        """Load the weights of a checkpoint of the same architecture; the digest of what was loaded.
+        """Load the weights of a checkpoint of the same architecture; the digest of the loaded tensors.
 
         Args:
-            flush: forget the KV cache of requests that stand still, which is refused. Prefixes that other
-                weights made are forgotten either way.
+            flush: also drop the KV cache of requests that stand still; refused if there are any.
+                Prefixes that other weights made are dropped either way.
 
         Raises:
-            ModelError: the checkpoint is another architecture's, damaged, or not what it says it is, and
-                the old weights stay in place; or what is in memory now is not the checkpoint.
+            ModelError: the checkpoint is of another architecture, damaged, or does not match its
+                manifest, and the old weights stay in place; or the tensors in memory now differ
+                from the checkpoint.
         """
 
         async def update() -> str:
@@ -261,7 +263,7 @@ class WeightControl:
         await self._alone(name)
 
     async def _changed(self) -> None:
-        """Other weights are in memory, or they have another name."""
+        """Handle that other weights are in memory, or that they have another name."""
         await self._call(self._manager.forget_prefixes)
         if not self._weights.named:
             self._gate.shut("name")
@@ -312,7 +314,7 @@ class WeightControl:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """No forward pass runs inside, and all that was sampled before has been delivered."""
+        """Context: no forward pass runs, and all tokens sampled before it have been delivered."""
         await self._call(self._manager.stand_still)
         try:
             yield
@@ -321,7 +323,7 @@ class WeightControl:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Weights may change inside. Requests that are not paused have ended; new ones wait."""
+        """Context: weights may change. Requests that are not paused have ended; new ones wait."""
         self._gate.shut("change")
         try:
             if self.paused is None:
@@ -334,9 +336,9 @@ class WeightControl:
             self._gate.release("change")
 
     async def _take_out(self) -> None:
-        """Take every request out of the batch; the loop stands still."""
-        inside = [one for one in self._live.values() if one.running is not None]
-        names = [one.running for one in inside if one.running is not None]
+        """Take every request out of the batch; the loop must be paused."""
+        inside = [request for request in self._live.values() if request.running is not None]
+        names = [request.running for request in inside if request.running is not None]
         await self._call(lambda: self._manager.remove(names))
         for live in inside:
             live.leave()

@@ -1,12 +1,12 @@
 """SGLang over its native `/generate`: ids in, ids, logprobs and weight versions out.
 
-Nothing here goes through text: SGLang's OpenAI routes render and parse by themselves, and their streams leave
-logprobs out. One server, or a router in front of several. It is asked with aiohttp: with 50 requests at once
-httpx takes 27 times the CPU.
+Nothing here goes through text: SGLang's OpenAI routes render and parse by themselves, and their
+streams omit logprobs. It talks to one server, or to a router in front of several, with aiohttp:
+with 50 requests at once httpx takes 27 times the CPU.
 
-A completion may come in parts, since a pause in mode `abort`, the usual one, ends all requests with what they
-have. That is kept: the prompt and
-the ids that were sampled are sent again, as ids, and sampling goes on from there.
+A completion may come in parts, since a pause in mode `abort`, the usual one, ends all requests
+with the tokens they have. These are kept: the prompt and the sampled ids are sent again, as ids,
+and sampling continues from there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rollbook.engines.sglang.protocol import (
     experts_start,
     is_greedy,
     moved,
-    news,
+    new_tokens,
     part,
     request_body,
     weight_names,
@@ -81,15 +81,15 @@ class _UnansweredError(EngineLostError):
 
 
 class SglangEngine:
-    """Asks a server at `url`.
+    """Samples from a server at `url`.
 
     Args:
-        weights: says which version a name of weights is, and finds out where none is known.
+        weights: maps a name of weights to a version, and identifies unknown ones.
         policy: name of the line of weights that it serves.
         takes_images: whether its model does.
         key: sent as a bearer token, for servers started with --api-key.
-        admin_key: sent instead to routes that control, for servers started with --admin-api-key.
-        routed_experts: what its model is made of, where the experts that tokens went to are to be recorded.
+        admin_key: sent instead to control routes, for servers started with --admin-api-key.
+        routed_experts: the model's routing shape, if tokens' experts are to be recorded.
     """
 
     name = "sglang"
@@ -121,18 +121,19 @@ class SglangEngine:
         self._sessions: list[aiohttp.ClientSession] = []
 
     async def start(self, activated: Activated) -> None:
-        """Connect, see that the server can be used, and find out which weights it serves.
+        """Connect, check that the server can be used, and find out which weights it serves.
 
         Raises:
-            EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
-                with parameters of its own, or one that
-                does not return the experts, which are to be recorded.
-            VersionError: it holds a version's files, and the log says that the version is other weights.
+            EngineError: nothing answers there, or not as SGLang does; the SGLang is too old,
+                samples with parameters of its own, or does not return the experts, which are to
+                be recorded.
+            VersionError: it holds a version's files, but the log binds that version to other
+                weights.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         fresh = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=kept, timeout=timeout)
+        self._session = aiohttp.ClientSession(connector=pooled, timeout=timeout)
         self._fresh = aiohttp.ClientSession(connector=fresh, timeout=timeout)
         self._sessions += [self._session, self._fresh]
         try:
@@ -173,7 +174,7 @@ class SglangEngine:
         return self._servers
 
     async def close(self) -> None:
-        """Let go of the server; it runs on."""
+        """Disconnect from the server; it keeps running."""
         for task in self._aborts:
             task.cancel()
         await self._disconnect()
@@ -209,13 +210,13 @@ class SglangEngine:
         return not self.servers.refutes(self._strange) or time.monotonic() > self._looked + LOOK_AGAIN_S
 
     def synced(self, version: int) -> None:
-        """A sync has given it a version, verified: what was doubted before is gone."""
+        """Note a verified version from a sync: earlier doubts are gone."""
         self._strange, self._version = None, version
         if self._servers is not None:
             self._servers.doubts.clear()
 
     async def _spoken_of(self, names: Sequence[str]) -> None:
-        """Take note of what an answer called the weights that made its tokens."""
+        """Note the name by which an answer called the weights that made its tokens."""
         if any(self._weights.version_of(name) is None for name in names):
             with contextlib.suppress(EngineError):  # then they have none for now
                 await self._weights.refresh()  # a sync may have bound it a moment ago
@@ -243,19 +244,19 @@ class SglangEngine:
         try:
             while True:
                 parts.append(await self._part(prompt.request_id, *rest, on_tokens))
-                if prompt.request_id in self._ended or not may_go_on(parts, sampling):
+                if prompt.request_id in self._ended or not can_continue(parts, sampling):
                     break
-                rest = the_rest(prompt, sampling, parts)
+                rest = remaining_request(prompt, sampling, parts)
         finally:
             self._asked.pop(prompt.request_id, None)
             self._ended.discard(prompt.request_id)
-        return joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
+        return join_parts(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
 
     async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens) -> Part:
-        """One request, and what it brings; asked once more where a connection ends before any answer.
+        """One request and its result; sent once more if a connection ends before any answer.
 
-        A kept connection may have been closed by the server just then, which is no reason to give it up. The
-        second time the request has another id, since the server may know the first.
+        The server may have closed a kept connection just then, which is no reason to give it up.
+        The second time the request has another id, since the server may know the first.
         """
         try:
             answer = await self._answer(self._session, request_id, prompt, sampling, on_tokens)
@@ -277,8 +278,8 @@ class SglangEngine:
         on_tokens: OnTokens,
     ) -> Json:
         stream = on_tokens is not ignore_tokens
-        asked = request_body(prompt, sampling, stream, self._routing)
-        body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
+        request = request_body(prompt, sampling, stream, self._routing)
+        body = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
         self._asked[request_id] = prompt.request_id
         answered = False
         try:
@@ -306,7 +307,8 @@ class SglangEngine:
             task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, request_id: str) -> None:
-        """Say so until it has ended: a server that the request has not reached yet forgets the abort."""
+        """Repeat the abort until the request has ended: a server that it has not reached yet
+        forgets an abort."""
         timeout = aiohttp.ClientTimeout(total=ASK_S, sock_connect=CONNECT_S)
         while (rid := self._asked.get(request_id)) is not None:
             try:
@@ -322,7 +324,7 @@ class SglangEngine:
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def policy_version(self) -> int | None:
-        """The version that was last seen, None where its weights are of no known one."""
+        """The version that was last seen, None if its weights are of no known version."""
         return self._version
 
     def failure(self) -> str | None:
@@ -335,7 +337,7 @@ class SglangEngine:
 
 
 async def _streamed(reply: aiohttp.ClientResponse, on_tokens: OnTokens) -> Json:
-    """The last chunk of a stream, which ends with all ids: chunks hold all so far, or what is new.
+    """The last chunk of a stream, completed to hold all ids: chunks hold all ids so far, or only new ones.
 
     Raises:
         EngineError: the server reports an error, or the stream ends early.
@@ -344,7 +346,7 @@ async def _streamed(reply: aiohttp.ClientResponse, on_tokens: OnTokens) -> Json:
     logprobs: list[Any] = []
     last: Json | None = None
     async for chunk in _chunks(reply):
-        fresh, entries = news(chunk, len(ids))
+        fresh, entries = new_tokens(chunk, len(ids))
         if fresh:
             ids += fresh
             logprobs += entries
@@ -376,47 +378,50 @@ BARREN_PARTS = 3
 """So many parts without a token, one behind the other, are given up."""
 
 
-def may_go_on(parts: Sequence[Part], sampling: Sampling) -> bool:
-    """Whether a completion whose last part was ended from outside can be gone on with.
+def can_continue(parts: Sequence[Part], sampling: Sampling) -> bool:
+    """Whether a completion whose last part was aborted from outside can be continued.
 
-    Not under a constraint: its grammar begins anew with each request, in the middle of a text that has begun.
+    Not under a constraint: its grammar would begin anew with each request, in the middle of a
+    text.
 
     Raises:
         EngineError: the last parts were all without a token.
     """
     if not parts[-1].aborted or sampling.constraint or _made(parts) >= sampling.max_new_tokens:
         return False
-    if len(parts) >= BARREN_PARTS and not any(len(one.ids) for one in parts[-BARREN_PARTS:]):
+    if len(parts) >= BARREN_PARTS and not any(len(piece.ids) for piece in parts[-BARREN_PARTS:]):
         raise EngineError(
             f"the server has aborted the request {BARREN_PARTS} times without a token: is it up?"
         )
     return True
 
 
-def the_rest(prompt: Prompt, sampling: Sampling, parts: Sequence[Part]) -> tuple[Prompt, Sampling]:
-    """What to ask for next.
+def remaining_request(prompt: Prompt, sampling: Sampling, parts: Sequence[Part]) -> tuple[Prompt, Sampling]:
+    """The request for the rest of a completion.
 
-    The server counts what was sampled as prompt now. So it looks for a stop string in new text only: one that
-    begins before the cut and ends behind it does not stop it, though the reply ends there all the same, where
-    it is read. Frequency and presence penalties begin to count anew, so they are weaker than was asked for.
-    Logprobs are of penalized logits either way, and the turn says so: it is not trained.
+    The server now counts the sampled tokens as prompt, so it looks for a stop string in new text
+    only: one that spans the cut does not stop it, though the reply, where it is read, still ends
+    there. Frequency and presence penalties start counting anew, so they are weaker than was
+    asked for. Logprobs are of penalized logits either way, and the turn says so: it is not
+    trained.
 
-    It has an id of its own: two seconds after a stream's end SGLang aborts whatever has the stream's id then.
+    The request has a new id: two seconds after a stream's end SGLang aborts whatever has the
+    stream's id then.
     """
-    made = _made(parts)
+    sampled = _made(parts)
     prompt = replace(prompt, request_id=f"{len(parts)}-{prompt.request_id}")
-    if not made:
+    if not sampled:
         return prompt, sampling
-    ids = token_ids(np.concatenate([prompt.ids, *(one.ids for one in parts)]))
+    ids = token_ids(np.concatenate([prompt.ids, *(piece.ids for piece in parts)]))
     return replace(prompt, ids=ids, known_tokens=len(ids)), replace(
         sampling,
-        max_new_tokens=sampling.max_new_tokens - made,
-        min_new_tokens=max(sampling.min_new_tokens - made, 0),
+        max_new_tokens=sampling.max_new_tokens - sampled,
+        min_new_tokens=max(sampling.min_new_tokens - sampled, 0),
     )
 
 
-def joined(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timings: Json) -> Generation:
-    """The completion in our terms.
+def join_parts(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timings: Json) -> Generation:
+    """The whole completion as a `Generation`.
 
     Raises:
         EngineError: it has no token, or expert ids that are none.
@@ -425,19 +430,19 @@ def joined(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timings: J
         raise EngineError(f"the server answered without a token: {parts[-1].finish}")
     spans: list[VersionSpan] = []
     at = 0
-    for one in parts:
-        for span in one.version_spans:
+    for piece in parts:
+        for span in piece.version_spans:
             here = moved(span, at)
             if spans and (spans[-1].version, spans[-1].end) == (here.version, here.start):
                 here = replace(spans.pop(), end=here.end)
             spans.append(here)
-        at += len(one.ids)
+        at += len(piece.ids)
     reason = parts[-1].finish["type"]
     if parts[-1].aborted and at >= sampling.max_new_tokens:
         reason = "length"
     return Generation(
-        token_ids(np.concatenate([one.ids for one in parts])),
-        np.concatenate([one.logprobs for one in parts]),
+        token_ids(np.concatenate([piece.ids for piece in parts])),
+        np.concatenate([piece.logprobs for piece in parts]),
         tuple(spans),
         reason,
         _semantics(sampling),
@@ -447,34 +452,34 @@ def joined(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timings: J
 
 
 def _made(parts: Sequence[Part]) -> int:
-    return sum(len(one.ids) for one in parts)
+    return sum(len(piece.ids) for piece in parts)
 
 
 def _semantics(sampling: Sampling) -> Json:
     semantics: Json = SEMANTICS | {"temperature": 0.0 if is_greedy(sampling) else sampling.temperature}
-    asked = sampling.as_json()
-    altered = [name for name in ALTERING if name in asked]
+    params = sampling.as_json()
+    altered = [name for name in ALTERING if name in params]
     return semantics | ({"altered": altered} if altered else {})
 
 
 def _numbers(parts: Sequence[Part]) -> Json:
-    """What the first request found in the cache, how often any was retracted, how many went on with it."""
-    found: Json = {}
+    """The first request's cached tokens, all retractions, and how many requests continued it."""
+    numbers: Json = {}
     if cached := parts[0].numbers.get("cached_tokens"):
-        found["cached_tokens"] = cached
-    if retractions := sum(one.numbers.get("num_retractions", 0) for one in parts):
-        found["num_retractions"] = retractions
-    return found | ({"resumed": len(parts) - 1} if len(parts) > 1 else {})
+        numbers["cached_tokens"] = cached
+    if retractions := sum(piece.numbers.get("num_retractions", 0) for piece in parts):
+        numbers["num_retractions"] = retractions
+    return numbers | ({"resumed": len(parts) - 1} if len(parts) > 1 else {})
 
 
 def _experts(prompt: Prompt, parts: Sequence[Part]) -> Json:
-    """All positions' experts, packed; none where a part has none."""
-    experts = [one.experts for one in parts if len(one.ids)]
-    found = [one for one in experts if one is not None]
-    if not found or len(found) < len(experts):
+    """All positions' experts, packed; empty if a part has none."""
+    experts = [piece.experts for piece in parts if len(piece.ids)]
+    arrays = [piece for piece in experts if piece is not None]
+    if not arrays or len(arrays) < len(experts):
         return {}
     try:
-        return pack(np.concatenate(found), experts_start(prompt))
+        return pack(np.concatenate(arrays), experts_start(prompt))
     except ValueError as error:
         raise EngineError(f"the server's routed_experts are not expert ids: {error}") from error
 

@@ -1,6 +1,6 @@
-"""Calls of an SGLang server's routes for information and control, with aiohttp.
+"""Calls an SGLang server's information and control routes, with aiohttp.
 
-An answer is read within bounds: one that never ends takes no memory without end.
+An answer is read within bounds: an endless one cannot take endless memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ CHECKSUMS_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What opens a server: the login in its address, or its --api-key; for control its --admin-api-key."""
+    """The credentials of a server: the login in its address, or its --api-key; for control its
+    --admin-api-key."""
 
     address: EngineAddress
     api: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
     def headers(self, *, control: bool = False) -> dict[str, str]:
-        """What a request carries.
+        """The headers of a request.
 
         Raises:
-            ConfigError: there are a login and a key, and one header.
+            ConfigError: there are both a login and a key for one header.
         """
         key = (self.admin or self.api) if control else self.api
         return {"content-type": "application/json"} | self.address.headers(key)
@@ -52,7 +53,7 @@ class SglangServer:
     keys: Keys
 
     async def ask(self, path: str) -> tuple[int, Any]:
-        """(status, the JSON that a GET is answered with, None if it is none)
+        """(status, JSON answer to a GET, None if it is no JSON)
 
         Raises:
             EngineLostError: nothing answers.
@@ -85,7 +86,7 @@ class SglangServer:
         return read_ranks(self._object("/weights_checker", *answer), self.url)
 
     async def name_weights(self, name: str) -> None:
-        """Have it call its weights by this name from here on, also in what runs.
+        """Have it call its weights by this name from now on, also for running requests.
 
         Raises:
             EngineError: it refuses.
@@ -136,11 +137,11 @@ async def read_answer(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> 
     Raises:
         EngineError: it is larger than that.
     """
-    found = bytearray()
+    body = bytearray()
     async for data in reply.content.iter_any():
-        found += data
-        _check(reply, len(found), most)
-    return bytes(found)
+        body += data
+        _check(reply, len(body), most)
+    return bytes(body)
 
 
 async def read_stream(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> AsyncIterator[Message]:

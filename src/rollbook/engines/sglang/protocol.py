@@ -41,7 +41,7 @@ VersionOf = Callable[[str], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a mixture-of-experts model is made of: SGLang tells expert ids without saying of which shape."""
+    """The shape of a mixture-of-experts model: SGLang returns expert ids without it."""
 
     layers: int
     topk: int
@@ -49,12 +49,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one request of a completion has brought. `version_spans` are places in this part.
+    """The result of one request of a completion. `version_spans` are places in this part.
 
     Attributes:
         finish: SGLang's finish_reason.
-        experts: int32 [positions, layers, topk], None where the server tells none, or those of other weights.
-        numbers: of cached tokens, and how often the request was retracted, where there is something to say.
+        experts: int32 [positions, layers, topk]; None if the server returns none, or those of
+            other weights.
+        numbers: of cached tokens, and how often the request was retracted, if not zero.
     """
 
     ids: TokenIds
@@ -80,10 +81,10 @@ def check_version(info: Any, url: str) -> str | None:
         EngineError: it is older than `OLDEST_SERVER`.
     """
     version = info.get("version") if isinstance(info, dict) else None
-    found = release_of(version)
-    if found is None:
+    release = release_of(version)
+    if release is None:
         return f"{url} does not say which SGLang it is: nothing older than {OLDEST_SERVER} is supported"
-    if found < (release_of(OLDEST_SERVER) or ()):
+    if release < (release_of(OLDEST_SERVER) or ()):
         raise EngineError(
             f"{url} is SGLang {version}, whose answers do not say which weights made which tokens: "
             f"use {OLDEST_SERVER} or newer"
@@ -100,11 +101,11 @@ def check_preferred(info: Any, url: str) -> None:
     Raises:
         EngineError: it prefers sampling parameters that not every request sets, so no turn would record them.
     """
-    given = info.get("preferred_sampling_params") if isinstance(info, dict) else None
+    value = info.get("preferred_sampling_params") if isinstance(info, dict) else None
     try:
-        preferred = dict((orjson.loads(given or "{}") if isinstance(given, str) else given) or {})
+        preferred = dict((orjson.loads(value or "{}") if isinstance(value, str) else value) or {})
     except (TypeError, ValueError) as error:
-        raise EngineError(f"{url} has preferred_sampling_params that are no object: {given!r}") from error
+        raise EngineError(f"{url} has preferred_sampling_params that are no object: {value!r}") from error
     if unasked := sorted(preferred.keys() - sampling_params(Sampling(1, 1.0, 0)).keys()):
         raise EngineError(
             f"{url} samples with {', '.join(unasked)} of its own, which no turn would record: "
@@ -114,8 +115,8 @@ def check_preferred(info: Any, url: str) -> None:
 
 def release_of(version: Any) -> tuple[int, ...] | None:
     """The numbers that a version begins with; None of what is no version."""
-    found = re.match(r"\d+(\.\d+)+", version) if isinstance(version, str) else None
-    return tuple(map(int, found[0].split("."))) if found else None
+    match = re.match(r"\d+(\.\d+)+", version) if isinstance(version, str) else None
+    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def request_body(prompt: Prompt, sampling: Sampling, stream: bool, routing: Routing | None = None) -> Json:
@@ -143,11 +144,12 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def sampling_params(sampling: Sampling) -> Json:
-    """SGLang's sampling parameters; also those that are as by default, since a server may have others.
+    """SGLang's sampling parameters, defaults included, since a server may have other defaults.
 
-    `no_stop_trim` and the two below keep the ids and what they spell untouched. Top-k 1 is asked for as
-    temperature 0, which samples the same: SGLang scales the logits of such a request by its temperature only
-    while another request of its batch is not greedy, so what its logprobs are of would be anyone's guess.
+    `no_stop_trim` and the two below keep the ids and what they spell untouched. Top-k 1 is sent
+    as temperature 0, which samples the same: SGLang scales the logits of such a request by its
+    temperature only while another request of its batch is not greedy, so the distribution of its
+    logprobs would be unknown.
     """
     params: Json = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -167,7 +169,7 @@ def sampling_params(sampling: Sampling) -> Json:
     return params
 
 
-def news(chunk: Any, known: int) -> tuple[list[int], list[tuple[float, int]]]:
+def new_tokens(chunk: Any, known: int) -> tuple[list[int], list[tuple[float, int]]]:
     """(ids that a chunk adds to those known, their logprobs with their ids).
 
     Raises:
@@ -192,21 +194,21 @@ def _number(logprob: float | None) -> float:
 
 
 def weight_names(answer: Any) -> list[str]:
-    """What an answer calls the weights of its tokens, the last ones last; none where it is no answer."""
+    """The names of the weights behind an answer's tokens, the last ones last; empty if it is no answer."""
     try:
-        return [str(span["version"]) for span in _told_spans(answer["meta_info"], 0)]
+        return [str(span["version"]) for span in _reported_spans(answer["meta_info"], 0)]
     except _NOT_SGLANGS:
         return []
 
 
 def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, version_of: VersionOf) -> Part:
-    """A server's answer to a request.
+    """Parse a server's answer to a request.
 
     Args:
-        version_of: the version that a name of weights is bound to, None where it is to none.
+        version_of: the version that a name of weights is bound to, None if it is bound to none.
 
     Raises:
-        EngineError: it is not what was asked for, or says that the request has failed.
+        EngineError: it does not match the request, or says that the request has failed.
     """
     try:
         meta = answer["meta_info"]
@@ -215,7 +217,7 @@ def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, ver
         logprobs = np.asarray([_number(entry[0]) for entry in entries], dtype=np.float32)
         if ids != list(answer["output_ids"]):
             raise EngineError("the server's output_ids and output_token_logprobs are not of the same tokens")
-        made = Part(
+        result = Part(
             token_ids(ids),
             logprobs,
             _spans(meta, policy, len(ids), version_of),
@@ -223,14 +225,14 @@ def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, ver
             _experts(meta, len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing),
             {name: int(meta[name]) for name in ("cached_tokens", "num_retractions") if meta.get(name)},
         )
-        failed = made.finish["type"] == "abort" and not made.aborted
+        failed = result.finish["type"] == "abort" and not result.aborted
     except _NOT_SGLANGS as error:
         raise EngineError(f"the server's answer is not SGLang's: {error!r}") from error
     if failed:
-        raise EngineError(f"the server gave the request up: {made.finish}")
-    if not ids and not made.aborted:
-        raise EngineError(f"the server answered without a token: {made.finish}")
-    return made
+        raise EngineError(f"the server gave the request up: {result.finish}")
+    if not ids and not result.aborted:
+        raise EngineError(f"the server answered without a token: {result.finish}")
+    return result
 
 
 def _experts(meta: Json, positions: int, routing: Routing | None) -> npt.NDArray[np.int32] | None:
@@ -239,20 +241,20 @@ def _experts(meta: Json, positions: int, routing: Routing | None) -> npt.NDArray
         return None
     if meta.get("num_retractions") and len(meta.get("weight_versions") or ()) > 1:
         return None  # all are those that the last weights chose, also of tokens that older ones made
-    found = np.frombuffer(base64.b64decode(packed, validate=True), np.dtype("<i4"))
-    return found.reshape(positions, routing.layers, routing.topk)
+    flat = np.frombuffer(base64.b64decode(packed, validate=True), np.dtype("<i4"))
+    return flat.reshape(positions, routing.layers, routing.topk)
 
 
-def _told_spans(meta: Json, length: int) -> list[Json]:
-    """Which name of weights made which tokens."""
+def _reported_spans(meta: Json, length: int) -> list[Json]:
+    """The spans of weight names that the server reports for the tokens."""
     spans: list[Json] = meta.get("weight_versions") or []
     return spans or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
 
 
 def _spans(meta: Json, policy: str, length: int, version_of: VersionOf) -> tuple[VersionSpan, ...]:
-    """Which version made which tokens; none of those whose weights are of no known version."""
+    """The version of each span of tokens; spans whose weights are of no known version are left out."""
     spans = []
-    for span in _told_spans(meta, length):
+    for span in _reported_spans(meta, length):
         version = version_of(str(span["version"]))
         if version is not None and span["end"] > span["start"]:
             spans.append(VersionSpan(policy, version, int(span["start"]), int(span["end"])))
@@ -260,5 +262,5 @@ def _spans(meta: Json, policy: str, length: int, version_of: VersionOf) -> tuple
 
 
 def moved(span: VersionSpan, by: int) -> VersionSpan:
-    """The span so many tokens further on."""
+    """The span, shifted by so many tokens."""
     return replace(span, start=span.start + by, end=span.end + by)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):
-    """Which version a weights' name is; `identify.Identity` implements it."""
+    """Maps the names of weights to versions; `identify.Identity` implements it."""
 
     @property
     def changes(self) -> int:
@@ -30,7 +30,7 @@ class Weights(Protocol):
         """Whether this process gave a server that name, bound or not."""
 
     async def refresh(self) -> None:
-        """Read from the log what has been bound by now."""
+        """Read newer bindings from the log."""
 
     async def identify(self, server: SglangServer) -> int:
         """Find out which version a server holds, and bind a new name to it."""
@@ -38,7 +38,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Refuted:
-    """Weights that are of no known version: in which start of the server, under which name, and why."""
+    """Weights of no known version: the server's start, their name, and the reason."""
 
     name: str
     start: str
@@ -52,9 +52,9 @@ class Servers:
 
     Attributes:
         first: the one at the address itself, which may be a router.
-        routed: whether it is.
+        routed: whether it is one.
         doubts: address -> why its weights are of no known version.
-        version: the oldest that is served by those whose version is known.
+        version: the oldest version served, among servers whose version is known.
     """
 
     first: SglangServer
@@ -67,12 +67,12 @@ class Servers:
     _settled: bool = False
 
     async def check(self, routing: Routing | None) -> None:
-        """See that all can be used.
+        """Check that all can be used.
 
         Raises:
-            EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
-                with parameters of its own, or one that
-                does not return the experts, which are to be recorded.
+            EngineError: nothing answers there, or not as SGLang does; the SGLang is too old,
+                samples with parameters of its own, or does not return the experts, which are to
+                be recorded.
         """
         status, info = await self.first.ask("/model_info")
         if status == 404:  # a router knows the older name only
@@ -116,14 +116,14 @@ class Servers:
         return [SglangServer(url, self.first.session, self.first.keys) for url in urls]
 
     async def models(self) -> list[tuple[str, Json]]:
-        """(address, what it says of its model) of those that can be asked."""
-        found = []
+        """(address, its model info) of each server that answers."""
+        models = []
         for server in await self.all():
             try:
-                found.append((server.url, await server.model_info()))
+                models.append((server.url, await server.model_info()))
             except EngineError:
                 continue
-        return found
+        return models
 
     async def verify(self) -> None:
         """Find out which version each holds, by names that the log has bound, else by checksums.
@@ -179,8 +179,8 @@ class Servers:
             raise
 
     def refutes(self, name: str) -> bool:
-        """Whether a server of that name was compared, and holds no known version."""
-        return any(one.name == name for one in self._refuted.values())
+        """Whether a server with weights of that name was compared and holds no known version."""
+        return any(known.name == name for known in self._refuted.values())
 
 
 def start_of(info: Any) -> str:

@@ -1,7 +1,8 @@
-"""Whether an engine holds a model directory's weights: its checksums beside those of the files.
+"""Whether an engine holds a model directory's weights: compares its checksums with those of the files.
 
-A program, so that the proxy needs neither torch nor the memory: one tensor is in memory at a time, and the
-comparison ends at the first that differs. What it is asked comes as JSON on its input, see `main`.
+It is a program, so that the proxy needs neither torch nor the memory: one tensor is in memory at
+a time, and the comparison ends at the first that differs. Its request comes as JSON on standard
+input, see `main`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors import safe_open
 
 from rollbook.engines.model_files import check_unchanged, origin_of, read_json, weight_files
 from rollbook.engines.weights.digests import line_of
-from rollbook.engines.weights.expected import DTYPES, Holding, described
+from rollbook.engines.weights.expected import DTYPES, Holding, describe_holding
 from rollbook.engines.weights.rank_checksums import RankChecksums
 from rollbook.engines.weights.tensor_checksums import CHECKSUMS, checksum_kind
 from rollbook.engines.weights.tensor_layout import TensorPart, check_layout, part_of, shard
@@ -32,7 +33,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an engine says that it holds: checksums, on which device, and in which type (or `auto`)."""
+    """What an engine reports that it holds: checksums, on which device, and in which type (or `auto`)."""
 
     url: str
     ranks: Sequence[RankChecksums]
@@ -59,8 +60,8 @@ class ModelFiles:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read now."""
-        found: torch.Tensor = self.handles[name].get_tensor(name)
-        return found
+        tensor: torch.Tensor = self.handles[name].get_tensor(name)
+        return tensor
 
     @property
     def head_dim(self) -> int:
@@ -78,11 +79,11 @@ class ModelFiles:
 
 
 def compare(model: Path, held: Held) -> tuple[str, Json | None]:
-    """(the digest of a directory's weights, how they are held), where the engine holds just these.
+    """(the digest of a directory's weights, how they are held), if the engine holds exactly these.
 
     Raises:
-        ModelError: the directory has no weights, or they cannot be read, or were changed after they were
-            written.
+        ModelError: the directory has no weights, or they cannot be read, or were changed after
+            they were written.
         EngineError: the engine holds others; the first tensor that differs is named.
     """
     with contextlib.ExitStack() as stack:
@@ -105,17 +106,17 @@ def compare(model: Path, held: Held) -> tuple[str, Json | None]:
         holding = Holding(checksum_kind(held.device), dtype, files.head_dim)
         digest = combine(lines)
         check_unchanged(model, origin_of(model), digest)
-        return digest, described(held.ranks, files.handles, holding)
+        return digest, describe_holding(held.ranks, files.handles, holding)
 
 
 def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
-    found = weight_files(model)
-    if not found:
+    paths = weight_files(model)
+    if not paths:
         raise ModelError(f"{model} holds no safetensors weights")
     config = read_json(model, "config.json")
     files = ModelFiles(model, config.get("text_config", config))
     try:
-        for file in found:
+        for file in paths:
             files.open(file, stack)
     except Exception as error:  # safetensors has errors of its own
         raise ModelError(f"{model}: its weights cannot be read: {error}") from error
@@ -128,7 +129,7 @@ def _compared(
     """Compare one of the engine's tensors, made of these parts; the type that it is in.
 
     Args:
-        dtype: the type if it is known by now.
+        dtype: the type, if it is already known.
         lines: gets a line of the weights' digest for each part.
     """
     place = parts[0][0].tensor
@@ -149,7 +150,7 @@ def _compared(
 def _checksums(
     files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: torch.dtype
 ) -> list[str]:
-    """What each rank's checksum of the tensor must be."""
+    """The expected checksum of the tensor on each rank."""
     growing = [CHECKSUMS[checksum_kind(held.device)]() for _ in held.ranks]
     for _, name in parts:
         tensor = files.tensor(name).to(dtype)
@@ -158,31 +159,32 @@ def _checksums(
     return [checksum.hexdigest() for checksum in growing]
 
 
-def answer(asked: Json) -> Json:
-    """Compare an engine with one directory after the other, until one is what it holds.
+def answer(request: Json) -> Json:
+    """Compare an engine with one directory after the other, until one matches.
 
     Args:
-        asked: `models` (paths), `url`, `device`, `dtype`, and `ranks`: `tp_rank`, `tp_size`, `tensors` each.
+        request: `models` (paths), `url`, `device`, `dtype`, and `ranks`: `tp_rank`, `tp_size`,
+            `tensors` each.
 
     Returns:
         `found`: `path`, `digest` and `held`, or null; `reasons`: path -> why it is not that one.
     """
-    ranks = [RankChecksums(**rank) for rank in asked["ranks"]]
-    held = Held(asked["url"], ranks, asked["device"], asked["dtype"])
+    ranks = [RankChecksums(**rank) for rank in request["ranks"]]
+    held = Held(request["url"], ranks, request["device"], request["dtype"])
     reasons: dict[str, str] = {}
-    for path in asked["models"]:
+    for path in request["models"]:
         try:
             digest, how = compare(Path(path), held)
         except (EngineError, ModelError) as error:
             reasons[path] = str(error)
             continue
-        found = {"path": path, "digest": digest, "held": how}
-        return {"found": found, "reasons": reasons}
+        match = {"path": path, "digest": digest, "held": how}
+        return {"found": match, "reasons": reasons}
     return {"found": None, "reasons": reasons}
 
 
 def main() -> None:
-    """Read what is asked from the input, and write `answer`'s to the output."""
+    """Read a request from standard input, and write its `answer` to standard output."""
     torch.set_num_threads(1)
     sys.stdout.buffer.write(orjson.dumps(answer(orjson.loads(sys.stdin.buffer.read()))))
 

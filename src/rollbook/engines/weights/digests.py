@@ -1,6 +1,7 @@
 """Weights as named tensors: read from a model directory, and digested wherever they are.
 
-Engines verify what they loaded with this, and the trainer what it wrote: one digest for both.
+Engines verify the weights they loaded with this, and the trainer those it wrote: both use one
+digest.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def line_of(name: str, tensor: torch.Tensor) -> str:
     """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes.
 
-    bfloat16 and float16 are taken as the float32 that has their values: weights are the same ones whichever
-    of these types holds them.
+    bfloat16 and float16 are converted to float32 of the same values: so the digest does not
+    depend on which of these types holds the weights.
     """
     wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     dtype = str(wide.dtype).removeprefix("torch.")
@@ -58,15 +59,15 @@ def digest_tensors(tensors: Tensors) -> str:
 
 
 def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
-    """The same of tensors that come one at a time. Arguments as of `lines_of_stream`."""
+    """As `digest_tensors`, for tensors that come one at a time. Arguments as of `lines_of_stream`."""
     return combine(lines_of_stream(tensors, look))
 
 
 def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> list[str]:
-    """The lines in a digest of tensors that come one at a time; large ones are hashed by threads meanwhile.
+    """Digest lines of tensors that come one at a time; threads hash large ones meanwhile.
 
     Args:
-        look: what is to look at each tensor first.
+        look: called with each tensor first.
     """
     lines: list[str] = []
     waiting: deque[Future[str]] = deque()
@@ -99,7 +100,7 @@ def read_weights(model: Path) -> Tensors:
 
 
 def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, one tensor at a time.
+    """As `read_weights`, one tensor at a time.
 
     Raises:
         ModelError: as `read_weights`.
@@ -118,7 +119,7 @@ def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_unchanged(model: Path) -> Tensors:
-    """As `read_weights`; of a checkpoint, or a model that was exported, only what it says that it holds.
+    """As `read_weights`; a checkpoint, or an exported model, must match its own manifest.
 
     Raises:
         ModelError: as `read_weights`; or the weights were changed after they were written.
@@ -130,5 +131,5 @@ def read_unchanged(model: Path) -> Tensors:
 
 
 def widened(tensors: Tensors) -> Tensors:
-    """The tensors in float32: exact for bfloat16 and float16, and nothing new where they are float32."""
+    """The tensors in float32: exact for bfloat16 and float16, not copied if they are float32 already."""
     return {name: tensor.float() for name, tensor in tensors.items()}

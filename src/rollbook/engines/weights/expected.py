@@ -1,7 +1,8 @@
-"""What an engine's checksums must be: while weights are sent to it, and ever after from the weights alone.
+"""The checksums that an engine must report: computed while weights are sent to it, or later from
+the weights alone.
 
-Its checksum of a merged tensor is over the bytes of its parts in order, so the expected one is computed as
-the parts pass by, and no second copy of the weights is needed.
+An engine's checksum of a merged tensor is over the bytes of its parts in order, so the expected
+one is computed as the parts pass by, and no second copy of the weights is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Growing:
-    """A checksum of an engine's tensor whose parts come one by one, in any order."""
+    """An incremental checksum of an engine's tensor whose parts come one by one, in any order."""
 
     checksum: Checksum
     parts: int = 0
@@ -60,7 +61,7 @@ class _Growing:
 
 @dataclass(slots=True)
 class _Rank:
-    """Checksums of what a tensor-parallel rank holds, which grow."""
+    """Incremental checksums of what a tensor-parallel rank holds."""
 
     rank: int
     size: int
@@ -68,7 +69,7 @@ class _Rank:
     growing: dict[str, _Growing] = field(default_factory=dict)
 
     def add(self, place: TensorPart, name: str, tensor: torch.Tensor) -> None:
-        """Take a whole tensor that goes to this place."""
+        """Add a whole tensor that belongs to this place."""
         holding = self.holding
         if place.tensor not in self.growing:
             self.growing[place.tensor] = _Growing(CHECKSUMS[holding.checksum]())
@@ -76,12 +77,16 @@ class _Rank:
         self.growing[place.tensor].add(place.part, part.to(DTYPES[holding.dtype]))
 
     def whole(self) -> dict[str, str]:
-        """The checksums of tensors none of whose parts wait for one before."""
-        return {name: one.checksum.hexdigest() for name, one in self.growing.items() if not one.waiting}
+        """The checksums of all tensors without parts that still wait for an earlier one."""
+        return {
+            name: growing.checksum.hexdigest()
+            for name, growing in self.growing.items()
+            if not growing.waiting
+        }
 
 
 class Expected:
-    """What an engine's checksums must be after a sync, computed as tensors pass by.
+    """The checksums that an engine must report after a sync, computed as tensors pass by.
 
     Engines that hold the same tensors, cut and hashed in the same way, share one.
 
@@ -95,10 +100,10 @@ class Expected:
         self._names = [frozenset(rank.tensors) for rank in ranks]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that is sent.
+        """Add a tensor that is sent.
 
         Raises:
-            EngineError: the engine has no place for it, and would pass over it without a word.
+            EngineError: the engine has no place for it, and would silently ignore it.
         """
         for rank, names in zip(self._ranks, self._names, strict=True):
             place = part_of(name, names)
@@ -108,10 +113,11 @@ class Expected:
             rank.add(place, name, tensor)
 
     def check(self, url: str, ranks: Sequence[RankChecksums]) -> None:
-        """Compare with what the engine at `url` says now.
+        """Compare with what the engine at `url` reports now.
 
         Raises:
-            EngineError: a tensor is not what was sent, or was never sent; the first is named.
+            EngineError: a tensor differs from the one sent, or was never sent; the first is
+                named.
         """
         if len(ranks) != len(self._ranks):
             text = f"engine {url}: {len(ranks)} ranks answer, {len(self._ranks)} did before the sync"
@@ -129,34 +135,39 @@ class Expected:
             raise EngineError(f"engine {url}, rank {rank.tp_rank}: verification failed: {text}")
 
 
-def described(ranks: Sequence[RankChecksums], names: Iterable[str], holding: Holding) -> Json | None:
-    """How an engine holds a model's tensors, as `policy.activated` says it for `expected_ranks_digest`.
+def describe_holding(ranks: Sequence[RankChecksums], names: Iterable[str], holding: Holding) -> Json | None:
+    """How an engine holds a model's tensors, in the form of `policy.activated` that
+    `expected_ranks_digest` reads.
 
     Args:
         ranks: its checksums, for the names of its tensors.
         names: of the model's tensors.
 
     Returns:
-        `holding` and the engine's `tp_size`, `tp_ranks` and `merged`; None where its tensors have other names
-        than follow from those of the model, or not the same ones on all ranks.
+        `holding` and the engine's `tp_size`, `tp_ranks` and `merged`; None where its tensors
+        have other names than follow from those of the model, or not the same ones on all ranks.
     """
     held, sizes = {frozenset(rank.tensors) for rank in ranks}, {rank.tp_size for rank in ranks}
     if len(held) != 1 or len(sizes) != 1 or (merged := merged_in(names, *held)) is None:
         return None
-    of = {"tp_size": sizes.pop(), "tp_ranks": sorted({rank.tp_rank for rank in ranks}), "merged": merged}
-    return asdict(holding) | of
+    ranks_held = {
+        "tp_size": sizes.pop(),
+        "tp_ranks": sorted({rank.tp_rank for rank in ranks}),
+        "merged": merged,
+    }
+    return asdict(holding) | ranks_held
 
 
 def expected_ranks_digest(tensors: Iterable[tuple[str, torch.Tensor]], held: Json) -> str:
-    """What `ranks_digest` of an engine must be that holds these tensors, and nothing else.
+    """The `ranks_digest` of an engine that holds exactly these tensors.
 
     Args:
-        tensors: all of a model's, by Hugging Face names, one at a time. None is kept, but for parts of a
-            merged tensor that come before their turn.
-        held: as `described` gives it.
+        tensors: all of a model's, by Hugging Face names, one at a time. None is kept, except
+            parts of a merged tensor that come before their turn.
+        held: how the engine holds them, as in `policy.activated`.
 
     Raises:
-        FormatError: it says what this release does not know, or does not fit these tensors.
+        FormatError: this release does not know the form, or it does not fit these tensors.
     """
     ranks, merged = _read(held)
     for name, tensor in tensors:
@@ -167,11 +178,11 @@ def expected_ranks_digest(tensors: Iterable[tuple[str, torch.Tensor]], held: Jso
         except IndexError as error:
             text = f"{name} of shape {list(tensor.shape)} is not held by {len(ranks)} ranks: held is {held}"
             raise FormatError(f"{text}; were these weights of another model?") from error
-    return ranks_digest([RankChecksums(one.rank, one.size, one.whole()) for one in ranks])
+    return ranks_digest([RankChecksums(filled.rank, filled.size, filled.whole()) for filled in ranks])
 
 
 def _read(held: Json) -> tuple[list[_Rank], frozenset[str]]:
-    """The ranks, empty, and what is merged."""
+    """The ranks, still empty, and the merged tensors."""
     try:
         holding = Holding(held["checksum"], held["dtype"], held["head_dim"], held["padded"])
         size, merged = held["tp_size"], frozenset(held["merged"])

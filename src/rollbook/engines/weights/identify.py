@@ -1,9 +1,11 @@
-"""Finds out which version of a policy an engine holds, by the engine's own checksums; the log has the result.
+"""Finds out which version of a policy an engine holds, by the engine's own checksums; the log gets
+the result.
 
-What an engine calls its weights is believed only where the log has bound that name to a version. For any
-other name the engine is asked for the checksums of its tensors. They are those of a version that was seen
-before, or are compared with the files of the versions that are likely, in a process of its own; then the
-engine gets a name that is used once, and the log binds it. Until then its tokens have no version.
+An engine's name for its weights is trusted only if the log has bound that name to a version. For
+any other name the engine is asked for the checksums of its tensors. They either match a version
+that was seen before, or are compared with the files of the likely versions, in a separate
+process; then the engine gets a name that is used once, and the log binds it. Until then its
+tokens have no version.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ Write = Callable[..., Awaitable[Any]]
 
 
 class BusyError(EngineError):
-    """A sync is moving the weights at this moment: try again later."""
+    """A sync is transferring weights at this moment: try again later."""
 
 
 class Server(Protocol):
-    """What identification needs of an engine's server."""
+    """The part of an engine's server that identification needs."""
 
     url: str
 
@@ -48,12 +50,13 @@ class Server(Protocol):
 
 
 class Identity:
-    """Binds what engines hold to versions.
+    """Binds the weights that engines hold to versions.
 
     Args:
-        log: what the log says of the policy's weights.
+        log: the policy's weights according to the log.
         write: appends to it.
-        model: the directory that the run starts from, or a checkpoint; None: there is none to compare with.
+        model: the directory that the run starts from, or a checkpoint; None: there is none to
+            compare with.
     """
 
     def __init__(self, log: WeightLog, write: Write, model: Path | None = None) -> None:
@@ -88,8 +91,10 @@ class Identity:
         """Find out which version the server holds, bind a new name to it, and give the server that name.
 
         Raises:
-            EngineError: it holds no version that is known here, or not one alone; the reason and the remedy.
-            VersionError: it holds what the files of a version hold, and the log says that version is another.
+            EngineError: it holds no version that is known here, or a mix; the reason and the
+                remedy.
+            VersionError: it holds a version's files, but the log binds that version to other
+                weights.
         """
         await self.refresh()
         if self.log.under_way(server.url):
@@ -134,7 +139,7 @@ class Identity:
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Hold the claim to bind versions of the run, with everything read that was bound before."""
+        """Hold the claim to bind versions of the run, with all earlier bindings read."""
         claim = binding(self.log)
         await asyncio.to_thread(claim.__enter__)
         try:
@@ -153,21 +158,21 @@ class Identity:
         if not models:
             raise EngineError(f"there are no weights to compare those of {server.url} with; {REMEDY}")
         info = await server.server_info()
-        asked = {
+        request = {
             "url": server.url,
             "models": [str(model.absolute()) for model in models],
             "device": str(info.get("device", "cpu")),
             "dtype": str(info.get("dtype", "auto")),
             "ranks": [asdict(rank) for rank in ranks],
         }
-        answer = await compare_elsewhere(asked)
-        found = answer["found"]
-        if found is None:
+        answer = await compare_elsewhere(request)
+        match = answer["found"]
+        if match is None:
             reasons = "; ".join(f"{path}: {why}" for path, why in answer["reasons"].items())
             raise EngineError(f"{server.url} holds no version that is known here ({reasons}); {REMEDY}")
         # Whatever is no version of this run is what the run begins with, from wherever it comes.
-        version = await asyncio.to_thread(self.log.own, origin_of(Path(found["path"])))
-        return Verified(version or 0, found["digest"], found["path"], found["held"])
+        version = await asyncio.to_thread(self.log.own, origin_of(Path(match["path"])))
+        return Verified(version or 0, match["digest"], match["path"], match["held"])
 
 
 REMEDY = "give the proxy a --model with the weights that it serves, or let the trainer sync it"
@@ -179,8 +184,8 @@ def binding(log: WeightLog) -> contextlib.AbstractContextManager[None]:
     return log.store.claim(what, "wait until it has", patience_s=CLAIM_S)
 
 
-async def compare_elsewhere(asked: Json) -> Json:
-    """The answer of `compare_weights.answer` in a child process, which is killed if the wait is cancelled.
+async def compare_elsewhere(request: Json) -> Json:
+    """The result of `compare.answer` in a child process, which is killed if the wait is cancelled.
 
     Raises:
         EngineError: it fails.
@@ -192,7 +197,7 @@ async def compare_elsewhere(asked: Json) -> Json:
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
     )
     try:
-        output, errors = await process.communicate(orjson.dumps(asked))
+        output, errors = await process.communicate(orjson.dumps(request))
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -201,7 +206,9 @@ async def compare_elsewhere(asked: Json) -> Json:
         last = (errors.decode(errors="replace").strip().splitlines() or ["it was killed"])[-1]
         lacking = "ModuleNotFoundError" in last
         remedy = "install torch and safetensors with pip install 'rollbook[engine]', or " if lacking else ""
-        text = f"the weights of {asked['url']} could not be compared: {last}: {remedy}let the trainer sync it"
+        text = (
+            f"the weights of {request['url']} could not be compared: {last}: {remedy}let the trainer sync it"
+        )
         raise EngineError(text)
     answer: Json = orjson.loads(output)
     return answer

@@ -1,4 +1,5 @@
-"""What the log says of a policy's weights: which names, checksums, paths and digests are which version."""
+"""A policy's weights according to the log: which names, checksums, paths and digests belong to
+which version."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ OWN = "/engine"
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Weights that an engine was seen to hold; `held`: how, as of `policy.activated`."""
+    """Weights that an engine was seen to hold; `held`: how, as in `policy.activated`."""
 
     version: int
     weights_digest: str
@@ -44,7 +45,7 @@ class Verified:
 
 
 class WeightLog:
-    """Folds one policy's weights in one run from the log, and reads on whenever it is asked to.
+    """Folds one policy's weights in one run from the log, and reads on at each `refresh`.
 
     Args:
         known: events that were read already, and `start`, the cut that they were read up to.
@@ -70,7 +71,7 @@ class WeightLog:
         self._tail = store.tail(start or {}, Filter(KINDS, run=run))
 
     def refresh(self) -> None:
-        """Take what has become durable since. Safe in any thread; it reads files."""
+        """Read what has become durable since. Safe in any thread; it reads files."""
         with self._reading:
             for event in self._tail.poll():
                 self._take(event)
@@ -110,7 +111,8 @@ class WeightLog:
         return self._names.get(name)
 
     def holder_of(self, checksums: str) -> Verified | None:
-        """Which version an engine with these checksums (`ranks_digest`) holds, if one was seen to before."""
+        """The version that an engine with these checksums (`ranks_digest`) holds, if one was
+        verified to before."""
         return self._held.get(checksums)
 
     def under_way(self, url: str) -> bool:
@@ -118,10 +120,12 @@ class WeightLog:
         return any(same_address(url, engine) for engine in self._open.values())
 
     def likely(self, url: str) -> list[Path]:
-        """Directories of weights that the engine may hold: what it was given last, then the newest ones.
-        None of shards, which no engine was given."""
-        given = [version for engine, version in self._given.items() if same_address(url, engine)]
-        versions = [*given[-1:], *sorted(self._paths, reverse=True)[:1]]
+        """Directories of weights that the engine may hold: the last one it was given, then the newest one.
+
+        None with shards, which no engine is given.
+        """
+        versions_given = [version for engine, version in self._given.items() if same_address(url, engine)]
+        versions = [*versions_given[-1:], *sorted(self._paths, reverse=True)[:1]]
         named = dict.fromkeys(self._paths[v] for v in versions if self._paths.get(v))
         paths = []
         for name in named:
@@ -135,7 +139,7 @@ class WeightLog:
         return self._digests.own(self.run, self.policy, origin)
 
     def check(self, version: int, digest: str, what: str) -> None:
-        """See that weights may count as the version.
+        """Check that weights may count as the version.
 
         Raises:
             VersionError: the log has bound it to others.
@@ -147,7 +151,11 @@ def same_address(own: str, named: str) -> bool:
     """Whether the log's address of an engine is this one. The proxy's own is known by its path alone."""
     if own == OWN:
         return urlsplit(named).path.rstrip("/") == own
-    one, other = urlsplit(own), urlsplit(named.rstrip("/"))
+    own_url, named_url = urlsplit(own), urlsplit(named.rstrip("/"))
     local = {"localhost", "127.0.0.1", "::1"}
-    hosts = {one.hostname, other.hostname}
-    return one.port == other.port and (len(hosts) == 1 or hosts <= local) and one.path == other.path
+    hosts = {own_url.hostname, named_url.hostname}
+    return (
+        own_url.port == named_url.port
+        and (len(hosts) == 1 or hosts <= local)
+        and own_url.path == named_url.path
+    )

@@ -17,7 +17,7 @@ MARK_LENGTH = 12
 
 @dataclass(frozen=True, slots=True)
 class NamedWeights:
-    """What a name says. It proves nothing by itself: see `weight_log`."""
+    """The parts of a name. It proves nothing by itself: see `WeightLog`."""
 
     run: str
     policy: str
@@ -31,7 +31,7 @@ def weight_name(run: str, policy: str, version: int) -> str:
 
 
 def read_name(name: Any) -> NamedWeights | None:
-    """What a name says; None where it is none that Rollbook gives."""
+    """The parts of a name; None if Rollbook did not make it."""
     parts = str(name).split("/")
     if len(parts) != 4 or not parts[3] or (version := _number(parts[2])) is None:
         return None
@@ -39,7 +39,7 @@ def read_name(name: Any) -> NamedWeights | None:
 
 
 def version_in(name: Any) -> int | None:
-    """The version, an int64, that a sender calls the weights it brings: a bare number, or in a name."""
+    """The version, an int64, in a sender's name for its weights: a bare number, or part of a name."""
     parsed = read_name(name)
     return _number(str(name)) if parsed is None else parsed.version
 

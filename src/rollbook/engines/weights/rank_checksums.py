@@ -1,4 +1,5 @@
-"""What an engine says of the tensors that it holds: `/weights_checker`'s answer, and a digest of it. Pure."""
+"""An engine's report on the tensors that it holds: `/weights_checker`'s answer, and a digest of it.
+Pure."""
 
 from __future__ import annotations
 

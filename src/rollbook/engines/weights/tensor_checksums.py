@@ -41,7 +41,7 @@ class Checksum(Protocol):
 
 
 class Sha256Checksum:
-    """The first 8 bytes of SHA-256: what an engine on a CPU computes."""
+    """The first 8 bytes of SHA-256: the checksum of an engine on a CPU."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -56,12 +56,13 @@ class Sha256Checksum:
 
 
 class TiledChecksum:
-    """What an engine on a GPU computes: two sums a tile of 8,192 words, of each word mixed with its place.
+    """The checksum of an engine on a GPU: two sums per tile of 8,192 words, of each word mixed with
+    its place.
 
     A word w at place i adds mix(w ^ ((i * a + seed) ^ rotl(i, r))) modulo 2**32, for two triples
-    (a, seed, r). The sums of a tile, XORed with the tensor's size in bytes and mixed again, are the halves of
-    a number; the tiles' numbers are added modulo 2**64 and put through splitmix64's finalizer. All of it is
-    computed where the tensors are.
+    (a, seed, r). The sums of a tile, XORed with the tensor's size in bytes and mixed again, are
+    the halves of a number; the tiles' numbers are added modulo 2**64 and put through
+    splitmix64's finalizer. All of it is computed where the tensors are.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class TiledChecksum:
             size += padded.numel()
         if not sums:
             return f"{0:016x}"
-        words = np.concatenate([one.cpu().numpy() for one in sums]).astype(np.uint32)
+        words = np.concatenate([part.cpu().numpy() for part in sums]).astype(np.uint32)
         halves = _mixed(words ^ np.uint32(size & 0xFFFFFFFF)).astype(np.uint64)
         total = int(((halves[:, 0] << np.uint64(32)) | halves[:, 1]).sum(dtype=np.uint64))
         return f"{_finalized(total):016x}"
@@ -114,7 +115,8 @@ class TiledChecksum:
 def _sums(data: torch.Tensor, start: int) -> torch.Tensor:
     """Both sums of each tile, int64 [tiles, 2], of bytes whose first word is at place `start`.
 
-    32-bit numbers without a sign are int32 of the same bits here: PyTorch has few operations on uint32.
+    Unsigned 32-bit numbers are int32 of the same bits here: PyTorch has few operations on
+    uint32.
     """
     if data.storage_offset() % 4:
         data = data.clone()
@@ -139,7 +141,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros from the left: PyTorch repeats the sign there."""
+    """Logical right shift, with zeros from the left: PyTorch's own repeats the sign."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 

@@ -38,7 +38,7 @@ class TensorPart:
 
 
 def part_of(name: str, held: frozenset[str]) -> TensorPart | None:
-    """Where a tensor lies in an engine that holds tensors of these names; None: nowhere."""
+    """Where a tensor lies in an engine that holds tensors of these names; None if it has no place there."""
     if name in held:
         return TensorPart(name, 0)
     merged = _merged(name)
@@ -46,15 +46,15 @@ def part_of(name: str, held: frozenset[str]) -> TensorPart | None:
 
 
 def place_of(name: str, merged: Collection[str]) -> TensorPart:
-    """Where a tensor lies in an engine that merges what goes into tensors so called (some of `MERGED`)."""
-    found = _merged(name)
-    return TensorPart(name, 0) if found is None or found[0] not in merged else found[1]
+    """Where a tensor lies in an engine that merges tensors into those named here (some of `MERGED`)."""
+    merged_place = _merged(name)
+    return TensorPart(name, 0) if merged_place is None or merged_place[0] not in merged else merged_place[1]
 
 
 def merged_in(names: Iterable[str], held: frozenset[str]) -> list[str] | None:
-    """Which of `MERGED` an engine has that holds tensors of these names for a model's `names`.
+    """The tensors of `MERGED` that an engine has if it holds tensors of these names for a model's `names`.
 
-    None where `place_of` does not give the names that it holds.
+    None if `place_of` does not give the names that it holds.
     """
     names = list(names)
     merged = sorted({f[0] for name in names if (f := _merged(name)) is not None and f[1].tensor in held})
@@ -62,7 +62,7 @@ def merged_in(names: Iterable[str], held: frozenset[str]) -> list[str] | None:
 
 
 def _merged(name: str) -> tuple[str, TensorPart] | None:
-    """What an engine calls the tensor that it may merge this one into, and the place in there."""
+    """The engine's tensor that this one may be merged into, and its place in there."""
     expert = _EXPERT.fullmatch(name)
     if expert:
         number, part = int(expert["expert"]), expert["part"]
@@ -82,7 +82,7 @@ def shard(
 ) -> torch.Tensor:
     """A rank's part of a tensor, as SGLang's loaders cut it.
 
-    Key and value heads that are fewer than the ranks are held by several of them.
+    If there are fewer key and value heads than ranks, several ranks hold the same one.
     """
     projection = name.split(".")[-2] if "." in name else name
     if padded and projection in ("embed_tokens", "lm_head"):
@@ -99,7 +99,7 @@ def shard(
 
 
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """An embedding with the rows of zeros that SGLang gives it."""
+    """An embedding, padded with zero rows as SGLang does."""
     rows = tensor.shape[0]
     missing = -rows % VOCABULARY_MULTIPLE
     if (rows + missing) % size:
@@ -108,10 +108,11 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def check_layout(url: str, ranks: Sequence[RankChecksums], names: Iterable[str]) -> None:
-    """See that every tensor of a model has its place in an engine, and every place its tensors.
+    """Check that every tensor of a model has its place in an engine, and every place its tensors.
 
     Raises:
-        EngineError: another model is there, or the names are fused; the first that differ are named.
+        EngineError: it holds another model, or the names are fused; the first that differ are
+            named.
     """
     names = list(names)
     for rank in ranks:

@@ -18,7 +18,7 @@ from rollbook.rollouts.proxy import FAILURES, Http, failure
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError, RequestError, RolloutError
 from rollbook.store.events import Json
-from rollbook.store.load_object import called, load_object
+from rollbook.store.load_object import call_maybe_async, load_object
 
 Rollout = TypeVar("Rollout", bound=type["AgenticRollout"])
 REGISTERED: dict[str, type[AgenticRollout]] = {}
@@ -116,22 +116,24 @@ class EnvRollout(AgenticRollout):
         """Step until the environment is over, or `most_turns` are; its rewards are the turns'."""
         env = self.make_env(task)
         try:
-            began = await called(env.reset)
+            began = await call_maybe_async(env.reset)
             first = began[0] if isinstance(began, tuple) else began
             messages: list[Json] = [{"role": "user", "content": self.shown(first)}]
             rewards: list[float] = []
             over = False
             for _ in range(self.most_turns):
-                said = await llm.chat(messages)
-                observation, reward, over = _stepped(await called(env.step, said.get("content") or ""))
+                reply = await llm.chat(messages)
+                observation, reward, over = _stepped(
+                    await call_maybe_async(env.step, reply.get("content") or "")
+                )
                 rewards.append(reward)
                 if over:
                     break
-                messages += [said, {"role": "user", "content": self.shown(observation)}]
+                messages += [reply, {"role": "user", "content": self.shown(observation)}]
             return Outcome(sum(rewards) if self.whole else 0.0, truncated=not over, turn_rewards=rewards)
         finally:
             if hasattr(env, "close"):
-                await called(env.close)
+                await call_maybe_async(env.close)
 
 
 class ToolRollout(AgenticRollout):
@@ -159,12 +161,12 @@ class ToolRollout(AgenticRollout):
         """Answer calls until the policy makes none."""
         tools, schemas, messages = self.tools(task), self.schemas(task), self.messages(task)
         for _ in range(self.most_turns):
-            said = await llm.chat(messages, tools=schemas)
-            calls = said.get("tool_calls") or []
+            reply = await llm.chat(messages, tools=schemas)
+            calls = reply.get("tool_calls") or []
             if not calls:
-                return Outcome(self.score(task, said.get("content") or ""))
+                return Outcome(self.score(task, reply.get("content") or ""))
             results = await asyncio.gather(*(self._answered(tools, call) for call in calls))
-            messages += [said, *results]
+            messages += [reply, *results]
         return Outcome(self.score(task, ""), truncated=True)
 
     async def _answered(self, tools: Mapping[str, Callable[..., Any]], call: Json) -> Json:
@@ -172,14 +174,14 @@ class ToolRollout(AgenticRollout):
         try:
             arguments = orjson.loads(call["function"]["arguments"] or "{}")
             async with asyncio.timeout(self.tool_timeout_s):
-                said = str(await called(tools[name], **arguments))
+                result = str(await call_maybe_async(tools[name], **arguments))
         except TimeoutError:
-            said = f"error: {name} took longer than {self.tool_timeout_s:g} s"
+            result = f"error: {name} took longer than {self.tool_timeout_s:g} s"
         except KeyError:
-            said = f"error: there is no tool {name!r}; there are {', '.join(tools)}"
+            result = f"error: there is no tool {name!r}; there are {', '.join(tools)}"
         except Exception as error:  # whatever a tool raises is an answer to who called it
-            said = f"error: {error!r}"
-        return {"role": "tool", "tool_call_id": call["id"], "content": said}
+            result = f"error: {error!r}"
+        return {"role": "tool", "tool_call_id": call["id"], "content": result}
 
 
 def register(name: str) -> Callable[[Rollout], Rollout]:
@@ -189,11 +191,11 @@ def register(name: str) -> Callable[[Rollout], Rollout]:
         ConfigError: another class has the name.
     """
 
-    def named(made: Rollout) -> Rollout:
-        if REGISTERED.get(name, made) is not made:
-            raise ConfigError(f"two rollouts are registered as {name!r}: {REGISTERED[name]!r} and {made!r}")
-        REGISTERED[name] = made
-        return made
+    def named(cls: Rollout) -> Rollout:
+        if REGISTERED.get(name, cls) is not cls:
+            raise ConfigError(f"two rollouts are registered as {name!r}: {REGISTERED[name]!r} and {cls!r}")
+        REGISTERED[name] = cls
+        return cls
 
     return named
 
@@ -204,16 +206,16 @@ def rollout_class(name: str) -> type[AgenticRollout]:
     Raises:
         ConfigError: there is none, or it is no AgenticRollout.
     """
-    found = REGISTERED.get(name) or load_object(OURS.get(name, name), "agent.rollout")
-    if not (inspect.isclass(found) and issubclass(found, AgenticRollout)):
-        raise ConfigError(f"agent.rollout: {name!r} is {found!r}, no class derived from AgenticRollout")
-    return found
+    cls = REGISTERED.get(name) or load_object(OURS.get(name, name), "agent.rollout")
+    if not (inspect.isclass(cls) and issubclass(cls, AgenticRollout)):
+        raise ConfigError(f"agent.rollout: {name!r} is {cls!r}, no class derived from AgenticRollout")
+    return cls
 
 
-def _stepped(found: Any) -> tuple[Any, float, bool]:
+def _stepped(result: Any) -> tuple[Any, float, bool]:
     """(observation, reward, over) of what `step` gave: gym's tuples, or an object with these attributes."""
-    if isinstance(found, tuple):
-        observation, reward, *ends = found
+    if isinstance(result, tuple):
+        observation, reward, *ends = result
         flags = ends[:2] if len(ends) >= 3 else ends[:1]
         return observation, float(reward or 0.0), any(flags)
-    return found.observation, float(found.reward or 0.0), bool(found.done)
+    return result.observation, float(result.reward or 0.0), bool(result.done)

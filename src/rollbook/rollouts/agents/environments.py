@@ -14,7 +14,7 @@ import orjson
 from rollbook.rollouts.agents.agentic import EnvRollout
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError, RolloutError
-from rollbook.store.load_object import called
+from rollbook.store.load_object import call_maybe_async
 
 SEEDS = ("seed", "idx")
 """Values of a task that an environment begins with, the first that there is: all of a group begin alike."""
@@ -73,8 +73,8 @@ class Gym(EnvRollout):
         if not hasattr(space, "n"):
             return text if space.contains(text) else None
         if self._actions:
-            found = re.findall(r"\w+", text.lower())
-            numbers = [self._actions.index(word) for word in found if word in self._actions]
+            words = re.findall(r"\w+", text.lower())
+            numbers = [self._actions.index(word) for word in words if word in self._actions]
         else:
             numbers = [int(number) for number in re.findall(r"-?\d+", text)]
         chosen = [int(space.start) + at for at in numbers] if self._actions else numbers
@@ -153,10 +153,10 @@ class OpenEnv(EnvRollout):
         if self._action is not None:
             return {self._action: text}
         try:
-            said = orjson.loads(text)
+            value = orjson.loads(text)
         except orjson.JSONDecodeError:
             return None
-        return said if isinstance(said, dict) else None
+        return value if isinstance(value, dict) else None
 
     def seen(self, observation: Any) -> str:
         """What the policy is shown."""
@@ -175,8 +175,10 @@ class _OpenEnv:
 
     async def reset(self) -> str:
         """The first message."""
-        given = {} if self._seed is None else {"seed": self._seed}
-        return self._ways.begun(self._ways.seen((await self._asked(self._client.reset, **given)).observation))
+        options = {} if self._seed is None else {"seed": self._seed}
+        return self._ways.begun(
+            self._ways.seen((await self._asked(self._client.reset, **options)).observation)
+        )
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """As `EnvRollout` has it; a text that is no action changes nothing, and is said to be none."""
@@ -184,12 +186,12 @@ class _OpenEnv:
         if action is None:
             return "Say an action: a JSON object.", 0.0, False
         try:
-            found = await self._asked(self._client.step, action)
+            result = await self._asked(self._client.step, action)
         except RuntimeError as error:
             if "VALIDATION_ERROR" not in str(error):
                 raise
             return str(error), 0.0, False
-        return self._ways.seen(found.observation), float(found.reward or 0.0), bool(found.done)
+        return self._ways.seen(result.observation), float(result.reward or 0.0), bool(result.done)
 
     async def close(self) -> None:
         """End the session."""
@@ -202,7 +204,7 @@ class _OpenEnv:
             RolloutError: it does not, or has no room, which is not the agent's doing.
         """
         try:
-            return await called(call, *given, **named)
+            return await call_maybe_async(call, *given, **named)
         except Exception as error:
             away = isinstance(error, OSError) or type(error).__module__.startswith("websockets")
             if not away and not any(code in str(error) for code in NOT_THE_AGENT):
@@ -212,8 +214,8 @@ class _OpenEnv:
 
 
 def _seed(task: Task) -> int | None:
-    found = next((task.values[name] for name in SEEDS if name in task.values), None)
-    return None if found is None else int(found)
+    value = next((task.values[name] for name in SEEDS if name in task.values), None)
+    return None if value is None else int(value)
 
 
 def _text(observation: Any) -> str:

@@ -32,7 +32,7 @@ SHOWN = 2000
 
 
 def places_of(task: Task, folder: Path) -> dict[str, Path]:
-    """What an agent finds where a container has it -> where it is, made for it; none for other tasks.
+    """Path in a container -> the folder made for it on this host; none for tasks that are not Harbor's.
 
     Raises:
         LaunchError: the environment is more than files.
@@ -62,16 +62,16 @@ def places_of(task: Task, folder: Path) -> dict[str, Path]:
 
 
 def _copy(environment: Path, sources: Sequence[str], root: Path, workdir: PurePosixPath, to: str) -> None:
-    """COPY of a Dockerfile."""
-    found = [path for source in sources for path in sorted(environment.glob(source.strip("/") or "."))]
-    if not found:
+    """Do a COPY of a Dockerfile."""
+    paths = [path for source in sources for path in sorted(environment.glob(source.strip("/") or "."))]
+    if not paths:
         raise LaunchError(f"{environment / 'Dockerfile'}: COPY {' '.join(sources)}: there is no such file")
     target = _inside(root, workdir / to)
-    for path in found:
+    for path in paths:
         if path.is_dir():
             shutil.copytree(path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("Dockerfile"))
         else:
-            into = target / path.name if to.endswith(("/", ".")) or len(found) > 1 else target
+            into = target / path.name if to.endswith(("/", ".")) or len(paths) > 1 else target
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, into)
 
@@ -82,7 +82,7 @@ def _inside(root: Path, path: PurePosixPath) -> Path:
 
 
 async def tests(task: Task, attempt: Attempt) -> float:
-    """What the task's tests say of what an agent left: for `function` of a [[score]].
+    """The reward that the task's tests give what an agent left: for `function` of a [[score]].
 
     Raises:
         RolloutError: they say nothing that is a reward.
@@ -132,11 +132,11 @@ def reward_in(verifier: Path, printed: str = "") -> float:
     )
 
 
-def _number(said: object) -> float:
-    if isinstance(said, Mapping):
-        if "reward" not in said and len(said) != 1:
-            raise ValueError(f"it has {sorted(said)}, and no `reward`")
-        said = said.get("reward", next(iter(said.values())))
-    if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
-        raise ValueError(f"{said!r} is no finite number")
-    return float(said)
+def _number(value: object) -> float:
+    if isinstance(value, Mapping):
+        if "reward" not in value and len(value) != 1:
+            raise ValueError(f"it has {sorted(value)}, and no `reward`")
+        value = value.get("reward", next(iter(value.values())))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)

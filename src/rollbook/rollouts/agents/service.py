@@ -20,7 +20,7 @@ from rollbook.rollouts.jobs import Agents, Job, Started, until
 from rollbook.rollouts.launchers.launching import Exit, Leak
 from rollbook.rollouts.outcome import Ended, Outcome
 from rollbook.rollouts.proxy import bearer
-from rollbook.store.config import first_refused
+from rollbook.store.config import first_invalid_value
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 
@@ -60,7 +60,7 @@ class ServiceAgents(Agents):
 
     async def start(self, job: Job) -> Started:
         """As `Agents`; what keeps it from starting its end says."""
-        return _Asked(self._client(), self._service, self._body(job), job, self._clocks)
+        return _ServiceAgent(self._client(), self._service, self._body(job), job, self._clocks)
 
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """Cancel what is dead. Other launches of the service are not known here."""
@@ -92,7 +92,7 @@ class ServiceAgents(Agents):
         }
 
 
-class _Asked(Started):
+class _ServiceAgent(Started):
     """An agent that a service is asked to run."""
 
     def __init__(
@@ -127,11 +127,11 @@ class _Asked(Started):
     async def _run(self) -> tuple[bool, Ended]:
         """See it started and over: whether the service says that it is, and how it ended."""
         key = {"idempotency-key": self._job.launch_id}
-        url = _of(self._service, self._job.launch_id)
-        heard, asked = time.monotonic(), False
+        url = _url_of(self._service, self._job.launch_id)
+        heard, started = time.monotonic(), False
         while True:
             try:
-                if asked:
+                if started:
                     answer = await self._client.get(url)
                 else:
                     answer = await self._client.post(
@@ -141,9 +141,9 @@ class _Asked(Started):
             except httpx.HTTPError as error:
                 answer, why = None, repr(error)
             if answer is not None and answer.status_code not in _PASSING and answer.status_code < 500:
-                if (ended := _ended(answer, asked=asked)) is not None:
+                if (ended := _ended(answer, asked=started)) is not None:
                     return ended
-                heard, asked = time.monotonic(), True
+                heard, started = time.monotonic(), True
             elif time.monotonic() - heard > self._service.lease_s:
                 text = f"its service gave no good answer for {self._service.lease_s:g} s: {why}"
                 return False, Ended(infrastructure=text)
@@ -160,19 +160,19 @@ def _ended(answer: httpx.Response, *, asked: bool) -> tuple[bool, Ended] | None:
         text = f"its service answered {answer.status_code}: {answer.text[:SHOWN]}"
         return False, Ended(infrastructure=text)
     try:
-        said = Answer.model_validate_json(answer.content)
+        state = Answer.model_validate_json(answer.content)
     except ValidationError as error:
         text = "its service answered what docs/rollouts.md does not have: "
-        text += first_refused(error, _values(answer))
+        text += first_invalid_value(error, _values(answer))
         return False, Ended(infrastructure=text)
-    if said.status == "running":
+    if state.status == "running":
         return None
-    if said.status == "infra_failed":
-        return True, Ended(infrastructure=said.error or "its service says that its infrastructure failed")
-    if said.status == "failed":
-        return True, Ended(code=1, error=said.error or "its service says that it failed")
+    if state.status == "infra_failed":
+        return True, Ended(infrastructure=state.error or "its service says that its infrastructure failed")
+    if state.status == "failed":
+        return True, Ended(code=1, error=state.error or "its service says that it failed")
     return True, Ended(
-        outcome=Outcome(said.reward, said.status == "truncated", said.success, said.turn_rewards)
+        outcome=Outcome(state.reward, state.status == "truncated", state.success, state.turn_rewards)
     )
 
 
@@ -184,12 +184,12 @@ def _values(answer: httpx.Response) -> Any:
 
 
 async def _cancel(client: httpx.AsyncClient, service: ServiceConfig, launch_id: str) -> None:
-    """Ask once; a service that does not hear it ends what nobody asks for."""
+    """Ask once for a cancellation; a service that does not hear it ends what nobody asks for."""
     try:
-        await client.delete(_of(service, launch_id), timeout=CANCEL_S)
+        await client.delete(_url_of(service, launch_id), timeout=CANCEL_S)
     except httpx.HTTPError:
         return
 
 
-def _of(service: ServiceConfig, launch_id: str) -> str:
+def _url_of(service: ServiceConfig, launch_id: str) -> str:
     return f"{service.url.rstrip('/')}/{launch_id}"

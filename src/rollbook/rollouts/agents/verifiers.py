@@ -78,8 +78,8 @@ class Verifiers:
         connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
         async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            said = await reader.readline()
-            if secrets.compare_digest(said.strip(), token.encode()):
+            line = await reader.readline()
+            if secrets.compare_digest(line.strip(), token.encode()):
                 await connected.put((reader, writer))
             else:
                 writer.close()
@@ -148,17 +148,17 @@ class _Worker:
         """Whether it is still there."""
         return not self._hearing.done()
 
-    def ask(self, said: Json) -> asyncio.Future[Json]:
-        """Have a rollout played; what is told of its end.
+    def ask(self, request: Json) -> asyncio.Future[Json]:
+        """Have a rollout played; the future has what the process reports of its end.
 
-        The future raises LaunchError if the process goes away before.
+        It raises LaunchError if the process goes away before.
         """
         future: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
         if not self.serves:
             future.set_exception(self._gone())
             return future
-        self._asked[said["id"]] = future
-        self._writer.write(orjson.dumps(said) + b"\n")
+        self._asked[request["id"]] = future
+        self._writer.write(orjson.dumps(request) + b"\n")
         return future
 
     def cancel(self, launch_id: str) -> None:
@@ -176,10 +176,10 @@ class _Worker:
     async def _hear(self) -> None:
         try:
             while line := await self._reader.readline():
-                told: Json = orjson.loads(line)
-                future = self._asked.pop(told.get("id", ""), None)
+                message: Json = orjson.loads(line)
+                future = self._asked.pop(message.get("id", ""), None)
                 if future is not None and not future.done():
-                    future.set_result(told)
+                    future.set_result(message)
         except (OSError, ValueError):
             pass  # as if it had ended
         for future in self._asked.values():
@@ -196,8 +196,8 @@ class _Rollout:
     def __init__(self, worker: _Worker, job: Job, clocks: ClocksConfig) -> None:
         self.isolation: Json = worker.isolation
         self._worker, self._job, self._clocks = worker, job, clocks
-        asked = {"id": job.launch_id, "idx": job.task.values.get("idx"), "key": job.address.key}
-        self._told = worker.ask(asked | {"base_url": job.address.openai})
+        request = {"id": job.launch_id, "idx": job.task.values.get("idx"), "key": job.address.key}
+        self._told = worker.ask(request | {"base_url": job.address.openai})
 
     async def end(self) -> tuple[Ended, Exit | None]:
         """As `Started`."""
@@ -207,30 +207,30 @@ class _Rollout:
                 self._worker.cancel(self._job.launch_id)
                 await asyncio.wait({self._told}, timeout=self._clocks.grace_s)
                 return Ended(stopped=stopped), None
-            told = self._told.result()
+            result = self._told.result()
         except LaunchError as error:
             return Ended(infrastructure=str(error)), None
         except BaseException:
             self._worker.cancel(self._job.launch_id)
             raise
-        traces = b"".join(orjson.dumps(trace) + b"\n" for trace in told.get("traces", ()))
+        traces = b"".join(orjson.dumps(trace) + b"\n" for trace in result.get("traces", ()))
         (self._job.folder / "traces.jsonl").write_bytes(traces)
-        return ended_of(told), None
+        return ended_of(result), None
 
 
-def ended_of(told: Mapping[str, Any]) -> Ended:
-    """How a rollout ended of which a worker told. Pure."""
-    if "failed" in told:
-        return Ended(infrastructure=f"verifiers: {told['failed']}"[:SHOWN])
-    if told["timeout"] is not None:
-        return Ended(stopped=str(told["timeout"]).removesuffix("_timeout"))
-    if not told["ok"]:
+def ended_of(result: Mapping[str, Any]) -> Ended:
+    """How a rollout ended, by what a worker reported of it. Pure."""
+    if "failed" in result:
+        return Ended(infrastructure=f"verifiers: {result['failed']}"[:SHOWN])
+    if result["timeout"] is not None:
+        return Ended(stopped=str(result["timeout"]).removesuffix("_timeout"))
+    if not result["ok"]:
         return _failed(
-            told["errors"][-1] if told["errors"] else {"type": "Error", "message": "no reason given"}
+            result["errors"][-1] if result["errors"] else {"type": "Error", "message": "no reason given"}
         )
-    rewards = {name: float(reward["score"]) for name, reward in told["rewards"].items()}
-    weights = {name: float(reward["weight"]) for name, reward in told["rewards"].items()}
-    return Ended(outcome=Outcome(rewards or None, truncated=told["truncated"], weights=weights))
+    rewards = {name: float(reward["score"]) for name, reward in result["rewards"].items()}
+    weights = {name: float(reward["weight"]) for name, reward in result["rewards"].items()}
+    return Ended(outcome=Outcome(rewards or None, truncated=result["truncated"], weights=weights))
 
 
 def _failed(error: Mapping[str, Any]) -> Ended:

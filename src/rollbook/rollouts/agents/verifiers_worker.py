@@ -44,31 +44,31 @@ class Worker:
         async with self._env.serving():
             self._say({"ready": True})
             while line := await reader.readline():
-                asked = json.loads(line)
-                if (cancelled := asked.get("cancel")) is None:
-                    self._playing[asked["id"]] = asyncio.create_task(self._play(asked))
+                request = json.loads(line)
+                if (cancelled := request.get("cancel")) is None:
+                    self._playing[request["id"]] = asyncio.create_task(self._play(request))
                 elif cancelled in self._playing:
                     self._playing[cancelled].cancel()
             for playing in self._playing.values():
                 playing.cancel()
             await asyncio.gather(*self._playing.values(), return_exceptions=True)
 
-    async def _play(self, asked: dict[str, Any]) -> None:
-        told: dict[str, Any] = {}
-        variable = f"ROLLBOOK_KEY_{asked['id']}"
-        os.environ[variable] = asked["key"]
+    async def _play(self, request: dict[str, Any]) -> None:
+        result: dict[str, Any] = {}
+        variable = f"ROLLBOOK_KEY_{request['id']}"
+        os.environ[variable] = request["key"]
         try:
-            address = {"base_url": asked["base_url"], "api_key_var": variable}
+            address = {"base_url": request["base_url"], "api_key_var": variable}
             client = self._config.client.model_copy(update=address)
             ctx = ModelContext(client=client, model=self._config.model, sampling=self._config.sampling)
-            told = _said(await self._env.run_slot(RunSlot(self._task(asked["idx"])), ctx))
+            result = _report(await self._env.run_slot(RunSlot(self._task(request["idx"])), ctx))
         except asyncio.CancelledError:
-            told = {"cancelled": True}
+            result = {"cancelled": True}
         except Exception as error:
-            told = {"failed": f"{type(error).__name__}: {error}"}
+            result = {"failed": f"{type(error).__name__}: {error}"}
         finally:
-            del os.environ[variable], self._playing[asked["id"]]
-            self._say({"id": asked["id"]} | told)
+            del os.environ[variable], self._playing[request["id"]]
+            self._say({"id": request["id"]} | result)
 
     def _task(self, at: int) -> Any:
         self._tasks += itertools.islice(self._taskset, max(0, at + 1 - len(self._tasks)))
@@ -76,15 +76,15 @@ class Worker:
             raise IndexError(f"the environment has {len(self._tasks)} tasks, and none at position {at}")
         return self._tasks[at]
 
-    def _say(self, told: dict[str, Any]) -> None:
+    def _say(self, message: dict[str, Any]) -> None:
         try:
-            line = json.dumps(told, allow_nan=False)
+            line = json.dumps(message, allow_nan=False)
         except ValueError as error:  # a reward that is no number: the environment's, and no agent's doing
-            line = json.dumps({"id": told["id"], "failed": f"what it says is no JSON: {error}"})
+            line = json.dumps({"id": message["id"], "failed": f"what it says is no JSON: {error}"})
         self._writer.write(line.encode() + b"\n")
 
 
-def _said(episode: Any) -> dict[str, Any]:
+def _report(episode: Any) -> dict[str, Any]:
     """How an episode ended, and its traces as verifiers writes them."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     playing = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]

@@ -1,4 +1,4 @@
-"""What a program is told: its variables and its task's file. Pure but for the file."""
+"""What a program is given: its variables and its task's file. Pure but for the file."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def on_loopback(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def network_of(asked: str, proxy: str) -> str:
-    """The network of containers, where `auto` may be asked for."""
-    if asked != "auto":
-        return asked
+def network_of(network: str, proxy: str) -> str:
+    """The network of containers; `auto` is the host's for a proxy on loopback, else the engine's default."""
+    if network != "auto":
+        return network
     return HOST_NETWORK if on_loopback(proxy) else DEFAULT_NETWORK
 
 
@@ -108,7 +108,7 @@ def variables(
     if agent.launcher == "docker":
         theirs.pop("PATH", None)  # an image has its programs elsewhere
     known = theirs | ours | agent.environment
-    return known | {name: known[of] for name, of in agent.names.items() if of in known}
+    return known | {name: known[source] for name, source in agent.names.items() if source in known}
 
 
 def passed(agent: AgentConfig, own: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def needed_by(file: Path) -> list[Path]:
 
 
 def placed(command: Sequence[str]) -> tuple[str, ...]:
-    """The command as it is understood from any folder: files by their whole paths."""
+    """The command with its files as absolute paths, so that it is understood from any folder."""
     files = files_of(command)
     return tuple(str(files.get(word, word)) for word in command)
 

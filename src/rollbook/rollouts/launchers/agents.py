@@ -1,4 +1,4 @@
-"""Agents that are programs, of whatever launcher, and such that are coroutines of this process."""
+"""Agents that are programs, under any launcher, and agents that are coroutines of this process."""
 
 from __future__ import annotations
 
@@ -81,17 +81,18 @@ class Programs:
 
 
 def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
-    """What starts programs on this host of a CONFIG: its agents, where they are such, and its scorers.
+    """The launcher of a CONFIG's programs on this host: its agents, where they are programs, and its
+    scorers.
 
-    Those with files of their own see the files that commands name, with what lies beside them, and no launch
-    but their own.
+    Those with files of their own see the files that commands name, with what lies beside them, and no
+    launch but their own.
     """
     return SubprocessLauncher(_files_for(config))
 
 
 def _files_for(config: RolloutConfig) -> Files:
     agents = config.agent.command if config.agent.launcher in ("subprocess", "ray", "verifiers") else ()
-    words = [*agents, *(word for one in config.score for word in one.command)]
+    words = [*agents, *(word for component in config.score for word in component.command)]
     beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
     if config.agent.launcher == "verifiers":
         beside.add(Path(__file__).resolve().parents[1] / "agents")
@@ -151,10 +152,10 @@ class _Program:
         try:
             stopped = await until(waiting, self._job, self._clocks)
             if stopped is None:
-                found = waiting.result()
-                return Ended(found.code, found.signal, found.error, found.infrastructure), found
-            found = await self._running.stop(self._clocks.grace_s)
-            return Ended(found.code, found.signal, stopped=stopped), found
+                exit_ = waiting.result()
+                return Ended(exit_.code, exit_.signal, exit_.error, exit_.infrastructure), exit_
+            exit_ = await self._running.stop(self._clocks.grace_s)
+            return Ended(exit_.code, exit_.signal, stopped=stopped), exit_
         finally:
             waiting.cancel()  # which ends at once whatever runs yet
             await asyncio.wait([waiting])
@@ -171,13 +172,13 @@ class Coroutines:
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
         try:
-            made = self._class(**self._options)
+            rollout = self._class(**self._options)
         except Exception as error:
             raise LaunchError(
                 f"{self._class.__name__} cannot be made with {self._options}: {error!r}"
             ) from error
         llm = LLM(self._proxy.http, job.address.openai, job.address.key, job.address.trajectory)
-        return _Coroutine(made, llm, job, self._clocks)
+        return _Coroutine(rollout, llm, job, self._clocks)
 
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
         """A coroutine leaves no process behind."""
@@ -188,9 +189,9 @@ class Coroutines:
 
 
 class _Coroutine:
-    def __init__(self, made: AgenticRollout, llm: LLM, job: Job, clocks: ClocksConfig) -> None:
+    def __init__(self, rollout: AgenticRollout, llm: LLM, job: Job, clocks: ClocksConfig) -> None:
         self.isolation: Json = {"level": "none"}
-        self._made, self._llm, self._job, self._clocks = made, llm, job, clocks
+        self._made, self._llm, self._job, self._clocks = rollout, llm, job, clocks
 
     async def end(self) -> tuple[Ended, Exit | None]:
         running = asyncio.ensure_future(self._made.run(self._job.task, self._llm))
@@ -199,7 +200,7 @@ class _Coroutine:
             if stopped is not None:
                 running.cancel()
                 await asyncio.wait([running], timeout=self._clocks.grace_s)
-            ended = Ended(stopped=stopped) if stopped else _said(running)
+            ended = Ended(stopped=stopped) if stopped else _end_of(running)
             return replace(ended, answered=bool(self._llm.replies)), None
         finally:
             running.cancel()
@@ -207,7 +208,7 @@ class _Coroutine:
                 await self._made.close()
 
 
-def _said(running: asyncio.Future[Outcome | float | None]) -> Ended:
+def _end_of(running: asyncio.Future[Outcome | float | None]) -> Ended:
     """How an agent in this process ended."""
     error = running.exception()
     if isinstance(error, RolloutError):
@@ -216,5 +217,5 @@ def _said(running: asyncio.Future[Outcome | float | None]) -> Ended:
         return Ended(code=1, error=f"the proxy refused its request: {error}")
     if error is not None:
         return Ended(code=1, error=repr(error))
-    said = running.result()
-    return Ended(outcome=said if isinstance(said, Outcome | None) else Outcome(float(said)))
+    result = running.result()
+    return Ended(outcome=result if isinstance(result, Outcome | None) else Outcome(float(result)))

@@ -1,8 +1,9 @@
-"""Control groups of the kernel, one for each launch: limits of all of its processes, and what they took.
+"""Control groups of the kernel, one for each launch: limits of all of its processes, and what they
+used.
 
-Version 2 alone is spoken, in which all controllers share one tree. A group is made inside the tree's root, or
-beside this process's own, as version 2 allows none inside a group with processes. Nothing is mounted, and no
-other process is moved.
+Only version 2 is used, in which all controllers share one tree. A group is made inside the tree's
+root, or beside this process's own, as version 2 allows none inside a group with processes. Nothing
+is mounted, and no other process is moved.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.rollouts.launchers.launching import Leak, Limits
-from rollbook.rollouts.launchers.leaks import command_of, kept
+from rollbook.rollouts.launchers.leaks import command_of, watched_launches
 from rollbook.store.errors import LaunchError
 
 MIB = 1 << 20
@@ -55,13 +56,13 @@ def controllers(limits: Limits) -> tuple[str, ...]:
         LaunchError: a limit that nothing else can keep needs one that is not here.
     """
     needs = {"pids": limits.processes, "cpu": limits.cpus}
-    asked = tuple(name for name, limit in needs.items() if limit is not None)
-    if asked and (why := missing(asked)) is not None:
+    needed = tuple(name for name, limit in needs.items() if limit is not None)
+    if needed and (why := missing(needed)) is not None:
         keys = " and ".join(
             f"limits.{key}" for key in ("processes", "cpus") if getattr(limits, key) is not None
         )
         raise LaunchError(f"{keys}: {why}; leave the limit out, or run agents in containers")
-    return asked if limits.memory_mb is None or missing(["memory"]) else (*asked, "memory")
+    return needed if limits.memory_mb is None or missing(["memory"]) else (*needed, "memory")
 
 
 def missing(names: Iterable[str]) -> str | None:
@@ -78,7 +79,7 @@ def missing(names: Iterable[str]) -> str | None:
 
 
 class Cgroup:
-    """The group of a launch; one that needs no controller is nowhere.
+    """The group of a launch; no group is made for one that needs no controller.
 
     Raises:
         LaunchError: it cannot be made.
@@ -132,7 +133,7 @@ def sweep(alive: frozenset[str]) -> list[Leak]:
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid():
                 groups[folder.name.removeprefix(PREFIX)] = folder
-    spared = alive | kept() if groups else frozenset()
+    spared = alive | watched_launches() if groups else frozenset()
     return [
         Leak(launch_id, pid, command)
         for launch_id, folder in sorted(groups.items())
@@ -213,7 +214,7 @@ def _limit(controller: str, folder: Path, limits: Limits) -> None:
 
 def _end(folder: Path) -> list[tuple[int, str]]:
     """SIGKILL to all that is in the group until nothing is, and remove it; what was there at first."""
-    found = {pid: command_of(pid) for pid in _pids(folder)}
+    commands = {pid: command_of(pid) for pid in _pids(folder)}
     until = time.monotonic() + EMPTY_S
     while (pids := _pids(folder)) and time.monotonic() < until:
         for pid in pids:
@@ -222,7 +223,7 @@ def _end(folder: Path) -> list[tuple[int, str]]:
         time.sleep(0.005)
     while not _removed(folder) and time.monotonic() < until:
         time.sleep(0.005)
-    return sorted(found.items())
+    return sorted(commands.items())
 
 
 def _removed(folder: Path) -> bool:

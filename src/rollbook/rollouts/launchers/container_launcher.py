@@ -70,10 +70,10 @@ class ContainerLauncher(Launcher):
             LaunchError: no engine answers, or the image cannot be had, or not even the engine's client can be
                 started. What else keeps it from running its end says.
         """
-        found, isolation = await asyncio.to_thread(self._looked_up)
+        engine_, isolation = await asyncio.to_thread(self._looked_up)
         await asyncio.to_thread(_give, launch.folder, self._container.user)
-        command, environment = self._client(launch, found)
-        after = ("sh", "-c", AFTER, "sh", found.program, _name(launch), str(_state_file(launch)))
+        command, environment = self._client(launch, engine_)
+        after = ("sh", "-c", AFTER, "sh", engine_.program, _name(launch), str(_state_file(launch)))
         client = replace(
             launch,
             command=tuple(command),
@@ -84,7 +84,9 @@ class ContainerLauncher(Launcher):
             after=after,
         )
         return _Contained(
-            await self._clients.start(client), launch, isolation | {"limits": _given(launch.limits)}
+            await self._clients.start(client),
+            launch,
+            isolation | {"limits": _container_limits(launch.limits)},
         )
 
     async def sweep(self, alive: frozenset[str], dead: frozenset[str] = frozenset()) -> list[Leak]:
@@ -93,37 +95,39 @@ class ContainerLauncher(Launcher):
 
     def _sweep(self, alive: frozenset[str], dead: frozenset[str]) -> list[Leak]:
         try:
-            found = self._engine()
+            engine_ = self._engine()
         except LaunchError:
             return []
         # First the containers and then who is watched over: a keeper is there before its container is.
-        there = found.containers()
-        spared = alive | leaks.kept()
+        there = engine_.containers()
+        spared = alive | leaks.watched_launches()
         gone = []
-        for one in there:
-            labels = one["Config"]["Labels"]
+        for container in there:
+            labels = container["Config"]["Labels"]
             launch_id = labels[LAUNCH]
             if launch_id in dead or (labels.get(HOST) == _host() and launch_id not in spared):
-                found.remove(one["Id"])
-                command = f"container {one['Id'][:12]}: {' '.join(one['Config'].get('Cmd') or ())}"
-                gone.append(Leak(launch_id, one["State"].get("Pid") or 0, command[: leaks.TOLD_LENGTH]))
+                engine_.remove(container["Id"])
+                command = (
+                    f"container {container['Id'][:12]}: {' '.join(container['Config'].get('Cmd') or ())}"
+                )
+                gone.append(Leak(launch_id, container["State"].get("Pid") or 0, command[: leaks.TOLD_LENGTH]))
         return gone
 
     # What is there ----------------------------------------------------------------------------
 
     def _looked_up(self) -> tuple[Engine, Json]:
         """The engine, and what is said of each launch's isolation."""
-        found = self._engine()
+        engine_ = self._engine()
         with self._lock:
-            if self._known is None or self._known[0] != found:
-                image = found.image(self._container.image)
+            if self._known is None or self._known[0] != engine_:
+                image = engine_.image(self._container.image)
                 self._known = (
-                    found,
+                    engine_,
                     {
                         "level": "container",
                         **{"pid_namespace": True, "dies_with_launcher": True, "own_files": True},
-                        **{"engine": found.name, "version": found.version, "runtime": found.runtime},
-                        **{"rootless": found.rootless, "network": self._network},
+                        **{"engine": engine_.name, "version": engine_.version, "runtime": engine_.runtime},
+                        **{"rootless": engine_.rootless, "network": self._network},
                         **{"image": self._container.image, "image_id": image["Id"].removeprefix("sha256:")},
                         "digests": sorted(word.rpartition("@")[2] for word in image.get("RepoDigests") or ()),
                         "platform": f"{image.get('Os')}/{image.get('Architecture')}",
@@ -139,18 +143,26 @@ class ContainerLauncher(Launcher):
 
     # The command line -------------------------------------------------------------------------
 
-    def _client(self, launch: Launch, found: Engine) -> tuple[list[str], dict[str, str]]:
+    def _client(self, launch: Launch, engine_: Engine) -> tuple[list[str], dict[str, str]]:
         """The client's command line, and its environment.
 
         The agent's variables are in the client's environment, and only named on its command line, which every
         user of this host can read; but for those that the client itself would heed.
         """
         container, own = self._container, dict(os.environ)
-        words = [found.program, "run", "--name", _name(launch), "--init", "--pull=never", "--log-driver=none"]
+        words = [
+            engine_.program,
+            "run",
+            "--name",
+            _name(launch),
+            "--init",
+            "--pull=never",
+            "--log-driver=none",
+        ]
         labels = {LAUNCH: launch.launch_id, HOST: _host(), **launch.labels}
         words += [f"--label={name}={value}" for name, value in labels.items()]
-        words += ["--security-opt=no-new-privileges", "--cap-drop=ALL", f"--user={_user(container, found)}"]
-        if found.name == "podman" and found.rootless:
+        words += ["--security-opt=no-new-privileges", "--cap-drop=ALL", f"--user={_user(container, engine_)}"]
+        if engine_.name == "podman" and engine_.rootless:
             words.append("--userns=keep-id")
         if self._network != DEFAULT_NETWORK:
             words.append(f"--network={self._network}")
@@ -190,21 +202,21 @@ class _Contained(Running):
     def _ended(self, client: Exit) -> Exit:
         """How the container ended, as the engine said; of the client's own end only what it printed."""
         state = _read(_state_file(self._launch))
-        found = Exit(None, None, printed=client.printed, complaint=client.complaint)
+        exit_ = Exit(None, None, printed=client.printed, complaint=client.complaint)
         if state is None and client.code != CLIENT_FAILED:
-            return replace(found, code=client.code, infrastructure="its container was removed while it ran")
+            return replace(exit_, code=client.code, infrastructure="its container was removed while it ran")
         if state is None or str(state.get("StartedAt", NEVER)).startswith(NEVER):
             why = (state or {}).get("Error") or client.complaint or f"its client ended with {client.code}"
-            return replace(found, code=client.code, infrastructure=f"its container did not start: {why}")
+            return replace(exit_, code=client.code, infrastructure=f"its container did not start: {why}")
         if state.get("Running"):
             why = f"its client ended with {client.code} while it ran: {client.complaint}"
-            return replace(found, signal=signal.SIGKILL, infrastructure=why)
+            return replace(exit_, signal=signal.SIGKILL, infrastructure=why)
         code = int(state["ExitCode"])
         if code and not client.printed.get("stdout") and (not_run := _NOT_RUN.fullmatch(client.complaint)):
-            return replace(found, code=code, infrastructure=f"its program cannot be started: {not_run[1]}")
+            return replace(exit_, code=code, infrastructure=f"its program cannot be started: {not_run[1]}")
         error = _by_memory(code, self._launch.limits, known=bool(state.get("OOMKilled")))
-        found = replace(found, error=error)
-        return replace(found, signal=code - 128) if 128 < code < 193 else replace(found, code=code)
+        exit_ = replace(exit_, error=error)
+        return replace(exit_, signal=code - 128) if 128 < code < 193 else replace(exit_, code=code)
 
 
 # Words ------------------------------------------------------------------------------------------------
@@ -220,12 +232,12 @@ def _name(launch: Launch) -> str:
     return f"rollbook-{launch.launch_id}"
 
 
-def _user(container: ContainerConfig, found: Engine) -> str:
+def _user(container: ContainerConfig, engine_: Engine) -> str:
     """Whom an agent runs as: by default whoever runs this, to whom then belongs what it writes."""
     if container.user is not None:
         return container.user
     own = f"{os.getuid()}:{os.getgid()}"
-    return "0:0" if found.rootless and found.name == "docker" else own
+    return "0:0" if engine_.rootless and engine_.name == "docker" else own
 
 
 def _give(folder: Path, user: str | None) -> None:
@@ -254,10 +266,10 @@ def _read(path: Path) -> Json | None:
     try:
         data = path.read_bytes()
         path.unlink()
-        said: Json = orjson.loads(data)
+        state: Json = orjson.loads(data)
     except (OSError, orjson.JSONDecodeError):
         return None
-    return said
+    return state
 
 
 def _mounts(container: ContainerConfig, launch: Launch) -> list[str]:
@@ -277,19 +289,19 @@ def _mounts(container: ContainerConfig, launch: Launch) -> list[str]:
     return words
 
 
-def _given(limits: Limits) -> Json:
-    """The limits that a container is kept to as a whole."""
-    found = {"memory_mb": limits.memory_mb, "processes": limits.processes, "cpus": limits.cpus}
-    return {name: value for name, value in found.items() if value is not None}
+def _container_limits(limits: Limits) -> Json:
+    """The limits that a container is held to as a whole."""
+    bounds = {"memory_mb": limits.memory_mb, "processes": limits.processes, "cpus": limits.cpus}
+    return {name: value for name, value in bounds.items() if value is not None}
 
 
 def _by_memory(code: int, limits: Limits, *, known: bool) -> str | None:
-    """What is known of an end by memory; podman often does not know it."""
-    said = f"limits.memory_mb = {limits.memory_mb}"
+    """The error of an end for want of memory, as far as it is known; podman often does not know it."""
+    limit = f"limits.memory_mb = {limits.memory_mb}"
     if known:
-        return f"it took more than {said}"
+        return f"it took more than {limit}"
     perhaps = limits.memory_mb is not None and code == 128 + signal.SIGKILL
-    return f"SIGKILL ended it, as what takes more than {said}" if perhaps else None
+    return f"SIGKILL ended it, as what takes more than {limit}" if perhaps else None
 
 
 def _limits(limits: Limits) -> list[str]:
@@ -339,14 +351,14 @@ class Engine:
         Raises:
             LaunchError: it is not there, and cannot be pulled.
         """
-        found = self._said("image", "inspect", name)
-        if found is None:
+        images = self._said("image", "inspect", name)
+        if images is None:
             pulled = _run([self.program, "pull", "--quiet", name], PULL_S)
-            found = self._said("image", "inspect", name)
-            if found is None:
+            images = self._said("image", "inspect", name)
+            if images is None:
                 why = _last(pulled.stderr) or f"it ended with {pulled.returncode}"
                 raise LaunchError(f"image {name!r} is not there, and {self.name} cannot pull it: {why}")
-        [image] = found
+        [image] = images
         return dict(image)
 
     def containers(self) -> list[Json]:
@@ -364,20 +376,20 @@ class Engine:
     def _said(self, *words: str, whole: bool = True) -> list[Any] | None:
         done = _run([self.program, *words])
         try:
-            said = orjson.loads(done.stdout)
+            value = orjson.loads(done.stdout)
         except orjson.JSONDecodeError:
             return None
-        return None if done.returncode and whole else said
+        return None if done.returncode and whole else value
 
 
-def engine(asked: Literal["auto", "docker", "podman"]) -> Engine:
+def engine(wanted: Literal["auto", "docker", "podman"]) -> Engine:
     """The engine that is asked for.
 
     Raises:
         LaunchError: none answers; it says why.
     """
     reasons = []
-    for name in ("docker", "podman") if asked == "auto" else (asked,):
+    for name in ("docker", "podman") if wanted == "auto" else (wanted,):
         program = shutil.which(name)
         if program is None:
             reasons.append(f"there is no {name!r}: install it")
@@ -414,6 +426,6 @@ def _run(command: Sequence[str], limit_s: float = ANSWER_S) -> subprocess.Comple
         return subprocess.CompletedProcess(command, 1, b"", str(error).encode())
 
 
-def _last(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
+def _last(output: bytes) -> str:
+    lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

@@ -62,22 +62,22 @@ AS_ANOTHER = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 NO_PLACES: Mapping[str, Path] = {}
 
 
-def chosen(asked: Isolation, required: Level) -> Level:
+def chosen(wanted: Isolation, required: Level) -> Level:
     """The level that an agent is kept at.
 
     Raises:
         LaunchError: what is asked for does not work here, or it is less than what is required.
     """
-    if asked == "auto":
+    if wanted == "auto":
         level = next(level for level in reversed(LEVELS) if missing(level) is None)
-    elif (why := missing(asked)) is not None:
-        raise LaunchError(f"isolation {asked!r} does not work here: {why}; `auto` takes the most that works")
+    elif (why := missing(wanted)) is not None:
+        raise LaunchError(f"isolation {wanted!r} does not work here: {why}; `auto` takes the most that works")
     else:
-        level = asked
+        level = wanted
     if LEVELS.index(level) >= LEVELS.index(required):
         return level
-    if asked != "auto":
-        raise LaunchError(f"isolation {asked!r} was asked for, but {required!r} is required: ask for `auto`")
+    if wanted != "auto":
+        raise LaunchError(f"isolation {wanted!r} was asked for, but {required!r} is required: ask for `auto`")
     raise LaunchError(
         f"isolation {required!r} is required, but only {level!r} works here: {missing(required)}"
     )
@@ -89,17 +89,19 @@ def described(level: Level) -> Json:
     return {"level": level, "pid_namespace": own, "dies_with_launcher": own, "own_files": own}
 
 
-def unkept(asked: Isolation, required: Level, user: str | None) -> str | None:
-    """What agents of this user on this host are not kept from, and the remedy; None: they see files of their
-    own, or are another user.
+def isolation_warning(wanted: Isolation, required: Level, user: str | None) -> str | None:
+    """What agents of this user on this host can reach, and the remedy; None: they see files of their own,
+    or are another user.
 
     Raises:
         LaunchError: as `chosen`.
     """
-    level = chosen(asked, required)
+    level = chosen(wanted, required)
     if level == "bwrap" or user is not None:
         return None
-    how = f"`auto` took {level!r}, the most that works here" if asked == "auto" else f"isolation is {level!r}"
+    how = (
+        f"`auto` took {level!r}, the most that works here" if wanted == "auto" else f"isolation is {level!r}"
+    )
     lacks = missing("bwrap") or "it works here: ask for `auto`"
     return (
         f"agents have no files of their own ({how}): they read what this user may, the store and its secret "
@@ -136,7 +138,7 @@ def wrapped(
         return list(command)
     keeps = [word for name in AS_ANOTHER if as_another for word in ("--cap-add", name)]
     # Of a folder that is its owner's alone, bwrap makes those above it root's alone.
-    above = [path for of in (folder, *map(Path, places)) for path in of.parents if as_another]
+    above = [path for root in (folder, *map(Path, places)) for path in root.parents if as_another]
     return [*_own_files(folder, files, places, disk_mb, above), *keeps, "--", *command]
 
 
@@ -164,8 +166,8 @@ def _trial(command: list[str]) -> str | None:
         return f"{error}; {_remedy()}"
     if done.returncode == 0:
         return None
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    return f"{said[-1] if said else f'it ended with {done.returncode}'}; {_remedy()}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else f'it ended with {done.returncode}'}; {_remedy()}"
 
 
 def _remedy() -> str:
@@ -215,7 +217,7 @@ def _own_files(
 
 
 def _visible(files: Files) -> Iterator[tuple[str, str]]:
-    """What can be read: where it is here, and where there."""
+    """(path on this host, path inside) of all that can be read."""
     wanted = [Path(path) for path in SYSTEM] + [Path(sys.prefix), Path(sys.base_prefix), *files.readable]
     wanted += [Path(interpreter()), Path(__file__).resolve().with_name("reaper.py")]
     # A virtual environment's interpreter is a link, often to others before the file itself.

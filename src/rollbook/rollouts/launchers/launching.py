@@ -1,4 +1,5 @@
-"""What a launcher is: how an agent is started, what is known of its run, and how nothing is left of it."""
+"""The launcher interface: how an agent is started, what is known of its run, and how nothing of it is
+left."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def start() -> dict[str, str]:
 
 
 def start_of(pid: int) -> str | None:
-    """The same of another process, NAME=VALUE; None: it is of no start, or ended."""
+    """The start of a run that another process belongs to, as NAME=VALUE; None: it is of none, or ended."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -36,21 +36,21 @@ def end_left(alive: frozenset[str]) -> list[Leak]:
     A keeper goes as soon as its launcher does. Where one runs, its launch is some launcher's.
     """
     tagged = dict(_tagged())
-    spared = alive | _kept(tagged)
+    spared = alive | _watched(tagged)
     return _end(tagged, lambda launch_id: launch_id not in spared)
 
 
-def kept() -> frozenset[str]:
+def watched_launches() -> frozenset[str]:
     """The launches of this user that somebody watches over."""
-    return _kept(dict(_tagged()))
+    return _watched(dict(_tagged()))
 
 
 def end_launch(launch_id: str) -> list[Leak]:
     """End all processes of one launch."""
-    return _end(dict(_tagged()), lambda found: found == launch_id)
+    return _end(dict(_tagged()), lambda owner: owner == launch_id)
 
 
-def _kept(tagged: dict[int, tuple[str, bool]]) -> frozenset[str]:
+def _watched(tagged: dict[int, tuple[str, bool]]) -> frozenset[str]:
     return frozenset(launch_id for launch_id, is_keeper in tagged.values() if is_keeper)
 
 
@@ -73,12 +73,12 @@ def _tag(pid: int) -> tuple[str, bool] | None:
 
 
 def _end(tagged: dict[int, tuple[str, bool]], wanted: Callable[[str], bool]) -> list[Leak]:
-    found = []
+    leaks = []
     for pid, (launch_id, is_keeper) in tagged.items():
         # What a process leaves behind is what it started: this very process may be of a launch itself.
         if wanted(launch_id) and pid != os.getpid() and (command := _end_one(pid, (launch_id, is_keeper))):
-            found.append(Leak(launch_id, pid, command))
-    return found
+            leaks.append(Leak(launch_id, pid, command))
+    return leaks
 
 
 def _end_one(pid: int, tag: tuple[str, bool]) -> str | None:

@@ -52,7 +52,7 @@ class NodeLauncher:
         return None
 
     async def start(self, launch: Launch) -> Json:
-        """Start an agent; what it is really kept in."""
+        """Start an agent; returns the isolation that it really has."""
         running = self._running[launch.launch_id] = await self._launcher.start(launch)
         return running.isolation
 
@@ -128,14 +128,14 @@ class RayLauncher:
         Raises:
             RolloutError: none comes in time. Later ones find nothing where there is no node any more.
         """
-        found: list[Leak] = []
+        leaks: list[Leak] = []
         await self._awaited()
         for place in list(self._places.values()):
             try:
-                found += await answered(place.actor.sweep.remote(alive, dead), SWEEP_S)
+                leaks += await answered(place.actor.sweep.remote(alive, dead), SWEEP_S)
             except LostError:
                 self.lost(place)
-        return found
+        return leaks
 
     async def _awaited(self) -> None:
         """See which nodes there are, the first time until there are some."""
@@ -231,7 +231,7 @@ class _OnNode:
     async def _ended(self, reference: Any, within_s: float | None) -> Exit:
         """Its end; one whose node was lost did not fail at its task."""
         try:
-            found: Exit = await answered(reference, within_s)
+            exit_: Exit = await answered(reference, within_s)
         except LostError as error:
             self._launcher.lost(self._place)
             return Exit(None, None, infrastructure=f"node {self._place.node.address} was lost: {error}")
@@ -239,4 +239,4 @@ class _OnNode:
             self._over = True
             self._place.running -= 1
             self._place.actor.forget.remote(self._launch_id)
-        return found
+        return exit_

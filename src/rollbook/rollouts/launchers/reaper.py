@@ -87,10 +87,10 @@ class Reaper:
 
     def _hear(self) -> None:
         try:
-            asked = os.read(0, 64)
+            data = os.read(0, 64)
         except ConnectionResetError:  # the launcher ended before it had read what it was told
-            asked = b""
-        if not asked:
+            data = b""
+        if not data:
             self._over = True
         elif not self._stopping:
             self._stopping = True
@@ -138,18 +138,18 @@ class Reaper:
                 parents[int(name)] = int(state_and_parent[1])
         if self._only_ours:
             return sorted(parents.keys() - {1})
-        found: list[int] = []
+        pids: list[int] = []
         ours = {os.getpid()}
         while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
             ours |= more
-            found += sorted(more)
-        return found
+            pids += sorted(more)
+        return pids
 
     def dismiss(self, tidy: Callable[[], None]) -> None:
-        """End a client in order, if it can be: of what one was starting when it was killed nobody knows.
+        """End a client in order, if it can be: nobody knows what one was starting when it was killed.
 
-        podman for instance lets its runtime make a container before it writes down that there is one; SIGTERM
-        waits until it did.
+        podman for instance lets its runtime make a container before it writes down that there is one;
+        SIGTERM waits until it did.
         """
         if self.status is None and not self._stopping:
             self._stopping = True
@@ -327,14 +327,14 @@ def main() -> None:
         keeper.dismiss(lambda: _tidy(task))
     left = keeper.left()
     keeper.end()
-    taken = resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     if task["after"]:
         _tidy(task)
     status = -signal.SIGKILL if keeper.status is None else keeper.status
     code, ended_by = (status, 0) if status >= 0 else (0, -status)
     _say(
         *(f"left {pid} {command}" for pid, command in left[:TOLD]),
-        f"ended {code} {ended_by} {taken.ru_utime + taken.ru_stime:.3f} {taken.ru_maxrss}",
+        f"ended {code} {ended_by} {usage.ru_utime + usage.ru_stime:.3f} {usage.ru_maxrss}",
     )
 
 

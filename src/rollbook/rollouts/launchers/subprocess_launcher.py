@@ -39,7 +39,7 @@ T = TypeVar("T")
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9-]{1,200}")
 
 
-class _Kept(asyncio.Protocol):
+class _OutputLog(asyncio.Protocol):
     """Writes the beginning of a stream to a file, and reads the rest, so that the agent is never blocked."""
 
     def __init__(self, path: Path, most: int) -> None:
@@ -206,18 +206,18 @@ class _Started(Running):
     async def _life(self) -> Exit:
         transports: list[asyncio.BaseTransport] = []
         try:
-            said, self._writer = await asyncio.open_unix_connection(sock=self._ours)
+            reader, self._writer = await asyncio.open_unix_connection(sock=self._ours)
             transports.append(self._writer.transport)
             for name, stream in self._streams.items():
                 transports.append(await stream.follow(getattr(self._process, name)))
-            report = await self._heard(said)
+            report = await self._heard(reader)
             await asyncio.to_thread(self._process.wait)
-            found = _exit(report)
-            if found is None and self._answer.done() and self._answer.result() == "started":
+            exit_ = _exit(report)
+            if exit_ is None and self._answer.done() and self._answer.result() == "started":
                 left = await asyncio.to_thread(leaks.end_launch, self._launch.launch_id)
-                told = tuple({"pid": leak.pid, "command": leak.command} for leak in left)
-                found = Exit(None, signal.SIGKILL, left=told)
-            found = await asyncio.to_thread(_with_group, found, self._group, self._launch.limits)
+                leaked = tuple({"pid": leak.pid, "command": leak.command} for leak in left)
+                exit_ = Exit(None, signal.SIGKILL, left=leaked)
+            exit_ = await asyncio.to_thread(_with_group, exit_, self._group, self._launch.limits)
             await asyncio.wait({stream.closed for stream in self._streams.values()}, timeout=LAST_WORDS_S)
         except BaseException:  # the loop itself ends, or lacks descriptors: nobody will look after the agent
             self._kill()
@@ -236,25 +236,25 @@ class _Started(Running):
                     timer.cancel()
         printed = {name: stream.count for name, stream in self._streams.items()}
         complaint = self._streams["stderr"].beginning()
-        found = replace(found or Exit(None, None), printed=printed, complaint=complaint)
+        exit_ = replace(exit_ or Exit(None, None), printed=printed, complaint=complaint)
         if self._over_disk:
-            return replace(found, error=f"it took more than limits.disk_mb = {self._launch.limits.disk_mb}")
-        return found
+            return replace(exit_, error=f"it took more than limits.disk_mb = {self._launch.limits.disk_mb}")
+        return exit_
 
-    async def _heard(self, said: asyncio.StreamReader) -> list[str]:
+    async def _heard(self, reader: asyncio.StreamReader) -> list[str]:
         """What the keeper says, after it was told what to start and answered that."""
         assert self._writer is not None
         rest = b""
         with contextlib.suppress(OSError):  # it ended before it had read all
             task = (self._launch, self._level, self._group, self._entrances, self._user)
             self._writer.write(_marshalled(*task))
-            answer = await said.readline()
+            answer = await reader.readline()
             self._answer.set_result(answer.decode(errors="replace").strip())
-            rest = await said.read()
+            rest = await reader.read()
         return rest.decode(errors="replace").splitlines()
 
 
-def _streams(launch: Launch) -> dict[str, _Kept]:
+def _streams(launch: Launch) -> dict[str, _OutputLog]:
     if not _LAUNCH_ID.fullmatch(launch.launch_id):
         raise LaunchError(f"launch {launch.launch_id!r}: an id has letters, digits and '-' alone")
     if not launch.command:
@@ -264,7 +264,7 @@ def _streams(launch: Launch) -> dict[str, _Kept]:
     most = int(launch.limits.output_mb * MIB)
     try:
         launch.output.mkdir(parents=True, exist_ok=True)
-        return {name: _Kept(launch.output / f"{name}.log", most) for name in ("stdout", "stderr")}
+        return {name: _OutputLog(launch.output / f"{name}.log", most) for name in ("stdout", "stderr")}
     except OSError as error:
         raise LaunchError(f"launch {launch.launch_id}: its output cannot be written: {error}") from error
 
@@ -274,7 +274,7 @@ def _keeper(
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """A keeper, which has the descriptors that are passed, and our end of the socket to it.
 
-    The agent's environment is not its: it may bend loaders.
+    It does not get the agent's environment, which may bend loaders.
     """
     command = [isolation.interpreter(), "-I", "-S", str(Path(reaper.__file__).resolve())]
     environment = {leaks.LAUNCH_ID: launch.launch_id, leaks.KEEPER: "1", **leaks.start()}
@@ -325,7 +325,7 @@ def _marshalled(
 
 
 def _limits(limits: Limits, of_all: Sequence[str]) -> dict[str, int]:
-    """Limits of each process; what a cgroup keeps all of them to is none."""
+    """Limits of each process, without those that a cgroup holds all of them to."""
     wanted = {
         "CORE": 0,
         "AS": None if "memory" in of_all else limits.memory_mb and limits.memory_mb * MIB,
@@ -357,24 +357,24 @@ def _exit(report: list[str]) -> Exit | None:
     return None
 
 
-def _with_group(found: Exit | None, group: Cgroup, limits: Limits) -> Exit | None:
+def _with_group(exit_: Exit | None, group: Cgroup, limits: Limits) -> Exit | None:
     """How an agent ended, with what its cgroup says of it; the group is removed."""
-    taken, left = group.taken(), group.end()
-    if found is None or not group.controllers:
-        return found
-    how = f"signal {found.signal} ended it" if found.code is None else f"it exited with {found.code}"
-    error = found.error
-    if found.code != 0 and taken.killed:
+    usage, left = group.taken(), group.end()
+    if exit_ is None or not group.controllers:
+        return exit_
+    how = f"signal {exit_.signal} ended it" if exit_.code is None else f"it exited with {exit_.code}"
+    error = exit_.error
+    if exit_.code != 0 and usage.killed:
         error = f"{how}: it took more than limits.memory_mb = {limits.memory_mb}"
-    elif found.code != 0 and taken.refused:
+    elif exit_.code != 0 and usage.refused:
         error = f"{how}: it was refused more than limits.processes = {limits.processes}"
-    known = {found_pid["pid"] for found_pid in found.left}
+    known = {found_pid["pid"] for found_pid in exit_.left}
     return replace(
-        found,
+        exit_,
         error=error,
-        cpu_s=found.cpu_s if taken.cpu_s is None else round(taken.cpu_s, 3),
-        peak_rss_mb=found.peak_rss_mb if taken.peak_mb is None else taken.peak_mb,
-        left=(*found.left, *({"pid": pid, "command": command} for pid, command in left if pid not in known)),
+        cpu_s=exit_.cpu_s if usage.cpu_s is None else round(usage.cpu_s, 3),
+        peak_rss_mb=exit_.peak_rss_mb if usage.peak_mb is None else usage.peak_mb,
+        left=(*exit_.left, *({"pid": pid, "command": command} for pid, command in left if pid not in known)),
     )
 
 
