@@ -171,6 +171,5 @@ def other_prompt(key: str, messages: list[Json]) -> str:
     """What is wrong with an answer that begins with a prompt of its own."""
     return (
         f"{key} begins with {shown(messages[0])}, and not with the prompt beside it: leave the prompt "
-        "out, or "
-        "write the answers alone"
+        "out, or write the answers alone"
     )

@@ -39,8 +39,7 @@ def read_source(log: Store, trajectory_id: str) -> Trajectory:
         why = erasures[-1].reason if erasures else "not recorded yet: the erasure was cut short, run it again"
         raise ReplayError(
             f"trajectory {trajectory.opened.name!r} was erased ({why}): its requests are gone, and "
-            "nothing is "
-            "left to sample again"
+            "nothing is left to sample again"
         )
     return trajectory
 

@@ -123,8 +123,7 @@ def write_rewards(log: Store, run: str, scorer: Rescoring, reserved: str, *, rep
     if scorer.source == reserved:
         raise ConfigError(
             f"--source {scorer.source!r}: the step was trained on rewards of this source: name another, "
-            "which "
-            "the recipe.reward_source of a training then names"
+            "which the recipe.reward_source of a training then names"
         )
     rewards = {key: value for key, value in scorer.rewards.items() if value is not None}
     with log.claim(f"rescoring as {scorer.source!r}", "let it finish, or name another --source"):
@@ -136,8 +135,7 @@ def write_rewards(log: Store, run: str, scorer: Rescoring, reserved: str, *, rep
             raise ConfigError(
                 f"--source {scorer.source!r}: {len(odd)} trajectories have another reward of it, {first} "
                 f"{_value_text(there[odd[0]])} and now {rewards[odd[0]]:g}: name another --source, or "
-                "supersede "
-                "them with --replace"
+                "supersede them with --replace"
             )
         records = _records(held, rewards, there, scorer.source)
         if records:

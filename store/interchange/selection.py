@@ -116,8 +116,7 @@ def _lanes(selection: TrajectorySet) -> list[str]:
     If they were read last, every trajectory they mention would stay in memory until then.
     """
     query = (
-        "SELECT lane FROM events "
-        f"WHERE kind <> '{NOT_FOLDED}' AND trajectory_id IS NOT NULL GROUP BY lane "
+        f"SELECT lane FROM events WHERE kind <> '{NOT_FOLDED}' AND trajectory_id IS NOT NULL GROUP BY lane "
         "ORDER BY count_if(kind IN ('trajectory.opened', 'turn.requested')) > 0, lane"
     )
     return [lane for (lane,) in selection.connect().execute(query).fetchall()]

@@ -73,8 +73,7 @@ def _summary(steps: list[StepCommitted], version: int, now: int) -> str:
     versions = f"versions {steps[0].policy_version} to {steps[-1].policy_version}"
     return (
         f"abandoned {len(steps)} steps ({steps[0].step} to {steps[-1].step}), which made {versions}: "
-        "training "
-        f"goes on from version {version}, as version {now}; what they consumed may be used again"
+        f"training goes on from version {version}, as version {now}; what they consumed may be used again"
     )
 
 

@@ -233,8 +233,7 @@ def _tell_late(console: Console, result: StepReplay) -> None:
         console.tell(
             ("late", "yellow"),
             f" reward {late['reward']:g} of {target}, by {late['source']!r}, came after the step was "
-            "planned: "
-            "it changes nothing here",
+            "planned: it changes nothing here",
         )
     if len(result.late) > LATE:
         console.tell(("late", "yellow"), f" and {len(result.late) - LATE} more rewards")

@@ -171,8 +171,7 @@ def _show(console: Console, result: WhatIf, written: Written | None, out: Path |
     which = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
     console.print(
         f"run {result.run}, {which}: what was recorded, and another rule, both from the checkpoint of "
-        "version "
-        f"{result.from_version}, {len(result.reran)} steps run again before"
+        f"version {result.from_version}, {len(result.reran)} steps run again before"
     )
     if first is last:
         _show_step(console, first)
