@@ -27,8 +27,8 @@ SINGLE = (2 + 1) * 3
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, append.Measured, int]:
     """A tiny measurement: its folder, its result, and how often it told of a round."""
     folder = tmp_path_factory.mktemp("bench")
-    told: list[None] = []
-    return folder, append.measure(folder, TINY, lambda: told.append(None)), len(told)
+    rounds: list[None] = []
+    return folder, append.measure(folder, TINY, lambda: rounds.append(None)), len(rounds)
 
 
 def test_the_log_and_the_bare_file_have_equal_sizes(measured: tuple[Path, append.Measured, int]) -> None:
@@ -85,19 +85,19 @@ def test_an_event_is_about_14_kb(measured: tuple[Path, append.Measured, int]) ->
 
 def test_figures_have_a_ratio_where_the_goal_is_one(measured: tuple[Path, append.Measured, int]) -> None:
     """Names, ratios and runs: only what has a goal that is a ratio has one."""
-    _, result, told = measured
-    found = {f.figure: f for f in append.outcome(result).figures}
+    _, result, count = measured
+    figures = {f.figure: f for f in append.outcome(result).figures}
     ratios = ["vs_raw", "vs_jsonl", "vs_duckdb", "cpu_vs_sqlite", "single_vs_sqlite", "single_vs_raw"]
     others = ["ack_p50_ms", "ack_p99_ms", "cores", "bytes_per_event"]
-    assert list(found) == [f"append.{name}" for name in ratios + others]
-    assert [name for name, f in found.items() if f.ratio is not None] == [f"append.{n}" for n in ratios]
+    assert list(figures) == [f"append.{name}" for name in ratios + others]
+    assert [name for name, f in figures.items() if f.ratio is not None] == [f"append.{n}" for n in ratios]
     laps = result.grouped
     rounds = [raw.wall_s / log.wall_s for log, raw in zip(laps["log"], laps["raw"], strict=True)]
-    assert found["append.vs_raw"].ratio == pytest.approx(sum(rounds) / 2)
-    assert all(f.value > 0 for f in found.values())
-    assert [f.runs for f in found.values()] == [2] * 6 + [2, 2, 2, 3]
-    assert found["append.ack_p99_ms"].value >= found["append.ack_p50_ms"].value
-    assert told == TINY.steps == 6
+    assert figures["append.vs_raw"].ratio == pytest.approx(sum(rounds) / 2)
+    assert all(f.value > 0 for f in figures.values())
+    assert [f.runs for f in figures.values()] == [2] * 6 + [2, 2, 2, 3]
+    assert figures["append.ack_p99_ms"].value >= figures["append.ack_p50_ms"].value
+    assert count == TINY.steps == 6
     assert all(s.low <= s.middle <= s.high for s in append.outcome(result).spreads)
 
 

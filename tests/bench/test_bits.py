@@ -25,12 +25,12 @@ def test_the_farthest_side_is_told() -> None:
     """By how far it is, and what of the tolerance that is; the same again is no side."""
     measured = [_apart(side, stage, 0.0, 0.0) for side in (SAME, "near", "far") for stage in STAGES]
     measured += [_apart("near", "weights", 0.1, 0.2), _apart("far", "weights", 0.3, 0.7)]
-    found = {one.figure: one for one in outcome(measured).figures}
-    weights = found["bits.float32.weights"]
+    figures = {figure.figure: figure for figure in outcome(measured).figures}
+    weights = figures["bits.float32.weights"]
     assert (weights.value, weights.ratio, weights.unit) == (0.3, 0.7, "of the rate")
     assert weights.against == "its tolerance; farthest: far"
-    assert found["bits.float32.losses"].ratio == 0.0
-    assert list(found) == [f"bits.float32.{stage}" for stage in STAGES]
+    assert figures["bits.float32.losses"].ratio == 0.0
+    assert list(figures) == [f"bits.float32.{stage}" for stage in STAGES]
 
 
 class _Sides:
@@ -66,21 +66,23 @@ def model_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("model_is_not_made")
 def test_every_side_is_held_against_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its own process, and each with a variable."""
-    sides = _Sides(tmp_path, lambda name, asked: 2.25 if name == "MKL_CBWR" else 2.0)
+    sides = _Sides(tmp_path, lambda name, times: 2.25 if name == "MKL_CBWR" else 2.0)
     monkeypatch.setattr(bits, "_process", lambda folder, variables: sides.of(variables))
     rounds: list[int] = []
     plan = Plan(("float32",))
-    found = measure(tmp_path, plan, lambda: rounds.append(1))
+    measured = measure(tmp_path, plan, lambda: rounds.append(1))
     assert len(rounds) == plan.steps == 1 + len(PLAIN) + len(OTHERS)
-    far = {one.side: one.most for one in found if one.found.verdict != "equal"}
+    far = {
+        measurement.side: measurement.most for measurement in measured if measurement.found.verdict != "equal"
+    }
     assert far == {"MKL's compatible code": 0.125}
-    assert {one.side for one in found} == {*PLAIN, *OTHERS}
+    assert {measurement.side for measurement in measured} == {*PLAIN, *OTHERS}
 
 
 @pytest.mark.usefixtures("model_is_not_made")
 def test_two_outcomes_of_the_same_step_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tolerance is measured where a process does not even repeat itself."""
-    sides = _Sides(tmp_path, lambda name, asked: 2.0 + asked)
+    sides = _Sides(tmp_path, lambda name, times: 2.0 + times)
     monkeypatch.setattr(bits, "_process", lambda folder, variables: sides.of(variables))
     with pytest.raises(BenchError, match="came out in two ways: logprobs"):
         measure(tmp_path, Plan(("float32",)), lambda: None)

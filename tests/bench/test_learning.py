@@ -41,8 +41,8 @@ def _any_preferences(demo: Demo, server: Server, agent: Agent, plan: Plan) -> No
     jobs = demo.jobs("pairs-0", demo.problems("online-0", 4, held_out=False), "teacher", 2)
     agent.work(jobs)
     for chosen, rejected in zip(jobs[::2], jobs[1::2], strict=True):
-        said = {"chosen": chosen["id"], "rejected": rejected["id"]}
-        httpx.post(f"{server.url}/v1/preferences", json=said).raise_for_status()
+        body = {"chosen": chosen["id"], "rejected": rejected["id"]}
+        httpx.post(f"{server.url}/v1/preferences", json=body).raise_for_status()
 
 
 def _measured(folder: Path) -> Measured:
@@ -56,9 +56,9 @@ def _measured(folder: Path) -> Measured:
         for name in NAMES:
             patch.setitem(COURSES, name, replace(COURSES[name], keys=SMALL))
         plan = Plan(BATCHES, HELD_OUT, OFFLINE, REWARD, ("two_calls",), NAMES)
-        found = learning.measure(folder, plan, lambda: rounds.append(None))
+        result = learning.measure(folder, plan, lambda: rounds.append(None))
     assert len(rounds) == plan.steps == 3
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +69,20 @@ def measured(folder: Path) -> Measured:
 
 def test_it_learns_in_a_store_of_its_own(measured: Measured, folder: Path) -> None:
     """So many steps of its algorithm after the same beginning, and its curve is the log's."""
-    one = measured.learnt[0]
-    assert (one.task, one.name) == ("two_calls", "grpo")
+    learnt = measured.learnt[0]
+    assert (learnt.task, learnt.name) == ("two_calls", "grpo")
     log = rb.open(folder / "two_calls" / "grpo")
     records = [event.record for event in log.events()]
     plans = [r for r in records if isinstance(r, StepPlanned)][OFFLINE:]
     assert [(plan.algorithm["name"], len(plan.samples)) for plan in plans] == [("grpo", 8)] * BATCHES
     assert sum(isinstance(r, StepCommitted) for r in records) == OFFLINE + BATCHES
-    assert one.replayed == {OFFLINE: True, OFFLINE + BATCHES - 1: True}
+    assert learnt.replayed == {OFFLINE: True, OFFLINE + BATCHES - 1: True}
     held_out = [t for t in log.trajectories().values() if t.opened.split == "eval"]
     assert len(held_out) == 2 * HELD_OUT
-    for at, reward in one.curve:
+    for at, reward in learnt.curve:
         rewards = [t.reward() for t in held_out if t.opened.name.startswith(f"held-out-{at}-")]
         assert reward == pytest.approx(sum(r or 0.0 for r in rewards) / HELD_OUT)
-    assert [at for at, _ in one.curve] == [0, BATCHES]
+    assert [at for at, _ in learnt.curve] == [0, BATCHES]
     assert (folder / "learning.png").read_bytes()[:4] == b"\x89PNG"
     question = next(t.opened.task for t in log.trajectories().values() if t.opened.split == "train")
     assert len(parse(str(question)).steps) == 2
@@ -120,10 +120,10 @@ def test_preferences_are_right_over_wrong(tmp_path: Path, monkeypatch: pytest.Mo
         def work(self, jobs: list[dict[str, Any]]) -> list[float]:
             return [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
 
-    said: list[Any] = []
+    requests: list[Any] = []
 
     def taken(request: httpx.Request) -> httpx.Response:
-        said.append((request.url.path, json.loads(request.content)))
+        requests.append((request.url.path, json.loads(request.content)))
         return httpx.Response(201)
 
     client = httpx.Client(base_url="http://proxy", transport=httpx.MockTransport(taken))
@@ -133,7 +133,9 @@ def test_preferences_are_right_over_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(learning_play, "PAIRS_TIMES", 1)
     demo = learning._demo(tmp_path, "one_call", 0)
     learning_play._record_preferences(demo, SimpleNamespace(url=""), Player(), Plan(batches=1))  # type: ignore[arg-type]
-    pairs = [(body["chosen"][-3:], body["rejected"][-3:]) for path, body in said if path == "/v1/preferences"]
+    pairs = [
+        (body["chosen"][-3:], body["rejected"][-3:]) for path, body in requests if path == "/v1/preferences"
+    ]
     assert pairs == [("0-0", "0-1"), ("0-3", "0-2"), ("1-0", "1-3")]
 
 
@@ -155,9 +157,9 @@ def test_the_reference_is_the_policy_whose_rollouts_are_compared(
 
 def test_figures() -> None:
     """Reward at the end, what was gained, and the share of replays that were bit for bit."""
-    one = Learnt("one_call", "grpo", [(0, 0.25), (5, 0.75)], {4: True, 8: False})
-    found = learning.outcome(Measured([one], Path("x")))
-    values = {figure.figure: figure.value for figure in found.figures}
+    learnt = Learnt("one_call", "grpo", [(0, 0.25), (5, 0.75)], {4: True, 8: False})
+    outcome = learning.outcome(Measured([learnt], Path("x")))
+    values = {figure.figure: figure.value for figure in outcome.figures}
     assert values == {
         "learning.one_call.grpo.held_out": 0.75,
         "learning.one_call.grpo.gain": 0.5,
@@ -168,6 +170,6 @@ def test_figures() -> None:
 def test_every_algorithm_has_a_course() -> None:
     """But `sft`, from which all begin, and `policy_gradient`, which is `grpo`; their keys are taken."""
     courses = [*COURSES.values(), REWARD_MODEL]
-    assert {one.algorithm for one in courses} == set(ALGORITHMS) - {"sft", "policy_gradient"}
-    for one in courses:
-        recorded_algorithm({"name": one.algorithm, **one.keys})
+    assert {course.algorithm for course in courses} == set(ALGORITHMS) - {"sft", "policy_gradient"}
+    for course in courses:
+        recorded_algorithm({"name": course.algorithm, **course.keys})

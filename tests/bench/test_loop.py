@@ -79,8 +79,8 @@ def _log(*train: Any, serve: list[Any] | None = None) -> list[Event]:
     )
     return [
         Event(record, "loop", f"{lane}-{seq}", at + seq, lane, seq)
-        for lane, found, at in lanes
-        for seq, record in enumerate(found)
+        for lane, written, at in lanes
+        for seq, record in enumerate(written)
     ]
 
 
@@ -140,8 +140,8 @@ def test_open_ends_are_found() -> None:
     assert "2 tokens of 1 turns by version 0 are in flight" in violations(open_ended, WITNESS)
     serve = _trajectory("a") + _trajectory("b")
     serve[2] = replace(serve[2], version_spans=(kinds.VersionSpan("actor", 0, 0, 1),))
-    found = violations(_log(*GOOD, serve=serve), WITNESS)
-    assert "turn ua: its version spans do not cover its tokens once each" in found
+    faults = violations(_log(*GOOD, serve=serve), WITNESS)
+    assert "turn ua: its version spans do not cover its tokens once each" in faults
 
 
 def test_a_lap_is_measured_from_its_log(store: Store) -> None:
@@ -177,16 +177,16 @@ def test_figures_are_ratios_of_a_round_and_shares_of_tokens() -> None:
         NO_ADMISSION: [_lap(9, 30)],
     }
     killed = [Killed(0, Counter({("proxy", "any moment"): 3}), samples=7, wrong=["seed 0: x"]), Killed(1)]
-    found = {f.figure: f for f in loop.outcome(Measured(laps, killed)).figures}
-    assert list(found) == [
+    figures = {f.figure: f for f in loop.outcome(Measured(laps, killed)).figures}
+    assert list(figures) == [
         *("loop.async_vs_onpolicy", "loop.dropped_share", "loop.stale", "loop.unaccounted"),
         "loop.lost_or_doubled",
     ]
-    assert (found["loop.async_vs_onpolicy"].value, found["loop.async_vs_onpolicy"].ratio) == (35, 2.5)
-    assert found["loop.dropped_share"].value == 0.01
-    assert found["loop.dropped_share"].against == "without admission, oldest first: 0.300"
-    assert (found["loop.stale"].value, found["loop.unaccounted"].value) == (1, 15)
-    lost = found["loop.lost_or_doubled"]
+    assert (figures["loop.async_vs_onpolicy"].value, figures["loop.async_vs_onpolicy"].ratio) == (35, 2.5)
+    assert figures["loop.dropped_share"].value == 0.01
+    assert figures["loop.dropped_share"].against == "without admission, oldest first: 0.300"
+    assert (figures["loop.stale"].value, figures["loop.unaccounted"].value) == (1, 15)
+    lost = figures["loop.lost_or_doubled"]
     assert (lost.value, lost.runs, lost.against) == (1, 3, "7 samples, 3 kills")
 
 
@@ -197,18 +197,18 @@ def test_each_setting_becomes_its_training_config(tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text(setting.config(tmp_path, ["http://e"]))
         return load_config(tmp_path / "c.toml", [])
 
-    found = {name: read(setting) for name, setting in loop.SETTINGS.items()}
-    assert {name: c.recipe.max_staleness for name, c in found.items()} == {
+    configs = {name: read(setting) for name, setting in loop.SETTINGS.items()}
+    assert {name: c.recipe.max_staleness for name, c in configs.items()} == {
         **{"on-policy": 0, "streaming": 1},
         **{"staleness budget": 4, "partial rollout": 4, "no admission": 4},
     }
-    syncs = {name: (c.sync.sync_every, c.sync.partial_rollout) for name, c in found.items() if c.sync}
+    syncs = {name: (c.sync.sync_every, c.sync.partial_rollout) for name, c in configs.items() if c.sync}
     assert syncs[ON_POLICY] == (1, False)
     assert syncs["streaming"] == (2, False)
     assert syncs[ASYNC] == (1, True)
-    assert not found[NO_ADMISSION].admission.hold
-    assert found[NO_ADMISSION].admission.order == "age"
-    assert len({(c.algorithm.model_dump_json(), c.steps) for c in found.values()}) == 1
+    assert not configs[NO_ADMISSION].admission.hold
+    assert configs[NO_ADMISSION].admission.order == "age"
+    assert len({(c.algorithm.model_dump_json(), c.steps) for c in configs.values()}) == 1
     kills = [read(setting_of(seed)).sync for seed in range(4)]
     manners = {(sync.pause, sync.partial_rollout) for sync in kills if sync is not None}
     assert manners == {("retract", True), ("abort", True), ("in_place", True), ("retract", False)}
@@ -232,12 +232,12 @@ def test_the_scale_multiplies_the_kills() -> None:
 @pytest.mark.timeout(300)
 def test_a_short_run_with_kills_finds_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of one setting and three kills, with real processes, report no fault."""
-    told: list[None] = []
+    rounds: list[None] = []
     killing = KillPlan(gap_s=0.5, wait_s=1.0, agents=8)
     plan = loop.Plan(
         Limit(1, 60.0), 8, steps_each=4, warm_up=1, settings=(ASYNC,), kills=3, of_a_store=3, killing=killing
     )
-    note: Callable[[], None] = lambda: told.append(None)  # noqa: E731
+    note: Callable[[], None] = lambda: rounds.append(None)  # noqa: E731
     measured = loop.measure(tmp_path, plan, note)
     [lap] = measured.laps[ASYNC]
     assert lap.turns_per_s > 0
@@ -245,6 +245,6 @@ def test_a_short_run_with_kills_finds_no_fault(tmp_path: Path, capsys: pytest.Ca
     assert len(lap.staleness) == 4 * 16
     assert lap.cuts > 1
     assert [killed.kills for killed in measured.killed] == [3]
-    assert len(told) == plan.steps == 4
+    assert len(rounds) == plan.steps == 4
     assert capsys.readouterr().err == ""
     assert {f.figure: f.value for f in loop.outcome(measured).figures}["loop.lost_or_doubled"] == 0

@@ -21,10 +21,10 @@ NAMES, ALONE = [*LOOPS, SORT_OUT], [NUMBER, DROPS]
 
 def test_it_measures_both_ways(folder: Path) -> None:
     """Each algorithm, the recipe and the command have their rounds; the command's samples are the store's."""
-    told: list[None] = []
+    rounds: list[None] = []
     plan = Plan(groups=40, group_size=8, trajectories=80, limit=Limit(2), commands=1)
-    measured = materialize.measure(folder, plan, lambda: told.append(None))
-    assert len(told) == plan.steps == 4
+    measured = materialize.measure(folder, plan, lambda: rounds.append(None))
+    assert len(rounds) == plan.steps == 4
     assert {name: len(laps) for name, laps in measured.laps.items()} == {
         **{prefix + name: 2 for name in NAMES for prefix in ("", LOOP)},
         **dict.fromkeys(ALONE, 2),
@@ -41,13 +41,13 @@ def test_the_batch_is_sorted_out_by_its_rules() -> None:
     """A tenth is too old, and of the others those of each 16th group have equal rewards."""
     batch = Batch.of(1000, 8)
     kept, drops = sorted_out(batch)
-    rules = {rule: sum(one == rule for _, one, _ in drops) for _, rule, _ in drops}
+    rules = {rule: sum(other == rule for _, other, _ in drops) for _, rule, _ in drops}
     assert rules.keys() == {"staleness", "zero_variance"}
     assert rules["staleness"] == (batch.versions == 0).sum() == pytest.approx(800, rel=0.2)
     assert rules["zero_variance"] == pytest.approx(8000 * 0.9 / 16, rel=0.2)
     assert len(kept) + len(drops) == 8000
     by_loop = sort_out_by_groups(batch)[1]
-    assert {rule: sorted(at for at, one, _ in drops if one == rule) for rule in rules} == {
+    assert {rule: sorted(at for at, other, _ in drops if other == rule) for rule in rules} == {
         rule: at.tolist() for rule, at in by_loop.items()
     }
     assert all(
@@ -85,9 +85,9 @@ def test_a_loop_that_finds_something_else_is_noticed(name: str, monkeypatch: pyt
 
 def test_samples_that_are_missing_are_noticed(folder: Path, tmp_path: Path) -> None:
     """A command that prints fewer samples than there are trajectories ends the benchmark."""
-    made = store_in(folder, 640)
+    stored = store_in(folder, 640)
     with pytest.raises(AssertionError, match="of 83 trajectories"):
-        materialize._ask(replace(made, turns=made.turns + 64), tmp_path, 1, lambda: None)
+        materialize._ask(replace(stored, turns=stored.turns + 64), tmp_path, 1, lambda: None)
 
 
 def test_the_values_of_the_figures() -> None:
@@ -96,10 +96,10 @@ def test_the_values_of_the_figures() -> None:
     laps |= {LOOP + name: [Lap(s, s) for s in (10.0, 40.0, 40.0)] for name in NAMES}
     laps |= {name: [Lap(s, s) for s in (3.0, 5.0, 4.0)] for name in ALONE}
     uses = {SAMPLES: [Use(0, s) for s in (2.0, 3.0)], HELP: [Use(0, s) for s in (1.0, 2.0)]}
-    found = materialize.outcome(Measured(laps, 8, uses, 6, 2))
-    assert {(figure.value, figure.ratio) for figure in found.figures[:-3]} == {(2.0, 10.0)}
-    assert {(figure.value, figure.ratio) for figure in found.figures[-3:-1]} == {(4.0, None)}
-    last = found.figures[-1]
+    outcome = materialize.outcome(Measured(laps, 8, uses, 6, 2))
+    assert {(figure.value, figure.ratio) for figure in outcome.figures[:-3]} == {(2.0, 10.0)}
+    assert {(figure.value, figure.ratio) for figure in outcome.figures[-3:-1]} == {(4.0, None)}
+    last = outcome.figures[-1]
     assert (last.figure, last.value, last.ratio, last.runs) == ("materialize.samples_s", 2.5, 1.75, 2)
     assert "6 kept, 2 dropped" in str(last.against)
-    assert len(found.spreads) == 2 * len(NAMES) + len(ALONE) + 2
+    assert len(outcome.spreads) == 2 * len(NAMES) + len(ALONE) + 2

@@ -12,7 +12,7 @@ NAMED = re.compile(r'"(rollbook(?:\.\w+)+)(?::(\w+))?"')
 
 
 def _named(root: Path) -> set[tuple[str, str]]:
-    return {found for file in (root / "bench").rglob("*.py") for found in NAMED.findall(file.read_text())}
+    return {name for file in (root / "bench").rglob("*.py") for name in NAMED.findall(file.read_text())}
 
 
 def test_named_modules_exist(root: Path) -> None:

@@ -118,11 +118,11 @@ def test_every_side_gets_the_same_conversations(material: Material, tmp_path: Pa
 
 def test_turns_are_sent_and_their_replies_checked(material: Material, upstream: str) -> None:
     """Whole conversations at once, against an upstream that answers as it should: all right, all counted."""
-    given = {"url": upstream, "path": "/v1/chat/completions", "kind": "litellm", "name": "x", "seed": 3}
-    found = asyncio.run(turns(material, given | {"turns": 4, "trajectories": 5, "concurrency": 2}))
-    assert (found["turns"], found["wrong"], found["reasons"]) == (20, 0, [])
-    assert found["wall_s"] > 0
-    assert 0 < found["first_ms"]["p50"] <= found["whole_ms"]["p99"]
+    options = {"url": upstream, "path": "/v1/chat/completions", "kind": "litellm", "name": "x", "seed": 3}
+    result = asyncio.run(turns(material, options | {"turns": 4, "trajectories": 5, "concurrency": 2}))
+    assert (result["turns"], result["wrong"], result["reasons"]) == (20, 0, [])
+    assert result["wall_s"] > 0
+    assert 0 < result["first_ms"]["p50"] <= result["whole_ms"]["p99"]
 
 
 def _reply(material: Material, number: int) -> dict[str, Any]:
@@ -140,16 +140,16 @@ def _reply(material: Material, number: int) -> dict[str, Any]:
 )
 def test_a_wrong_reply_is_seen(material: Material, spoil: Any, words: str) -> None:
     """Content, call and finish reason must be the wanted ones."""
-    one = Conversation(material, 2, 3, "proxy")
-    body = orjson.loads(one.ask(0))
+    conversation = Conversation(material, 2, 3, "proxy")
+    body = orjson.loads(conversation.ask(0))
     number = int(re.findall(r"#(\d\d)$", body["messages"][-1]["content"])[0])
     right = _reply(material, number)
     Conversation(material, 2, 3, "proxy").hear(0, Response(200, orjson.dumps(right), 0.0, 0.0))
     spoil(right["choices"][0])
     with pytest.raises(WrongReply, match=words):
-        one.hear(0, Response(200, orjson.dumps(right), 0.0, 0.0))
+        conversation.hear(0, Response(200, orjson.dumps(right), 0.0, 0.0))
     with pytest.raises(WrongReply, match="status 500"):
-        one.hear(0, Response(500, b"oh", 0.0, 0.0))
+        conversation.hear(0, Response(500, b"oh", 0.0, 0.0))
 
 
 def test_a_stream_is_put_together() -> None:
@@ -164,10 +164,10 @@ def test_a_stream_is_put_together() -> None:
     chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": d}]} for d in deltas]
     chunks += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}, {"choices": []}]
     data = b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
-    found = streamed(data + b"data: [DONE]\n\n")
-    assert found["finish_reason"] == "tool_calls"
-    assert found["message"]["content"] == "so be it"
-    [call] = found["message"]["tool_calls"]
+    choice = streamed(data + b"data: [DONE]\n\n")
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "so be it"
+    [call] = choice["message"]["tool_calls"]
     assert call == {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     with pytest.raises(WrongReply, match="without its mark"):
         streamed(data)
@@ -193,22 +193,22 @@ def test_the_client_reads_parts_and_chunks_and_times_out() -> None:
         await reply(send, 201, {"size": len(body), "end": body[-2:].decode(), "x": headers.get("x")})
 
     async def talk(url: str) -> None:
-        async with Connection(url, timeout_s=0.3) as one:
+        async with Connection(url, timeout_s=0.3) as connection:
             big_body = [b"a" * 100_000, b"b" * 3_000_000, b"yz"]
-            found = await one.post("/", big_body, b"X: 1\r\n")
-            assert (found.status, orjson.loads(found.body)) == (
+            answer = await connection.post("/", big_body, b"X: 1\r\n")
+            assert (answer.status, orjson.loads(answer.body)) == (
                 201,
                 {"size": 3_100_002, "end": "yz", "x": "1"},
             )
-            parts = await one.get("/parts")
+            parts = await connection.get("/parts")
             assert (parts.status, parts.body) == (200, b"one two")
             assert parts.whole_s - parts.first_s > 0.01
             assert len(clients) == 1
             with pytest.raises(ConnectionResetError):
-                await one.get("/drop")
+                await connection.get("/drop")
             with pytest.raises(TimeoutError):
-                await one.get("/slow")
-            assert (await one.get("/")).status == 201
+                await connection.get("/slow")
+            assert (await connection.get("/")).status == 201
             assert len(clients) == 3
 
     with serving(app) as url:
@@ -217,22 +217,22 @@ def test_the_client_reads_parts_and_chunks_and_times_out() -> None:
 
 def test_big_bodies_that_fail_are_counted(material: Material) -> None:
     """A refusal is one failure, with its reason; what is answered is checked."""
-    asked: list[int] = []
+    sizes: list[int] = []
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         body = orjson.loads(await read_body(receive))
         image, text = body["messages"][0]["content"]
-        asked.append(len(image["image_url"]["url"]))
+        sizes.append(len(image["image_url"]["url"]))
         if scope["path"] == "/b-1":
             return await reply(send, 413, {"error": "too big"})
         await reply(send, 200, _reply(material, int(text["text"][-2:])))
 
-    given = {"path": "/NAME", "name": "b", "timeout_s": 10, "count": 3, "size": 40_000}
+    options = {"path": "/NAME", "name": "b", "timeout_s": 10, "count": 3, "size": 40_000}
     with serving(app) as url:
-        found = asyncio.run(big(material, given | {"url": url}))
-    assert (found["turns"], found["wrong"]) == (2, 1)
-    assert min(asked) > 40_000
-    assert "KeyError" in found["reasons"][0] or "413" in found["reasons"][0]
+        result = asyncio.run(big(material, options | {"url": url}))
+    assert (result["turns"], result["wrong"]) == (2, 1)
+    assert min(sizes) > 40_000
+    assert "KeyError" in result["reasons"][0] or "413" in result["reasons"][0]
 
 
 def test_processes_answer_and_report_what_they_used(tmp_path: Path) -> None:
@@ -245,20 +245,20 @@ def test_processes_answer_and_report_what_they_used(tmp_path: Path) -> None:
         with pytest.raises(BenchError, match="cat no"):
             cat.ask(error="no")
     dies = "import sys; print('a', file=sys.stderr); sys.exit(3)"
-    with Process("dies", [sys.executable, "-c", dies], tmp_path, "all") as one:
+    with Process("dies", [sys.executable, "-c", dies], tmp_path, "all") as process:
         with pytest.raises(BenchError, match="dies ended with 3\na"):
-            one.await_http(f"http://127.0.0.1:{free_port()}/")
+            process.await_http(f"http://127.0.0.1:{free_port()}/")
         with pytest.raises(BenchError, match="dies ended"):
-            one.line()
+            process.line()
 
 
 def test_no_child_is_left(tmp_path: Path) -> None:
     """Who ends at once takes its children along, before the folder they write to is removed."""
     inner = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
     outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\n"
-    with Process("parent", [sys.executable, "-c", outer], tmp_path, "all") as one:
-        pid = int(one.line())
-    assert one.child.returncode == -15
+    with Process("parent", [sys.executable, "-c", outer], tmp_path, "all") as process:
+        pid = int(process.line())
+    assert process.child.returncode == -15
     assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
@@ -269,10 +269,10 @@ def test_a_process_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pyt
     inner = deaf + "print(os.getpid(), flush=True)\ntime.sleep(60)\n"
     starts = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\n"
     outer = deaf + starts + "print('up', flush=True)\ntime.sleep(60)\n"
-    with Process("deaf", [sys.executable, "-c", outer], tmp_path, "all") as one:
-        pid = int(next(line for line in (one.line(), one.line()) if line != b"up"))
+    with Process("deaf", [sys.executable, "-c", outer], tmp_path, "all") as process:
+        pid = int(next(line for line in (process.line(), process.line()) if line != b"up"))
         assert Path(f"/proc/{pid}").exists()
-    assert one.child.returncode == -9
+    assert process.child.returncode == -9
     assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
@@ -360,8 +360,8 @@ def test_the_values_of_the_figures() -> None:
         cores=2,
     )
     outcome = proxy.outcome(measured)
-    found = {f.figure: f for f in outcome.figures}
-    assert {name: (f.value, f.ratio) for name, f in found.items()} == {
+    figures = {f.figure: f for f in outcome.figures}
+    assert {name: (f.value, f.ratio) for name, f in figures.items()} == {
         "proxy.turns_per_s": (200.0, None),
         "proxy.stream_turns_per_s": (100.0, 0.5),
         "proxy.vs_echo": (200.0, 0.25),
@@ -379,11 +379,11 @@ def test_the_values_of_the_figures() -> None:
         "proxy.cpu_ms_per_turn": (2.0, None),
         "proxy.recorded_wrong": (1, None),
     }
-    assert found["proxy.workers"].against == (
+    assert figures["proxy.workers"].against == (
         "one worker: 150 turns/s; agents and engine took 0.12 of 2 cores"
     )
     assert "1.00 GiB at its peak, 2.00 GiB on disk; first: why" in str(
-        found["proxy.big_bodies_failed"].against
+        figures["proxy.big_bodies_failed"].against
     )
     spreads = {s.what: s for s in outcome.spreads}
     assert (spreads["proxy"].low, spreads["proxy"].high) == (100.0, 300.0)
@@ -395,11 +395,11 @@ def test_a_wrong_record_is_counted(stage: Path, tmp_path: Path) -> None:
     """A changed id, a logprob, a span that covers too little, and a turn that is missing."""
     script = by_mark(stage / "replies.json")
     values = orjson.loads((stage / "replies.json").read_bytes())
-    asked = np.array([1, values["sign"], values["digits"][1], values["digits"][2], 5], np.int32)
-    right = script(asked.tolist(), {})
+    prompt = np.array([1, values["sign"], values["digits"][1], values["digits"][2], 5], np.int32)
+    right = script(prompt.tolist(), {})
     ids, logprobs = np.array(right.ids, np.int32), np.array(right.logprobs, np.float32)
     span = VersionSpan("actor", 1, 0, len(ids))
-    turn = replace(make_turns(1)[0], prompt_ids=asked, completion_ids=ids, logprobs=logprobs)
+    turn = replace(make_turns(1)[0], prompt_ids=prompt, completion_ids=ids, logprobs=logprobs)
     turn = replace(turn, version_spans=(span,))
     other, less = ids.copy(), logprobs.copy()
     other[3] += 1
@@ -411,7 +411,7 @@ def test_a_wrong_record_is_counted(stage: Path, tmp_path: Path) -> None:
         replace(turn, version_spans=(replace(span, end=len(ids) - 1),)),
     ]
     with store.open(tmp_path / "store", create=True).writer("w") as writer:
-        writer.append([Event(one, "bench") for one in turns]).result(10)
+        writer.append([Event(record, "bench") for record in turns]).result(10)
     assert check(tmp_path / "store", stage / "replies.json", 5) == Recorded(4, 4)
 
 
@@ -423,9 +423,9 @@ def test_a_small_run_measures_a_real_proxy(tmp_path: Path) -> None:
         litellm=False,
         workers_trajectories=4,
     )
-    told: list[None] = []
-    measured = proxy.measure(tmp_path, plan, lambda: told.append(None))
-    assert len(told) == plan.steps == 3
+    rounds: list[None] = []
+    measured = proxy.measure(tmp_path, plan, lambda: rounds.append(None))
+    assert len(rounds) == plan.steps == 3
     assert set(measured.laps) == {"proxy", "stream", "echo"}
     assert measured.recorded == Recorded(2 * 2 * 12 + 2 * 3 + 7 + 2 * 5 * 12, 0)
     assert measured.big is not None

@@ -24,24 +24,24 @@ TINY = recover.Plan(kills=3, of_a_store=2, life_s=0.4, limit=Limit(2, 30.0), com
 
 def test_killed_writers_lose_no_acknowledged_event(tmp_path: Path) -> None:
     """Events that three killed processes acknowledged in two stores are unchanged; kills are counted."""
-    told: list[None] = []
-    measured = recover.measure(tmp_path, TINY, lambda: told.append(None))
+    rounds: list[None] = []
+    measured = recover.measure(tmp_path, TINY, lambda: rounds.append(None))
     killed = measured.killed
     assert (killed.kills, killed.lost, killed.changed) == (3, 0, 0)
     assert killed.acknowledged > 0
     assert sum(killed.phases.values()) == 3
     assert set(killed.phases) <= set(PHASES)
-    assert len(told) == TINY.steps == 5
+    assert len(rounds) == TINY.steps == 5
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["store-0", "store-2", "whole"]
     assert sum(1 for _ in rb.open(tmp_path / "store-0").events()) > 0
     # The lane whose recovery is timed holds what the plan says, and its size counts header frames too.
     whole = rb.open(tmp_path / "whole")
     assert whole.head() == {"crash": 3 * 40}
     assert 1_600_000 < measured.lane_bytes < 1_800_000
-    found = {f.figure: f for f in recover.outcome(measured).figures}
-    assert list(found) == ["recover.lost", "recover.changed", "recover.s_per_gib"]
-    assert [f.value for f in found.values()][:2] == [0.0, 0.0]
-    assert f"{killed.acknowledged} acknowledged events, 3 kills" in str(found["recover.lost"].against)
+    figures = {f.figure: f for f in recover.outcome(measured).figures}
+    assert list(figures) == ["recover.lost", "recover.changed", "recover.s_per_gib"]
+    assert [f.value for f in figures.values()][:2] == [0.0, 0.0]
+    assert f"{killed.acknowledged} acknowledged events, 3 kills" in str(figures["recover.lost"].against)
 
 
 def test_what_is_lost_or_changed_is_counted(
@@ -83,8 +83,8 @@ def test_acknowledgements_of_a_killed_process_are_parsed() -> None:
     """Messages are ids and fingerprints, 52 bytes an event; one with a mark says what is damaged."""
     ids = ["a" * 36, "b" * 36, "c" * 36]
     first = ids[0].encode() + b"0" * 16 + ids[1].encode() + b"1" * 16
-    told = [b"", first, ids[2].encode() + b"2" * 16]
-    assert recover._parse(told) == {ids[0]: b"0" * 16, ids[1]: b"1" * 16, ids[2]: b"2" * 16}
+    messages = [b"", first, ids[2].encode() + b"2" * 16]
+    assert recover._parse(messages) == {ids[0]: b"0" * 16, ids[1]: b"1" * 16, ids[2]: b"2" * 16}
     with pytest.raises(CorruptionError, match="damage after a kill: lane 'x'"):
         recover._parse([b"", b"!lane 'x'"])
 
@@ -102,10 +102,10 @@ def test_loss_is_in_the_figures() -> None:
     from rollbook.bench.rounds import Lap
 
     laps = {"recover": [Lap(0.5, 0.5)], "read": [Lap(0.25, 0.25)]}
-    found = recover.outcome(recover.Measured(killed, laps, 1 << 29))
-    assert [f.value for f in found.figures] == [2.0, 1.0, 1.0]
-    assert "0.500 s/GiB" in str(found.figures[2].against)
-    by_name = {s.what: s.middle for s in found.spreads}
+    outcome = recover.outcome(recover.Measured(killed, laps, 1 << 29))
+    assert [f.value for f in outcome.figures] == [2.0, 1.0, 1.0]
+    assert "0.500 s/GiB" in str(outcome.figures[2].against)
+    by_name = {s.what: s.middle for s in outcome.spreads}
     assert by_name["kills: left an unfinished frame"] == 4
     assert by_name["kills: sealing"] == 9
     assert by_name["recovery over reading"] == 2.0

@@ -42,8 +42,8 @@ def steps(folder: Path) -> Store:
 
     def make(log: Store) -> None:
         make_model(folder / "model", TINY)
-        for made in (Steps(FEW, 1, 16, 8, 4), Steps(LONG, 1, 2, 8, 6, vectors=("logprobs", "losses"))):
-            take(log, made, folder / "model", folder)
+        for spec in (Steps(FEW, 1, 16, 8, 4), Steps(LONG, 1, 2, 8, 6, vectors=("logprobs", "losses"))):
+            take(log, spec, folder / "model", folder)
 
     return in_store(folder, "steps", make)
 
@@ -52,9 +52,9 @@ def test_the_fault_is_in_what_steps_did(bad: Store) -> None:
     """From its step on every replay differs, in the optimizer first, and none before; the search runs the
     steps that it must, and no more."""
     assert replay._first_bad(PLAN) == 3
-    found = replay_side.bisect(str(bad.path), PLAN.bad_steps - 1)
-    assert (found["first"], found["ran"]) == (3, 5)  # 4, which follows the checkpoint, and 0 to 3
-    assert found["wall_s"] > 0
+    result = replay_side.bisect(str(bad.path), PLAN.bad_steps - 1)
+    assert (result["first"], result["ran"]) == (3, 5)  # 4, which follows the checkpoint, and 0 to 3
+    assert result["wall_s"] > 0
     assert step_time(bad, BAD) > 0
     assert replay_side.bisect(str(bad.path), 2)["first"] is None
 
@@ -86,8 +86,8 @@ def test_the_shares_of_recording(bad: Store) -> None:
     shares = capture_shares(bad, BAD)
     assert len(shares) == PLAN.bad_steps - 1
     assert all(0 < share < 1 for share in shares)
-    of = [e.record for e in bad.events_of([StepCommitted.KIND]) if isinstance(e.record, StepCommitted)]
-    parts = {name: value for name, value in of[-1].metrics.items() if name.endswith("_s")}
+    committed = [e.record for e in bad.events_of([StepCommitted.KIND]) if isinstance(e.record, StepCommitted)]
+    parts = {name: value for name, value in committed[-1].metrics.items() if name.endswith("_s")}
     whole = sum(parts[name] for name in ("manifest_s", *replay_steps.PARTS) if name in parts)
     assert shares[-1] == parts["manifest_s"] / whole
 
@@ -95,11 +95,11 @@ def test_the_shares_of_recording(bad: Store) -> None:
 def test_the_parts_of_the_stages(steps: Store) -> None:
     """Each is counted once, none is more than the whole, and the code is as it was afterwards."""
     before = {name: getattr(module, name) for name, module in replay_side.PARTS.items()}
-    found = replay_side.stages(str(steps.path), LONG, 0)
-    assert set(found) == {"whole", "selection", *replay_side.PARTS}
-    parts = {name: seconds for name, seconds in found.items() if name != "whole"}
+    times = replay_side.stages(str(steps.path), LONG, 0)
+    assert set(times) == {"whole", "selection", *replay_side.PARTS}
+    parts = {name: seconds for name, seconds in times.items() if name != "whole"}
     assert all(seconds > 0 for seconds in parts.values())
-    assert sum(parts.values()) <= found["whole"]
+    assert sum(parts.values()) <= times["whole"]
     assert {name: getattr(module, name) for name, module in replay_side.PARTS.items()} == before
 
 
@@ -111,29 +111,31 @@ def test_a_step_without_vectors_has_no_figure(steps: Store) -> None:
 
 def test_finding_a_step_reads_all_that_a_replay_does(bad: Store) -> None:
     """Each reading is counted."""
-    found = replay_side.find(str(bad.path), 5)
-    assert list(found) == [
+    times = replay_side.find(str(bad.path), 5)
+    assert list(times) == [
         *("history", "start", "drops", "openings", "activations", "vectors", "late_rewards")
     ]
-    assert all(seconds > 0 for seconds in found.values())
+    assert all(seconds > 0 for seconds in times.values())
 
 
 def test_figures() -> None:
     """Medians over rounds; what finding takes more in the full store; the step that keeps the most of what it
     may."""
     parts = {"recorded_vectors": 0.25, "recorded_batch": 0.5, "part_stages": 0.125, "selection": 2.0}
-    made = {name: Made(Path(name), turns, 0, 0, "", 0, 0.0) for name, turns in (("small", 1), ("full", 1000))}
-    found = outcome(
+    stores = {
+        name: Made(Path(name), turns, 0, 0, "", 0, 0.0) for name, turns in (("small", 1), ("full", 1000))
+    }
+    result = outcome(
         Measured(
             *([0.02, 0.04, 0.05], [0.25, 0.75, 0.5], [0.01, 0.02]),
             [Kept(100, 10, 10_000), Kept(1000, 10, 65_024 * 2)],
             *([parts, parts], Use(4.5, 9.0), 6144),
             {"small": [{"history": 0.5}] * 2, "full": [{"history": 1.0, "drops": 0.25}] * 2},
-            *(made, Search(53, 1000, 6.0, Use(9.0, 12.5), 0.125)),
+            *(stores, Search(53, 1000, 6.0, Use(9.0, 12.5), 0.125)),
         )
     )
-    figures = {one.figure.removeprefix("replay."): one for one in found.figures}
-    assert {name: (one.value, one.ratio) for name, one in figures.items()} == {
+    figures = {item.figure.removeprefix("replay."): item for item in result.figures}
+    assert {name: (item.value, item.ratio) for name, item in figures.items()} == {
         "capture_share": (0.04, None),
         "capture_share_100m": (0.015, None),
         "step_bytes": (130_048, 2.0),
@@ -141,13 +143,13 @@ def test_figures() -> None:
         "find_s": (0.75, None),
         "first_bad_steps": (53, None),
     }
-    said = {name: str(one.against) for name, one in figures.items()}
-    assert said["capture_share"].startswith("1M parameters: 0.50")
-    assert said["step_bytes"].endswith("1000 samples, 10 tensors; goal for the ratio <= 1")
-    assert "6,144 tokens; selection 2.00 s, the whole command 4.50 s" in said["data_stages_s"]
-    assert said["find_s"].startswith("1,000 turns: 1.25 s, with a small log 0.50 s")
-    assert said["first_bad_steps"].startswith("1000 steps; 48 step-times of 0.12 s, the command 12.5 s")
-    assert {one.what: one.middle for one in found.spreads}["finding: drops"] == 0.25
+    against = {name: str(item.against) for name, item in figures.items()}
+    assert against["capture_share"].startswith("1M parameters: 0.50")
+    assert against["step_bytes"].endswith("1000 samples, 10 tensors; goal for the ratio <= 1")
+    assert "6,144 tokens; selection 2.00 s, the whole command 4.50 s" in against["data_stages_s"]
+    assert against["find_s"].startswith("1,000 turns: 1.25 s, with a small log 0.50 s")
+    assert against["first_bad_steps"].startswith("1000 steps; 48 step-times of 0.12 s, the command 12.5 s")
+    assert {item.what: item.middle for item in result.spreads}["finding: drops"] == 0.25
 
 
 def test_the_scale_sets_turns_steps_and_tokens() -> None:
@@ -161,15 +163,15 @@ def test_the_scale_sets_turns_steps_and_tokens() -> None:
 
 def test_a_store_that_is_whole_is_kept(tmp_path: Path) -> None:
     """One whose making was cut short is made anew."""
-    made: list[Store] = []
+    logs: list[Store] = []
 
     def broken(log: Store) -> None:
-        made.append(log)
-        if len(made) == 1:
+        logs.append(log)
+        if len(logs) == 1:
             raise BenchError("cut short")
 
     with pytest.raises(BenchError):
         in_store(tmp_path, "some", broken)
     for _ in range(2):
         in_store(tmp_path, "some", broken)
-    assert len(made) == 2
+    assert len(logs) == 2

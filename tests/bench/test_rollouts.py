@@ -40,8 +40,8 @@ def test_the_values_of_the_figures() -> None:
         lines={"one": 0, "two": 2},
     )
     outcome = rollouts.outcome(measured)
-    found = {figure.figure: figure for figure in outcome.figures}
-    assert {name: (f.value, f.ratio) for name, f in found.items()} == {
+    figures = {figure.figure: figure for figure in outcome.figures}
+    assert {name: (f.value, f.ratio) for name, f in figures.items()} == {
         "rollouts.python_per_s": (140.0, 0.7),
         "rollouts.subprocess_overhead_ms": (20.0, None),
         "rollouts.leaked": (2, None),
@@ -50,7 +50,7 @@ def test_the_values_of_the_figures() -> None:
         "rollouts.recover_actor_s": (6.0, None),
         "rollouts.lines_to_integrate": (2, None),
     }
-    assert found["rollouts.leaked"].against == "1000 launches in 100 s: 600 agent_error, 400 done"
+    assert figures["rollouts.leaked"].against == "1000 launches in 100 s: 600 agent_error, 400 done"
     spreads = {spread.what: spread for spread in outcome.spreads}
     assert (spreads["python"].low, spreads["python"].high) == (90.0, 150.0)
     assert spreads["to the first request, session"].middle == 40.0
@@ -58,9 +58,9 @@ def test_the_values_of_the_figures() -> None:
 
 def test_a_small_run(tmp_path: Path) -> None:
     """All of it but Ray, against a real proxy: every agent is answered rightly, and nothing is left."""
-    told: list[None] = []
-    measured = rollouts.measure(tmp_path, SMALL, lambda: told.append(None))
-    assert len(told) == SMALL.steps == 5
+    rounds: list[None] = []
+    measured = rollouts.measure(tmp_path, SMALL, lambda: rounds.append(None))
+    assert len(rounds) == SMALL.steps == 5
     assert {side: len(laps) for side, laps in measured.laps.items()} == {
         **{"load generator": 1, "python": 1},
         **{"subprocess": 1},
@@ -113,5 +113,5 @@ def test_lines_of_ours() -> None:
 def test_a_program_is_of_the_standard_library(root: Path) -> None:
     """It starts as fast as Python does."""
     words = [sys.executable, "-S", "-c", "import rollout_program, sys; print('site' in sys.modules)"]
-    found = subprocess.run(words, cwd=root / "bench", capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    result = subprocess.run(words, cwd=root / "bench", capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"

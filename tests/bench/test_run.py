@@ -25,10 +25,10 @@ class Plan:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A benchmark that writes a file and says two figures; the folders it was given."""
-    given: list[Path] = []
+    folders: list[Path] = []
 
     def measure(folder: Path, plan: Plan, on_round: object) -> int:
-        given.append(folder)
+        folders.append(folder)
         (folder / "written").write_bytes(b"x" * plan.steps)
         return plan.steps
 
@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     module = SimpleNamespace(Plan=Plan, measure=measure, outcome=outcome)
     monkeypatch.setattr(benches, "load", lambda name: module)
-    return given
+    return folders
 
 
 def test_json_has_the_promised_keys(
@@ -95,7 +95,7 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", benches.BENCHES)
 def test_each_has_its_parts(name: str) -> None:
     """Every benchmark has a plan with steps, and is bounded by it."""
-    found = benches.load(name)
-    assert found.Plan().steps > 0
-    assert callable(found.measure)
-    assert callable(found.outcome)
+    module = benches.load(name)
+    assert module.Plan().steps > 0
+    assert callable(module.measure)
+    assert callable(module.outcome)

@@ -102,18 +102,18 @@ def test_the_made_store_is_sealed_and_balances(made: Made) -> None:
 
 def test_what_is_there_is_not_made_again(made: Made, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is whole is kept; one whose making was cut short is made anew."""
-    asked: list[Path] = []
+    paths: list[Path] = []
 
     def make(path: Path, *_: object) -> tuple[int, int, int, str]:
-        asked.append(path)
+        paths.append(path)
         return 1, 2, 3, "name"
 
     monkeypatch.setattr(scale_store, "_make", make)
     assert store_in(folder, TURNS_HERE) == made
     (folder / "turns-1").mkdir()
     (folder / "turns-1/left").touch()
-    found = store_in(folder, 1)
-    assert (asked, found.turns, found.shown) == ([folder / "turns-1/store"], 1, "name")
+    stored = store_in(folder, 1)
+    assert (paths, stored.turns, stored.shown) == ([folder / "turns-1/store"], 1, "name")
     assert not (folder / "turns-1/left").exists()
 
 
@@ -154,16 +154,16 @@ def asked_once(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_every_command_has_a_figure(made: Made, folder: Path, asked_once: list[object]) -> None:
     """Every command is asked, answers, and has a figure; progress is told of each step."""
     plan = Plan(*(TURNS_HERE,) * 3, tail_turns=80, rounds=1, samples=40, passes=2)
-    told: list[None] = []
-    measured = scale.measure(folder, plan, lambda: told.append(None))
-    assert len(told) == plan.steps
+    steps: list[None] = []
+    measured = scale.measure(folder, plan, lambda: steps.append(None))
+    assert len(steps) == plan.steps
     assert asked_once == [
         *("serve_ready", "train_ready", "show", "samples", "replay", "ledger", "sql", "tail", "feed_pass")
     ]
     assert 60 < measured.tail_turns < 90
     assert measured.made == dict.fromkeys((SMALL, TENTH, FULL), made)
     finished = (TURNS_HERE // TURNS - GROUP) * TURNS
-    assert all(0.9 < one.tokens / finished / 500 < 1.1 for one in measured.passes.values())
+    assert all(0.9 < result.tokens / finished / 500 < 1.1 for result in measured.passes.values())
     assert {side: len(laps) for side, laps in measured.laps.items()} == dict.fromkeys(
         (SEALED, LIVE, JSON, ORJSON), 2
     )
@@ -185,8 +185,8 @@ def _uses(*cpu_s: float) -> list[Use]:
 
 def _measured(tmp_path: Path) -> Measured:
     """Two rounds in which all goals are met."""
-    made = Made(tmp_path, 1_000, 0, 4, "task-1", 2**20, 1.0)
-    sizes = {SMALL: made, TENTH: replace(made, turns=100_000), FULL: replace(made, turns=1_000_000)}
+    base = Made(tmp_path, 1_000, 0, 4, "task-1", 2**20, 1.0)
+    sizes = {SMALL: base, TENTH: replace(base, turns=100_000), FULL: replace(base, turns=1_000_000)}
     grows = {
         name: {SMALL: _uses(1, 2), TENTH: _uses(1, 2), FULL: _uses(1.2, 2.4)} for name in ("show", "samples")
     }
@@ -217,8 +217,8 @@ def _figures(measured: Measured) -> dict[str, Figure]:
 
 def test_the_values_of_the_figures(tmp_path: Path) -> None:
     """CPU seconds are medians, ratios are of each round, and what stands for several is the worst of them."""
-    found = _figures(_measured(tmp_path))
-    values = {name: (f.value, f.ratio) for name, f in found.items()}
+    figures = _figures(_measured(tmp_path))
+    values = {name: (f.value, f.ratio) for name, f in figures.items()}
     assert values["scale.serve_ready_s"] == (3.75, 1.25)
     assert values["scale.train_ready_s"] == (4.5, 1.5)
     assert values["scale.find_s"] == values["scale.show_s"] == (pytest.approx(1.8), pytest.approx(1.2))
@@ -227,7 +227,7 @@ def test_the_values_of_the_figures(tmp_path: Path) -> None:
     assert values["scale.sql_ready_s"] == (0.6, None)
     assert values["scale.tail_s"] == (1.25, None)
     assert values["scale.growth"] == (1.5, 1.5)
-    assert str(found["scale.growth"].against).startswith("train_ready: 4.50 s, with 100,000 turns 3.00 s")
+    assert str(figures["scale.growth"].against).startswith("train_ready: 4.50 s, with 100,000 turns 3.00 s")
     assert values["scale.train_peak_gib"] == (1.0, None)
     assert values["materialize.mtokens_per_s"] == (pytest.approx(30), None)
     assert values["materialize.live_mtokens_per_s"] == (pytest.approx(60), None)
@@ -251,9 +251,9 @@ def test_what_reads_the_whole_log_is_seen(tmp_path: Path, command: str, figure: 
     measured = _measured(tmp_path)
     rounds = dict(measured.uses[command])
     rounds[FULL] = [Use(10 * use.cpu_s, use.wall_s) for use in rounds[TENTH]]
-    found = _figures(replace(measured, uses={**measured.uses, command: rounds}))
-    assert found[figure].ratio == pytest.approx(10)
-    assert (found["scale.growth"].value, str(found["scale.growth"].against).split(":")[0]) == (
+    figures = _figures(replace(measured, uses={**measured.uses, command: rounds}))
+    assert figures[figure].ratio == pytest.approx(10)
+    assert (figures["scale.growth"].value, str(figures["scale.growth"].against).split(":")[0]) == (
         pytest.approx(10),
         command,
     )

@@ -63,10 +63,10 @@ class Peer:
 
         return wait
 
-    def until(self, made: int) -> None:
+    def until(self, count: int) -> None:
         """Wait until the one running request has so many tokens."""
         [job] = self.app.running.values()
-        while job.made < made:
+        while job.made < count:
             time.sleep(0.002)
 
 
@@ -87,9 +87,9 @@ def peer() -> Iterator[Make]:
 
 def test_the_shape_of_an_answer(peer: Make) -> None:
     """Ids, id triples, spans over the output and counts; what is read equals what the server remembers."""
-    found = peer([7, 8, 9]).generate(rid="r", sampling_params={"max_new_tokens": 5}).json()
-    meta = found["meta_info"]
-    assert found["output_ids"] == [7, 8, 9]
+    reply = peer([7, 8, 9]).generate(rid="r", sampling_params={"max_new_tokens": 5}).json()
+    meta = reply["meta_info"]
+    assert reply["output_ids"] == [7, 8, 9]
     assert meta.pop("e2e_latency") >= 0
     assert meta == {
         "id": "r",
@@ -109,11 +109,11 @@ def test_the_shape_of_an_answer(peer: Make) -> None:
 
 def test_what_was_seen_can_be_asked_for(peer: Make) -> None:
     """`seen`, here or over HTTP, holds request and answer; it is bounded."""
-    one = peer([7], [8, 9])
-    one.generate([1, 2], rid="a", return_logprob=False)
-    one.generate([3], rid="b", sampling_params={"max_new_tokens": 1})
-    seen = one.client.get("/scripted/seen").json()
-    assert seen == list(one.app.seen)
+    server = peer([7], [8, 9])
+    server.generate([1, 2], rid="a", return_logprob=False)
+    server.generate([3], rid="b", sampling_params={"max_new_tokens": 1})
+    seen = server.client.get("/scripted/seen").json()
+    assert seen == list(server.app.seen)
     assert [(s["rid"], s["input_ids"], s["output_ids"]) for s in seen] == [
         ("a", [1, 2], [7]),
         ("b", [3], [8]),
@@ -126,11 +126,11 @@ def test_what_ends_an_answer() -> None:
     """A stop id before the length, kept in the ids; ignore_eos; the length; a stop string by its text."""
 
     def ends(params: dict[str, Any], eos: set[int] = frozenset()) -> tuple[list[int], Any]:  # type: ignore[assignment]
-        made = draft(
+        drafted = draft(
             Answer([5, 6, 7, 8]), params, frozenset(eos), lambda ids: "".join("abcdefghij"[i] for i in ids)
         )
-        assert made.logprobs == logprobs_of(made.ids)
-        return made.ids, made.finish
+        assert drafted.logprobs == logprobs_of(drafted.ids)
+        return drafted.ids, drafted.finish
 
     assert ends({"stop_token_ids": [7]}) == ([5, 6, 7], {"type": "stop", "matched": 7})
     assert ends({}, {6}) == ([5, 6], {"type": "stop", "matched": 6})
@@ -144,10 +144,10 @@ def test_what_ends_an_answer() -> None:
 def test_the_default_script_can_be_computed_again(peer: Make) -> None:
     """The same prompt gives the same ids and logprobs, here and there; another gives others."""
     script = hashed(16, 1000, stop_id=2)
-    one = peer(script=script, eos_ids=frozenset([2]))
-    found = [one.generate(ids).json()["output_ids"] for ids in ([1, 2], [1, 2], [1, 3])]
-    assert found[0] == found[1] == list(script([1, 2], {}).ids) != found[2]
-    assert all(ids[-1] == 2 and 2 not in ids[:-1] for ids in found)
+    server = peer(script=script, eos_ids=frozenset([2]))
+    outputs = [server.generate(ids).json()["output_ids"] for ids in ([1, 2], [1, 2], [1, 3])]
+    assert outputs[0] == outputs[1] == list(script([1, 2], {}).ids) != outputs[2]
+    assert all(ids[-1] == 2 and 2 not in ids[:-1] for ids in outputs)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -164,13 +164,13 @@ def test_chunks_are_cumulative_or_incremental(peer: Make, incremental: bool) -> 
 
 def test_an_aborted_request_returns_what_there_is(peer: Make) -> None:
     """The request returns what there is, whole or streamed; an id that nobody has is no error."""
-    one = peer(SLOW)
+    server = peer(SLOW)
     for stream in (False, True):
-        wait = one.start(rid="one-1", stream=stream)
-        one.until(2)
-        assert one.post("/abort_request", rid="one-2") == b""
-        assert one.app.running
-        assert one.post("/abort_request", rid="one-1") == b""
+        wait = server.start(rid="one-1", stream=stream)
+        server.until(2)
+        assert server.post("/abort_request", rid="one-2") == b""
+        assert server.app.running
+        assert server.post("/abort_request", rid="one-1") == b""
         reply = wait()
         last = orjson.loads(reply.text.split("\n\n")[-3].removeprefix("data: ")) if stream else reply.json()
         assert last["meta_info"]["finish_reason"] == {
@@ -182,75 +182,75 @@ def test_an_aborted_request_returns_what_there_is(peer: Make) -> None:
         count = len(last["output_ids"])
         assert 2 <= count < 10
         assert last["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": count}]
-    assert one.app.running == {}
+    assert server.app.running == {}
 
 
 def test_weights_that_change_in_the_middle(peer: Make) -> None:
     """Paused in place, the version changed, continued: the spans say which tokens came of which weights."""
-    one = peer(SLOW, weight_version="v1")
-    wait = one.start()
-    one.until(3)
-    assert one.post("/pause_generation", mode="in_place")["status"] == "ok"
-    assert one.client.post("/flush_cache").status_code == 400
-    one.post("/update_weight_version", new_version="v2", abort_all_requests=False)
-    [job] = one.app.running.values()
+    server = peer(SLOW, weight_version="v1")
+    wait = server.start()
+    server.until(3)
+    assert server.post("/pause_generation", mode="in_place")["status"] == "ok"
+    assert server.client.post("/flush_cache").status_code == 400
+    server.post("/update_weight_version", new_version="v2", abort_all_requests=False)
+    [job] = server.app.running.values()
     before = job.made
     time.sleep(0.15)
     assert job.made == before
-    assert one.post("/continue_generation")["status"] == "ok"
+    assert server.post("/continue_generation")["status"] == "ok"
     meta = wait().json()["meta_info"]
     assert meta["weight_versions"] == [
         {"version": "v1", "start": 0, "end": before},
         {"version": "v2", "start": before, "end": 10},
     ]
-    assert meta["weight_version"] == one.client.get("/model_info").json()["weight_version"] == "v2"
+    assert meta["weight_version"] == server.client.get("/model_info").json()["weight_version"] == "v2"
 
 
 def test_a_script_changes_the_weights(peer: Make) -> None:
     """After as many tokens as it says, for later requests too."""
-    one = peer(Answer(range(6), versions=((2, "b"), (4, "c"))), [1], interval=3)
-    spans = one.chunks()[-1]["meta_info"]["weight_versions"]
+    server = peer(Answer(range(6), versions=((2, "b"), (4, "c"))), [1], interval=3)
+    spans = server.chunks()[-1]["meta_info"]["weight_versions"]
     assert [(s["version"], s["start"], s["end"]) for s in spans] == [
         ("default", 0, 2),
         ("b", 2, 4),
         ("c", 4, 6),
     ]
-    assert one.generate().json()["meta_info"]["weight_version"] == "c"
+    assert server.generate().json()["meta_info"]["weight_version"] == "c"
 
 
 def test_each_pause_mode_treats_running_requests_as_sglang_does(peer: Make) -> None:
     """`abort` ends what runs; `retract` keeps it and lets the cache be flushed; new requests wait in both."""
-    one = peer(SLOW, SLOW, Answer([1]))
-    wait = one.start()
-    one.until(1)
-    one.post("/pause_generation", mode="retract")
-    assert one.client.get("/flush_cache").status_code == 200
-    one.post("/continue_generation")
+    server = peer(SLOW, SLOW, Answer([1]))
+    wait = server.start()
+    server.until(1)
+    server.post("/pause_generation", mode="retract")
+    assert server.client.get("/flush_cache").status_code == 200
+    server.post("/continue_generation")
     meta = wait().json()["meta_info"]
     assert (meta["num_retractions"], meta["completion_tokens"]) == (1, 10)
-    wait = one.start()
-    one.until(1)
-    one.post("/pause_generation")
+    wait = server.start()
+    server.until(1)
+    server.post("/pause_generation")
     assert wait().json()["meta_info"]["finish_reason"]["type"] == "abort"
-    held = one.start(rid="held")
-    one.post("/abort_request", rid="held")  # the real one does not hear of it either
+    held = server.start(rid="held")
+    server.post("/abort_request", rid="held")  # the real one does not hear of it either
     time.sleep(0.05)
-    assert list(one.app.running) == ["held"]
-    one.post("/continue_generation")
+    assert list(server.app.running) == ["held"]
+    server.post("/continue_generation")
     assert held().json()["meta_info"]["finish_reason"] == {"type": "stop", "matched": 1}
 
 
 def test_an_abort_in_place_shows_with_the_next_step(peer: Make) -> None:
     """Nothing moves while generation is paused in place; a retracted request ends at once."""
-    one = peer(SLOW)
+    server = peer(SLOW)
     for mode in ("in_place", "retract"):
-        wait = one.start(rid="x")
-        one.until(1)
-        one.post("/pause_generation", mode=mode)
-        one.post("/abort_request", rid="x")
+        wait = server.start(rid="x")
+        server.until(1)
+        server.post("/pause_generation", mode=mode)
+        server.post("/abort_request", rid="x")
         time.sleep(0.1)
-        assert list(one.app.running) == (["x"] if mode == "in_place" else [])
-        one.post("/continue_generation")
+        assert list(server.app.running) == (["x"] if mode == "in_place" else [])
+        server.post("/continue_generation")
         assert wait().json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
@@ -258,8 +258,8 @@ def test_an_abort_in_place_shows_with_the_next_step(peer: Make) -> None:
 def test_planned_failures_come_before_and_within_a_stream(peer: Make, stream: bool) -> None:
     """A 500, a 400, and a connection that ends: before the first token, and after three in a stream."""
     kinds = ("error", "refuse")
-    one = peer(*(Answer(range(9), failure=Failure(0, kind, "no")) for kind in kinds))  # type: ignore[arg-type]
-    replies = [one.generate(stream=stream) for _ in kinds]
+    server = peer(*(Answer(range(9), failure=Failure(0, kind, "no")) for kind in kinds))  # type: ignore[arg-type]
+    replies = [server.generate(stream=stream) for _ in kinds]
     assert [(r.status_code, r.json()) for r in replies] == [
         (s, {"error": {"message": "no"}}) for s in (500, 400)
     ]
@@ -284,27 +284,27 @@ def test_an_error_in_a_stream(peer: Make) -> None:
 
 def test_a_client_that_goes(peer: Make) -> None:
     """Its request is ended."""
-    one = peer(SLOW)
+    server = peer(SLOW)
     with pytest.raises(httpx.ReadTimeout):
-        one.client.post("/generate", json={"input_ids": [1]}, timeout=0.1)
+        server.client.post("/generate", json={"input_ids": [1]}, timeout=0.1)
     for _ in range(500):
-        if one.app.seen:
+        if server.app.seen:
             break
         time.sleep(0.002)
-    assert one.app.seen[0]["finish_reason"]["type"] == "abort"
-    assert len(one.app.seen[0]["output_ids"]) < 10
+    assert server.app.seen[0]["finish_reason"]["type"] == "abort"
+    assert len(server.app.seen[0]["output_ids"]) < 10
 
 
 def test_what_it_says_of_itself_and_refuses(peer: Make) -> None:
     """Health, model and version; bad bodies and unknown routes are the client's fault."""
-    one = peer([1], model_path="m", weight_version="3")
-    assert [one.client.get(path).status_code for path in ("/health", "/health_generate")] == [200, 200]
-    info = one.client.get("/model_info").json()
+    server = peer([1], model_path="m", weight_version="3")
+    assert [server.client.get(path).status_code for path in ("/health", "/health_generate")] == [200, 200]
+    info = server.client.get("/model_info").json()
     assert (info["model_path"], info["weight_version"], info["is_generation"]) == ("m", "3", True)
-    assert one.client.get("/server_info").json()["version"] == "0.5.23"
-    assert one.generate([]).status_code == 400
-    assert one.client.post("/generate", content=b"{").status_code == 400
-    assert one.client.post("/nothing").status_code == 404
+    assert server.client.get("/server_info").json()["version"] == "0.5.23"
+    assert server.generate([]).status_code == 400
+    assert server.client.post("/generate", content=b"{").status_code == 400
+    assert server.client.post("/nothing").status_code == 404
 
 
 def test_a_process_of_its_own(tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        found = httpx.post(f"{url}/generate", json={"input_ids": [1, 2]}).json()
-        assert found["output_ids"] == [2, len(script.read_text())]
-        assert found["meta_info"]["weight_version"] == "7"
+        reply = httpx.post(f"{url}/generate", json={"input_ids": [1, 2]}).json()
+        assert reply["output_ids"] == [2, len(script.read_text())]
+        assert reply["meta_info"]["weight_version"] == "7"
         assert httpx.get(f"{url}/server_info").json()["incremental_streaming_output"] is True
     finally:
         process.terminate()

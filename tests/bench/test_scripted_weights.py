@@ -145,95 +145,95 @@ def test_tensors_are_merged_as_sglang_merges_them() -> None:
 @pytest.mark.torch
 def test_checksums_follow_the_weights(peer: Make, models: tuple[Path, Path]) -> None:
     """From disk and in buckets: SGLang's merged and padded tensors; names without a place are no error."""
-    one = peer(model_path=str(models[0]), weights="float32")
-    assert one.checksums() == _expected(models[0])
-    told = one.post("/update_weights_from_disk", model_path=str(models[1]), weight_version="1")
-    assert (told["success"], told["num_paused_requests"]) == (True, 0)
-    assert "Weight version updated to 1." in told["message"]
-    assert one.checksums() == _expected(models[1]) != _expected(models[0])
-    one.post("/begin_weight_update")
+    server = peer(model_path=str(models[0]), weights="float32")
+    assert server.checksums() == _expected(models[0])
+    reply = server.post("/update_weights_from_disk", model_path=str(models[1]), weight_version="1")
+    assert (reply["success"], reply["num_paused_requests"]) == (True, 0)
+    assert "Weight version updated to 1." in reply["message"]
+    assert server.checksums() == _expected(models[1]) != _expected(models[0])
+    server.post("/begin_weight_update")
     items = [("model.layers.0.mlp.experts.gate_up_proj", _items(models[0])[0][1]), *_items(models[0])]
     for number, item in enumerate(items):
         body = {"serialized_named_tensors": _sent([item]), "weight_version": "2"}
-        one.post("/update_weights_from_tensor", **body)
+        server.post("/update_weights_from_tensor", **body)
         if item[0].endswith("k_proj.weight") and number < len(items) - 1:
-            halves = one.checksums()[f"{LAYER}.self_attn.qkv_proj.weight"]
-    one.post("/end_weight_update")
-    assert one.checksums() == _expected(models[0])
+            halves = server.checksums()[f"{LAYER}.self_attn.qkv_proj.weight"]
+    server.post("/end_weight_update")
+    assert server.checksums() == _expected(models[0])
     whole = [_expected(m)[f"{LAYER}.self_attn.qkv_proj.weight"] for m in models]
     assert halves not in whole
-    assert one.version() == "2"
+    assert server.version() == "2"
 
 
 @pytest.mark.torch
 def test_a_directory_without_weights(peer: Make, models: tuple[Path, Path], tmp_path: Path) -> None:
     """A 400, and nothing has changed."""
-    one = peer(model_path=str(models[0]), weights="float32")
-    told = one.post("/update_weights_from_disk", status=400, model_path=str(tmp_path), weight_version="1")
-    assert told["success"] is False
-    assert "holds no safetensors" in told["message"]
-    assert (one.version(), one.checksums()) == ("default", _expected(models[0]))
+    server = peer(model_path=str(models[0]), weights="float32")
+    reply = server.post("/update_weights_from_disk", status=400, model_path=str(tmp_path), weight_version="1")
+    assert reply["success"] is False
+    assert "holds no safetensors" in reply["message"]
+    assert (server.version(), server.checksums()) == ("default", _expected(models[0]))
 
 
 def test_the_rules_of_a_session(peer: Make) -> None:
     """Tensors only inside, one session at a time; groups cannot be joined."""
-    one = peer()
+    server = peer()
     for kind in ("tensor", "distributed"):
-        told = one.post(f"/update_weights_from_{kind}", status=400)
-        assert told["message"].endswith("must run between begin_weight_update() and end_weight_update()")
-    assert "no weight-update session" in one.post("/end_weight_update", status=400)["message"]
-    assert one.post("/begin_weight_update") == {"success": True, "message": "Success"}
-    assert "already open" in one.post("/begin_weight_update", status=400)["message"]
-    one.post("/update_weights_from_tensor", serialized_named_tensors=["AA=="], weight_version="5")
-    assert one.post("/update_weights_from_distributed", status=400)["success"] is False
-    one.post("/end_weight_update")
-    assert one.version() == "5"
-    assert one.post("/init_weights_update_group", status=400)["success"] is False
+        reply = server.post(f"/update_weights_from_{kind}", status=400)
+        assert reply["message"].endswith("must run between begin_weight_update() and end_weight_update()")
+    assert "no weight-update session" in server.post("/end_weight_update", status=400)["message"]
+    assert server.post("/begin_weight_update") == {"success": True, "message": "Success"}
+    assert "already open" in server.post("/begin_weight_update", status=400)["message"]
+    server.post("/update_weights_from_tensor", serialized_named_tensors=["AA=="], weight_version="5")
+    assert server.post("/update_weights_from_distributed", status=400)["success"] is False
+    server.post("/end_weight_update")
+    assert server.version() == "5"
+    assert server.post("/init_weights_update_group", status=400)["success"] is False
     assert (
-        one.post("/weights_checker", status=400, action="snapshot")["message"]
+        server.post("/weights_checker", status=400, action="snapshot")["message"]
         == "Unsupported action='snapshot'"
     )
-    assert one.checksums() == {}
+    assert server.checksums() == {}
 
 
 def test_an_update_that_cannot_flush(peer: Make) -> None:
     """In place with requests running: a 400, yet the tokens that follow are the new weights'."""
-    one = peer(SLOW, weight_version="1")
-    wait = one.start()
-    one.post("/pause_generation", mode="in_place")
-    assert one.loads() == (1, 0)
-    told = one.post("/update_weights_from_disk", status=400, model_path="m", weight_version="2")
-    assert "the cache was not flushed" in told["message"]
-    assert one.version() == "1"
-    one.post("/continue_generation")
+    server = peer(SLOW, weight_version="1")
+    wait = server.start()
+    server.post("/pause_generation", mode="in_place")
+    assert server.loads() == (1, 0)
+    reply = server.post("/update_weights_from_disk", status=400, model_path="m", weight_version="2")
+    assert "the cache was not flushed" in reply["message"]
+    assert server.version() == "1"
+    server.post("/continue_generation")
     meta = wait()
     assert [s["version"] for s in meta["weight_versions"]] == ["1", "2"]
-    assert one.version() == "1"
-    one.post("/update_weights_from_disk", model_path="m", weight_version="3")
-    assert one.version() == "3"
+    assert server.version() == "1"
+    server.post("/update_weights_from_disk", model_path="m", weight_version="3")
+    assert server.version() == "3"
 
 
 @pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True)])
 def test_an_update_in_mid_generation(peer: Make, mode: str, flush: bool) -> None:
     """Paused, updated, continued: two spans; the queue is what was retracted and what came since."""
-    one = peer(SLOW, weight_version="1")
-    wait = one.start()
-    one.post("/pause_generation", mode=mode)
-    assert one.loads() == ((0, 1) if mode == "retract" else (1, 0))
-    one.post("/update_weights_from_disk", model_path="m", weight_version="2", flush_cache=flush)
-    one.post("/continue_generation")
+    server = peer(SLOW, weight_version="1")
+    wait = server.start()
+    server.post("/pause_generation", mode=mode)
+    assert server.loads() == ((0, 1) if mode == "retract" else (1, 0))
+    server.post("/update_weights_from_disk", model_path="m", weight_version="2", flush_cache=flush)
+    server.post("/continue_generation")
     assert [s["version"] for s in wait()["weight_versions"]] == ["1", "2"]
-    assert (one.version(), one.loads()) == ("2", (0, 0))
+    assert (server.version(), server.loads()) == ("2", (0, 0))
 
 
 def test_an_update_without_a_pause_waits(peer: Make) -> None:
     """Until what runs has ended, or at once where everything is aborted."""
-    one = peer(SLOW, weight_version="1")
-    wait = one.start()
-    one.post("/update_weights_from_disk", model_path="m", weight_version="2")
+    server = peer(SLOW, weight_version="1")
+    wait = server.start()
+    server.post("/update_weights_from_disk", model_path="m", weight_version="2")
     assert [s["version"] for s in wait()["weight_versions"]] == ["1"]
-    wait = one.start()
-    one.post("/update_weights_from_disk", model_path="m", weight_version="3", abort_all_requests=True)
+    wait = server.start()
+    server.post("/update_weights_from_disk", model_path="m", weight_version="3", abort_all_requests=True)
     assert wait()["finish_reason"]["type"] == "abort"
 
 
@@ -242,43 +242,43 @@ def test_an_update_without_a_pause_waits(peer: Make) -> None:
 
 def test_errors_in_the_middle_of_the_buckets(peer: Make) -> None:
     """The third bucket is a 500 and the fourth a broken connection; what follows goes well."""
-    one = peer()
+    server = peer()
     route = "/update_weights_from_tensor"
-    one.app.faults.add(Fault(route, "error", after=2))
-    one.app.faults.add(Fault(route, "drop", after=3))
-    one.post("/begin_weight_update")
+    server.app.faults.add(Fault(route, "error", after=2))
+    server.app.faults.add(Fault(route, "drop", after=3))
+    server.post("/begin_weight_update")
     body = {"serialized_named_tensors": ["AA=="]}
     for status in (200, 200, 500):
-        assert one.client.post(route, json=body).status_code == status
+        assert server.client.post(route, json=body).status_code == status
     with pytest.raises(httpx.RemoteProtocolError):
-        one.client.post(route, json=body)
-    one.post(route, **body)
+        server.client.post(route, json=body)
+    server.post(route, **body)
 
 
 def test_a_route_that_hangs(peer: Make) -> None:
     """It answers after so many seconds; others answer at once."""
-    one = peer()
-    one.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=3)
+    server = peer()
+    server.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=3)
     with pytest.raises(httpx.ReadTimeout):
-        one.client.post("/pause_generation", json={}, timeout=0.1)
+        server.client.post("/pause_generation", json={}, timeout=0.1)
     begun = time.monotonic()
-    assert one.version() == "default"
+    assert server.version() == "default"
     assert time.monotonic() - begun < 2.5
-    assert one.post("/pause_generation")["status"] == "ok"
+    assert server.post("/pause_generation")["status"] == "ok"
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("route", ["/update_weights_from_disk", "/update_weights_from_tensor"])
 def test_a_tensor_that_comes_in_wrong(peer: Make, models: tuple[Path, Path], route: str) -> None:
     """The answer is success, and one checksum is not what was sent."""
-    one = peer(model_path=str(models[0]), weights="float32")
-    one.app.faults.add(Fault(route, "wrong"))
-    one.post("/begin_weight_update")
+    server = peer(model_path=str(models[0]), weights="float32")
+    server.app.faults.add(Fault(route, "wrong"))
+    server.post("/begin_weight_update")
     body = {"model_path": str(models[1]), "serialized_named_tensors": _sent(_items(models[1]))}
     for wrong in (1, 0):
-        assert one.post(route, weight_version="1", **body)["success"]
-        found, expected = one.checksums(), _expected(models[1])
-        assert sum(found[name] != expected[name] for name in expected) == wrong
+        assert server.post(route, weight_version="1", **body)["success"]
+        checksums, expected = server.checksums(), _expected(models[1])
+        assert sum(checksums[name] != expected[name] for name in expected) == wrong
 
 
 def test_a_process_that_dies() -> None:

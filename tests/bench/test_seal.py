@@ -39,10 +39,10 @@ def test_sizes_are_those_of_the_files(measured: tuple[Path, seal.Measured]) -> N
     assert result.events == unit.next_seq == store.head()[seal.LANE] == 3 * 3 + 12 * 3
     assert result.turns == 12
     assert result.pyarrow_bytes == (folder / "0.parquet").stat().st_size
-    found = {f.figure: f for f in seal.outcome(result).figures}
-    assert found["seal.size"].value == on_disk
-    assert found["seal.size"].ratio == pytest.approx(on_disk / result.wal_bytes)
-    assert list(found)[2:] == [f"seal.{name}" for name in result.encodings]
+    figures = {f.figure: f for f in seal.outcome(result).figures}
+    assert figures["seal.size"].value == on_disk
+    assert figures["seal.size"].ratio == pytest.approx(on_disk / result.wal_bytes)
+    assert list(figures)[2:] == [f"seal.{name}" for name in result.encodings]
     assert len(result.encodings) == 4 * 2 + 2 * 2
 
 
@@ -56,8 +56,8 @@ def test_no_text_is_used_twice(measured: tuple[Path, seal.Measured]) -> None:
     corpus = Corpus.of(PLAN.characters, PLAN.vocabulary)
     assert np.array_equal(corpus.ids[: len(flat)], flat)
     assert corpus.tokenizer.decode(corpus.ids.tolist()) == text
-    asked = [e.messages[0]["content"] for e in events if isinstance(e, TurnRequested)]
-    assert asked == corpus.tokenizer.decode_batch([t.prompt_ids.tolist() for t in windows])
+    prompts = [e.messages[0]["content"] for e in events if isinstance(e, TurnRequested)]
+    assert prompts == corpus.tokenizer.decode_batch([t.prompt_ids.tolist() for t in windows])
     assert all(200 <= t.prompt_length == len(t.prompt_ids) <= 2000 for t in windows)
     assert all(
         50 <= len(t.completion_ids) == len(t.logprobs) <= 1000 for t in windows if t.logprobs is not None
@@ -74,12 +74,12 @@ def test_text_that_ends_ends_the_turns() -> None:
 
 def test_logprobs_are_of_bfloat16_logits() -> None:
     """Not above 0 but for rounding, finite, varied, and a difference of a bfloat16 and a float32."""
-    found = model_logprobs(np.random.default_rng(0), 5000)
-    assert found.dtype == np.float32
-    assert np.isfinite(found).all()
-    assert found.max() <= 1e-5
-    assert -4 < found.mean() < -0.1
-    assert len(np.unique(found)) > 4000
+    logprobs = model_logprobs(np.random.default_rng(0), 5000)
+    assert logprobs.dtype == np.float32
+    assert np.isfinite(logprobs).all()
+    assert logprobs.max() <= 1e-5
+    assert -4 < logprobs.mean() < -0.1
+    assert len(np.unique(logprobs)) > 4000
 
 
 def test_bytes_per_value_depend_on_the_encoding() -> None:

@@ -41,10 +41,10 @@ def test_every_question_has_a_figure(tmp_path: Path) -> None:
     plan = sql.Plan(shape=SHAPE, rounds=2, scans=1)
     measured = sql.measure(tmp_path, plan, lambda: steps.append(None))
     assert (measured.turns, len(steps)) == (120, plan.steps)
-    found = {f.figure: f for f in sql.outcome(measured).figures}
+    figures = {f.figure: f for f in sql.outcome(measured).figures}
     names = ["version_day", "turn_p99", "outlier", "trajectory", "trajectory_sql"]
-    assert list(found) == [f"sql.{name}_ms" for name in names]
-    for figure in found.values():
+    assert list(figures) == [f"sql.{name}_ms" for name in names]
+    for figure in figures.values():
         assert figure.value > 0
         assert figure.ratio is not None
         assert figure.ratio > 0

@@ -28,8 +28,8 @@ LAPS = [
 
 def test_a_sync_is_timed_in_parts() -> None:
     """Before the pause, until the weights are there, until they are verified; and the whole pause."""
-    found = Parts.of(0.5, LAPS)
-    assert (found.before, found.transfer, found.verify, found.paused) == (1.5, 2.5, 2.0, 5.0)
+    parts = Parts.of(0.5, LAPS)
+    assert (parts.before, parts.transfer, parts.verify, parts.paused) == (1.5, 2.5, 2.0, 5.0)
 
 
 def test_figures_are_medians_over_the_rounds() -> None:
@@ -45,8 +45,8 @@ def test_figures_are_medians_over_the_rounds() -> None:
     }
     parts = {name: [Parts.of(0.5, LAPS)] for name in ("disk", "tensor", "distributed")}
     measured = Measured(laps, parts, 4_000_000, [1e-6, 3e-6, 2e-6], Labelled(100, 4, 3, 7))
-    found = {f.figure: f for f in sync.outcome(measured).figures}
-    assert {name: (f.value, f.ratio, f.runs) for name, f in found.items()} == {
+    figures = {f.figure: f for f in sync.outcome(measured).figures}
+    assert {name: (f.value, f.ratio, f.runs) for name, f in figures.items()} == {
         "sync.max_abs_logprob_diff": (3e-6, None, 3),
         "sync.disk_vs_bytes": (2.0, 2.0, 3),
         "sync.tensor_vs_disk": (3.0, 0.5, 3),
@@ -61,10 +61,10 @@ def test_figures_are_medians_over_the_rounds() -> None:
 def test_every_token_is_labelled_with_the_weights_that_made_it(tmp_path: Path) -> None:
     """Requests see several versions, and every token's recorded version is what the engine held."""
     steps: list[int] = []
-    found = label_tokens(tmp_path, 25, 4, lambda: steps.append(1))
-    assert (found.wrong, found.updates, len(steps)) == (0, 25, 25)
-    assert found.tokens >= 4 * 120
-    assert found.mixed >= 4
+    labelled = label_tokens(tmp_path, 25, 4, lambda: steps.append(1))
+    assert (labelled.wrong, labelled.updates, len(steps)) == (0, 25, 25)
+    assert labelled.tokens >= 4 * 120
+    assert labelled.mixed >= 4
 
 
 def test_the_witness_sees_wrong_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ from rollbook.bench.open_loop import Traffic
 def test_the_other_process_is_seen(tmp_path: Path) -> None:
     """Each pass sees each of its events once, later than they were made; the control is beside it."""
     plan = tail.Plan(Traffic(200.0, 0.25), passes=2, turns=5)
-    told: list[None] = []
-    seen = tail.measure(tmp_path, plan, lambda: told.append(None))
-    assert [len(one.visible_ms) for one in seen] == [50, 50]
-    assert len(told) == plan.steps == 2
+    rounds: list[None] = []
+    passes = tail.measure(tmp_path, plan, lambda: rounds.append(None))
+    assert [len(result.visible_ms) for result in passes] == [50, 50]
+    assert len(rounds) == plan.steps == 2
     assert rb.open(tmp_path / "store").head() == {"writer-0": 50, "writer-1": 50}
-    assert all(min(one.visible_ms) > 0 and one.overshoot_ms for one in seen)
-    found = {f.figure: f for f in tail.outcome(seen).figures}
-    assert list(found) == ["tail.visible_p50_ms", "tail.visible_p99_ms", "tail.reader_cores"]
-    assert all(f.runs == 2 and f.ratio is None for f in found.values())
+    assert all(min(result.visible_ms) > 0 and result.overshoot_ms for result in passes)
+    figures = {f.figure: f for f in tail.outcome(passes).figures}
+    assert list(figures) == ["tail.visible_p50_ms", "tail.visible_p99_ms", "tail.reader_cores"]
+    assert all(f.runs == 2 and f.ratio is None for f in figures.values())
 
 
 def test_the_values_of_the_tail_figures() -> None:
@@ -30,9 +30,9 @@ def test_the_values_of_the_tail_figures() -> None:
     passes = [
         tail.Seen([float(i) for i in range(n, n + 100)], [0.5, 0.75], 0.1, 0.2, 2000.0) for n in (1, 11, 2)
     ]
-    found = {f.figure: f for f in tail.outcome(passes).figures}
-    assert (found["tail.visible_p50_ms"].value, found["tail.visible_p99_ms"].value) == (51.0, 100.0)
-    assert "p99: 0.75 ms" in str(found["tail.visible_p99_ms"].against)
+    figures = {f.figure: f for f in tail.outcome(passes).figures}
+    assert (figures["tail.visible_p50_ms"].value, figures["tail.visible_p99_ms"].value) == (51.0, 100.0)
+    assert "p99: 0.75 ms" in str(figures["tail.visible_p99_ms"].against)
 
 
 def test_a_writer_that_stops_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,8 @@ def test_the_sides_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first = losses[PLAIN]
     assert first[0] == pytest.approx(5.5, abs=0.2)  # the logarithm of 256
     assert first[2] < first[0] - 0.02
-    for name, found in losses.items():
-        assert found == pytest.approx(first, rel=2e-4), name
+    for name, curve in losses.items():
+        assert curve == pytest.approx(first, rel=2e-4), name
 
 
 def test_two_ranks_learn_the_same_as_one(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_figures() -> None:
     held = {WHOLE: [2.0, 4.0], OVERLAPPED: [1.0, 3.0], SHARDED: [1.0, 1.0], BOTH: [0.5, 0.5]}
     laps = CheckpointLaps(held, 4.0, 14.0, 1e-8)
     measured = Measured(seconds, [0.1, 0.4], peaks, 300, Laps(modes), laps)
-    found = {figure.figure: figure for figure in train.outcome(measured).figures}
-    assert {name: figure.ratio for name, figure in found.items()} == {
+    figures = {figure.figure: figure for figure in train.outcome(measured).figures}
+    assert {name: figure.ratio for name, figure in figures.items()} == {
         "train.packed_vs_padded": 3.0,
         "train.vs_transformers": 2.0,
         "train.peak_vs_transformers": 0.5,
@@ -110,16 +110,16 @@ def test_figures() -> None:
         "train.checkpoint_held_s": 0.1875,
         "train.resume_s": None,
     }
-    assert found["train.checkpoint_held_s"].value == 0.5
-    assert found["train.checkpoint_held_s"].against == "whole: 3.00 s"
-    assert found["train.resume_s"].value == 4.0
-    assert found["train.hybrid_vs_colocate"].value == 2.5
-    assert found["train.hybrid_vs_colocate"].against == "colocate: 1.50 steps/s"
-    assert found["train.vs_transformers"].value == 200.0
-    assert found["train.vs_transformers"].against == "transformers: 100 tokens/s"
-    assert found["train.peak_vs_transformers"].against == "transformers_packed: 4 MiB"
-    assert found["train.replayability_share"].value == pytest.approx(0.015)
-    assert found["train.replayability_share_6m"].value == pytest.approx(0.1)
+    assert figures["train.checkpoint_held_s"].value == 0.5
+    assert figures["train.checkpoint_held_s"].against == "whole: 3.00 s"
+    assert figures["train.resume_s"].value == 4.0
+    assert figures["train.hybrid_vs_colocate"].value == 2.5
+    assert figures["train.hybrid_vs_colocate"].against == "colocate: 1.50 steps/s"
+    assert figures["train.vs_transformers"].value == 200.0
+    assert figures["train.vs_transformers"].against == "transformers: 100 tokens/s"
+    assert figures["train.peak_vs_transformers"].against == "transformers_packed: 4 MiB"
+    assert figures["train.replayability_share"].value == pytest.approx(0.015)
+    assert figures["train.replayability_share_6m"].value == pytest.approx(0.1)
 
 
 def test_every_side_takes_its_turns() -> None:
@@ -135,8 +135,8 @@ def test_the_loop_runs_in_each_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     laps = train_modes.run_modes(tmp_path, 1, lambda: rounds.append(None))
     assert (laps.steps_per_s.keys(), len(rounds)) == ({COLOCATE, OVERLAP}, 1)
     assert all(rate > 0 for rates in laps.steps_per_s.values() for rate in rates)
-    said = [tomllib.loads(file.read_text()) for file in sorted(tmp_path.glob("modes-*/loop.toml"))]
-    assert sorted((one["mode"], one["sync"]["overlap"]) for one in said) == [
+    configs = [tomllib.loads(file.read_text()) for file in sorted(tmp_path.glob("modes-*/loop.toml"))]
+    assert sorted((config["mode"], config["sync"]["overlap"]) for config in configs) == [
         ("async", True),
         ("colocate", False),
     ]

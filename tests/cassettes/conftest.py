@@ -63,8 +63,8 @@ class Recording:
 
     def ids(self, *names: str) -> list[str]:
         """The ids of trajectories by name; of all without names."""
-        found = {t.opened.name: key for key, t in self.store.trajectories().items()}
-        return [found[name] for name in names or found]
+        by_name = {t.opened.name: key for key, t in self.store.trajectories().items()}
+        return [by_name[name] for name in names or by_name]
 
     def cassette(self, *names: str, ignored: Any = ()) -> Cassette:
         """The cassette of trajectories by name; of all without names."""
@@ -73,7 +73,7 @@ class Recording:
 
 def _answers() -> Callable[[Any, Any], Any]:
     """A script that says what its last message asks for, and how often it was asked."""
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def answer(messages: Any, tools: Any) -> Any:
         text = messages[-1].get("content") or ""
@@ -83,8 +83,8 @@ def _answers() -> Callable[[Any, Any], Any]:
             function = {"name": "calc", "arguments": {"a": 1, "b": "é"}}
             call = {"id": "x", "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call] * (2 if "two" in text else 1)}
-        asked[text] = asked.get(text, 0) + 1
-        return f"{text} for the {asked[text]}. time"
+        counts[text] = counts.get(text, 0) + 1
+        return f"{text} for the {counts[text]}. time"
 
     return answer
 
@@ -103,8 +103,8 @@ def by_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recordin
         FAMILIES["hermes"],
     )
     with _running(build_app(runner, *proxy_parts())) as url:
-        told = {name: getattr(agent_program, name)(url) for name in ("chat", "responses", "messages")}
-    return Recording(log, told)
+        replies = {name: getattr(agent_program, name)(url) for name in ("chat", "responses", "messages")}
+    return Recording(log, replies)
 
 
 def _upstreams_answers() -> list[Answer]:
@@ -251,9 +251,9 @@ def by_upstream(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     )
     names = ("chat", "responses", "messages", "completions")
     with _running(app) as url:
-        told = {name: getattr(agent_program, name)(url) for name in names}
+        replies = {name: getattr(agent_program, name)(url) for name in names}
     upstream.close()
-    return Recording(log, told)
+    return Recording(log, replies)
 
 
 @pytest.fixture

@@ -56,18 +56,18 @@ def test_one_changed_message_is_named(by_engine: Recording, play: Play) -> None:
     cassette = by_engine.cassette("chat")
     with pytest.raises(openai.NotFoundError) as caught:
         agent_program.chat(play(cassette), first="call two, please")
-    said: Any = caught.value.body
-    assert said["code"] == "not_recorded"
+    error: Any = caught.value.body
+    assert error["code"] == "not_recorded"
     assert caught.value.response.headers["x-should-retry"] == "false"
-    assert said["nearest"]["turn"] == 1
-    assert said["nearest"]["differences"] == [
+    assert error["nearest"]["turn"] == 1
+    assert error["nearest"]["differences"] == [
         {
             "where": "messages[1]",
             "what": "user: its text differs",
             "diff": ["--- recorded", "+++ asked", "@@ -1 +1 @@", "-call two", "+call two, please"],
         }
     ]
-    assert "-call two\n  +call two, please" in said["message"]
+    assert "-call two\n  +call two, please" in error["message"]
     assert len(cassette.misses) == 1
 
 
@@ -76,9 +76,9 @@ def test_an_error_has_the_form_of_its_api(by_engine: Recording, play: Play) -> N
     url = play(by_engine.cassette("messages"))
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "call"}]}
     reply = httpx.post(f"{url}/v1/messages", json=body)
-    said = reply.json()
-    assert (reply.status_code, said["type"], said["error"]["type"]) == (404, "error", "not_found_error")
-    wheres = [one["where"] for one in said["error"]["nearest"]["differences"]]
+    answer = reply.json()
+    assert (reply.status_code, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+    wheres = [difference["where"] for difference in answer["error"]["nearest"]["differences"]]
     assert wheres == ["tools.calc", "max_tokens"]
 
 
@@ -95,17 +95,17 @@ def test_headers_say_where_an_answer_is_from(by_engine: Recording, play: Play) -
     assert [r.headers["x-rollbook-cassette"] for r in replies] == ["recorded", "repeated"]
     assert [r.headers["x-rollbook-cassette-answer"] for r in replies] == ["1/1"] * 2
     assert replies[0].content == replies[1].content
-    [found] = [r for r in cassette.requests if len(r.turn_ids) == 2]
-    assert replies[0].headers["x-rollbook-turn-id"].split(",") == list(found.turn_ids)
-    assert replies[0].headers["x-rollbook-trajectory-id"] == found.tape
+    [request] = [r for r in cassette.requests if len(r.turn_ids) == 2]
+    assert replies[0].headers["x-rollbook-turn-id"].split(",") == list(request.turn_ids)
+    assert replies[0].headers["x-rollbook-trajectory-id"] == request.tape
 
 
 def test_through_another_api_the_answer_has_its_form(by_engine: Recording, play: Play) -> None:
     """What was asked of Anthropic's API is answered through OpenAI's, with the same ids of calls."""
     url = play(by_engine.cassette("messages"))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        said: Any = [{"role": "user", "content": "call"}]
-        reply = client.chat.completions.create(model="m", messages=said, tools=[agent_program.CALC])
+        messages: Any = [{"role": "user", "content": "call"}]
+        reply = client.chat.completions.create(model="m", messages=messages, tools=[agent_program.CALC])
     [call] = reply.choices[0].message.tool_calls or []
     [block] = [b for b in by_engine.told["messages"][0]["content"] if b["type"] == "tool_use"]
     assert (call.id, json.loads(call.function.arguments)) == (block["id"], block["input"])
@@ -121,9 +121,9 @@ def test_an_engine_answers_what_was_not_recorded(by_engine: Recording, play: Pla
     reply = _ask(url, "unheard", "/t/chat/v1", temperature=2)
     assert (reply.headers["x-rollbook-cassette"], reply.headers["x-other"]) == ("engine", "1")
     assert reply.json()["choices"][0]["message"]["content"] == "from the engine"
-    [asked] = upstream.asked
-    assert (asked.target, asked.json["temperature"]) == ("/v1/chat/completions", 2)
-    assert asked.header("authorization") == "Bearer secret"
+    [request] = upstream.asked
+    assert (request.target, request.json["temperature"]) == ("/v1/chat/completions", 2)
+    assert request.header("authorization") == "Bearer secret"
     upstream.close()
     gone = EngineBehind([Upstream(EngineAddress.of(f"http://127.0.0.1:{free_port()}"))])
     reply = _ask(play(by_engine.cassette("chat"), engine=gone), "unheard")
@@ -165,8 +165,8 @@ def test_a_response_is_found_by_its_id(by_upstream: Recording, play: Play) -> No
     """By the one that the upstream gave it."""
     url = play(by_upstream.cassette("responses"))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        found = client.responses.retrieve("resp_up1")
-        assert found.model_dump() == by_upstream.told["responses"][0]
+        response = client.responses.retrieve("resp_up1")
+        assert response.model_dump() == by_upstream.told["responses"][0]
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve("resp_none")
 
@@ -178,7 +178,7 @@ def test_the_state_says_what_was_asked_for(by_engine: Recording, play: Play) -> 
     _ask(url, "unheard")
     state = httpx.get(f"{url}/cassette").json()
     assert (state["requests"], state["used"], len(state["misses"])) == (6, 1, 1)
-    assert [one["turn"] for one in state["unused"]] == [1, 2, 3, 4, 7]
+    assert [request["turn"] for request in state["unused"]] == [1, 2, 3, 4, 7]
     assert httpx.post(f"{url}/cassette/rewind").json()["used"] == 0
 
 

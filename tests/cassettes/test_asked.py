@@ -58,8 +58,8 @@ def _read(body: Any, path: str = CHAT) -> ComparedRequest:
     return read_request(APIS[path], body, no_history)
 
 
-def _same(one: Any, other: Any) -> bool:
-    a, b = _read(one), _read(other)
+def _same(first: Any, other: Any) -> bool:
+    a, b = _read(first), _read(other)
     return a.digest == b.digest and not differs(a, b)
 
 
@@ -136,20 +136,20 @@ def test_what_decides_is_seen(body: Any, data: st.DataObject) -> None:
 def test_the_apis_agree(texts: list[str], names: list[str]) -> None:
     """A conversation of text is the same through chat completions, messages and Responses."""
     roles = ["user", "assistant"]
-    said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)] + [
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)] + [
         {"role": "user", "content": "go"}
     ]
     functions = [{"name": name, "parameters": {"type": "object"}} for name in names]
     bodies = {
-        CHAT: {"messages": [{"role": "system", "content": "s"}, *said], "seed": 3}
+        CHAT: {"messages": [{"role": "system", "content": "s"}, *messages], "seed": 3}
         | {"tools": [{"type": "function", "function": f} for f in functions]},
-        MESSAGES: {"system": "s", "messages": said, "max_tokens": 5}
+        MESSAGES: {"system": "s", "messages": messages, "max_tokens": 5}
         | {"tools": [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]},
-        "/v1/responses": {"instructions": "s", "input": said}
+        "/v1/responses": {"instructions": "s", "input": messages}
         | {"tools": [{"type": "function"} | f for f in functions]},
     }
-    one, *others = [_read({"model": "m"} | body, path) for path, body in bodies.items()]
-    assert all(o.digest == one.digest and not differs(o, one) for o in others)
+    first, *others = [_read({"model": "m"} | body, path) for path, body in bodies.items()]
+    assert all(o.digest == first.digest and not differs(o, first) for o in others)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_what_no_reader_of_ours_knows_is_compared(path: str, body: Any, changed:
         other: Any = {"prompt": changed}
     else:
         other = orjson.loads(text.replace(b'"a"', b'"b"'))
-    one = _read(body, path)
-    assert one.digest == _read(orjson.loads(text), path).digest
-    assert one.digest != _read(other, path).digest
+    recorded = _read(body, path)
+    assert recorded.digest == _read(orjson.loads(text), path).digest
+    assert recorded.digest != _read(other, path).digest
 
 
 def test_an_unreadable_request_keeps_its_instructions() -> None:
@@ -185,11 +185,11 @@ def test_an_unreadable_request_keeps_its_instructions() -> None:
 def test_of_a_request_known_in_part_the_rest_does_not_count() -> None:
     """And a field that a cassette is told to ignore never does."""
     body: Any = {"messages": [{"role": "user", "content": "x"}], "model": "m"}
-    asked, recorded = _read(body | {"temperature": 1}), _read(body)
-    assert differs(asked, recorded)
-    assert not differs(asked, recorded, in_part=True)
-    assert differs(recorded, asked, in_part=True)
-    assert not differs(asked, recorded, frozenset(["temperature"]))
+    request, recorded = _read(body | {"temperature": 1}), _read(body)
+    assert differs(request, recorded)
+    assert not differs(request, recorded, in_part=True)
+    assert differs(recorded, request, in_part=True)
+    assert not differs(request, recorded, frozenset(["temperature"]))
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_all_that_a_tool_says_counts(changed: Any) -> None:
     """Its name, description and parameters; not whether it is cached."""
     function: Any = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     body: Any = {"messages": [{"role": "user", "content": "x"}]}
-    one, other, same = (
-        _read(body | {"tools": [{"type": "function", "function": said} | more]})
-        for said, more in ((function, {}), (function | changed, {}), (function, {"cache_control": {}}))
+    base, other, same = (
+        _read(body | {"tools": [{"type": "function", "function": tool} | more]})
+        for tool, more in ((function, {}), (function | changed, {}), (function, {"cache_control": {}}))
     )
-    assert differs(other, one)
-    assert not differs(same, one)
+    assert differs(other, base)
+    assert not differs(same, base)

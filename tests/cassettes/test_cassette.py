@@ -22,8 +22,8 @@ NONE = np.empty(0, np.int32)
 
 def _asked(*messages: Any, **more: Any) -> ComparedRequest:
     """A chat request; a text is what the user says."""
-    said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
-    return read_request(API, {"model": "m", "messages": said} | more, no_history)
+    chat = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+    return read_request(API, {"model": "m", "messages": chat} | more, no_history)
 
 
 def _called(call_id: str) -> list[Any]:
@@ -51,11 +51,11 @@ class Told:
         """A turn; `says` is a text, an error, or None where it never ended."""
         key, self._turns = f"id-{self._names[-1]}", self._turns + 1
         turn_id = f"u{self._turns}"
-        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        chat = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
         finish = wire.pop("finish", "stop")
         delivered = wire.pop("delivered", finish != "abort")
-        asked = (key, turn_id, request or f"r{self._turns}", None, "first_turn", None, 0, said)
-        self._records.append(kinds.TurnRequested(*asked, {"model": "m"}, "m", {}, {}, "c", wire))
+        fields = (key, turn_id, request or f"r{self._turns}", None, "first_turn", None, 0, chat)
+        self._records.append(kinds.TurnRequested(*fields, {"model": "m"}, "m", {}, {}, "c", wire))
         if isinstance(says, Exception):
             self._records.append(kinds.TurnFailed(key, turn_id, repr(says)))
         elif says is not None:
@@ -80,13 +80,13 @@ def told(store: Store) -> Told:
     return Told(store)
 
 
-def _says(cassette: Cassette, asked: ComparedRequest, named: str | None = None, **how: Any) -> Any:
+def _says(cassette: Cassette, query: ComparedRequest, named: str | None = None, **how: Any) -> Any:
     """The text of the answer, or the status of the failure, and whether it was given before."""
-    found = cassette.answer(asked, named, **how)
-    assert isinstance(found, Hit)
-    request = found.request
-    said = request.failure.status if request.failure else [t.reply["content"] for t in request.turns]
-    return said, found.answer, found.answers, found.repeated
+    hit = cassette.answer(query, named, **how)
+    assert isinstance(hit, Hit)
+    request = hit.request
+    outcome = request.failure.status if request.failure else [t.reply["content"] for t in request.turns]
+    return outcome, hit.answer, hit.answers, hit.repeated
 
 
 def test_answers_come_in_order_and_the_last_one_again(told: Told) -> None:

@@ -197,9 +197,9 @@ def started(root: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
     def start(*words: object, **options: Any) -> subprocess.Popen[str]:
         env = os.environ | {"PYTHONPATH": str(root / "src"), "TMPDIR": str(tmp_path)}
-        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         command = [sys.executable, "-m", "rollbook", *map(str, words)]
-        return subprocess.Popen(command, env=env, cwd=tmp_path, text=True, **given)
+        return subprocess.Popen(command, env=env, cwd=tmp_path, text=True, **merged)
 
     return start
 
@@ -368,17 +368,17 @@ run(command)
 
 def test_a_terminal_that_is_closed(tmp_path: Path, root: Path) -> None:
     """The command ends as at SIGTERM, in order: what it prints then goes nowhere, and fails nothing."""
-    said = tmp_path / "said"
+    path = tmp_path / "said"
     pid, terminal = pty.fork()
     if pid == 0:
         _hears_all()
         os.environ["PYTHONPATH"] = str(root / "src")
-        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(said)])
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(path)])
     while b"there" not in os.read(terminal, 1000):
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
-    assert said.read_text() == "ended in order"
+    assert path.read_text() == "ended in order"
 
 
 def test_a_command_that_outlives_its_terminal(root: Path) -> None:

@@ -43,8 +43,8 @@ def test_help_loses_no_text(words: tuple[str, ...]) -> None:
         command = command.commands[word]
     result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "4000"})
     assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert [text for text in map(_flat, _texts(command)) if text not in said] == []
+    shown = " ".join(result.output.split())
+    assert [text for text in map(_flat, _texts(command)) if text not in shown] == []
 
 
 @pytest.mark.parametrize("text", ["[serve]", "[X]", "a\\[b]", "[/bold]", "[...]", "list[str]", "[[a] b]"])

@@ -19,12 +19,12 @@ from rollbook.store import Store
 def log(tmp_path: Path) -> Store:
     """Two groups of two trajectories with rewards 0 and 1, of versions 0 and 3."""
     log = rb.open(tmp_path / "store", create=True)
-    made: list[Any] = []
+    records: list[Any] = []
     for group, version in (("old", 0), ("new", 3)):
         for i in range(2):
             turns = [fabric.T([5, 6], [20, 21], version=version)]
-            made += fabric.records(f"{group}{i}", turns, group=group, reward=float(i))
-    fabric.append(log, made)
+            records += fabric.records(f"{group}{i}", turns, group=group, reward=float(i))
+    fabric.append(log, records)
     return log
 
 
@@ -34,8 +34,8 @@ def _file(folder: Path, name: str, text: str) -> Path:
 
 
 def _run(*words: object) -> tuple[int, str]:
-    said = CliRunner().invoke(app, [str(word) for word in words])
-    return said.exit_code, said.output
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
 
 
 def test_what_a_recipe_keeps(log: Store, tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_what_a_recipe_keeps(log: Store, tmp_path: Path) -> None:
     assert "keeps 2 samples of 2 trajectories in 2 groups, 4 trained tokens" in out
     assert "min_reward        2  new0: reward 0.0, min_reward 0.5" in out
     code, out = _run("samples", "--recipe", recipe, "--store", log.path, "--json")
-    said = json.loads(out)
-    assert [one["trajectory"] for one in said["kept"]] == ["new1", "old1"]
-    assert [(one["turn_id"], one["rule"]) for one in said["dropped"]] == [
+    report = json.loads(out)
+    assert [sample["trajectory"] for sample in report["kept"]] == ["new1", "old1"]
+    assert [(sample["turn_id"], sample["rule"]) for sample in report["dropped"]] == [
         ("new0.0", "min_reward"),
         ("old0.0", "min_reward"),
     ]
-    assert (said["run"], said["policy_version"]) == (fabric.RUN, 0)
+    assert (report["run"], report["policy_version"]) == (fabric.RUN, 0)
 
 
 def test_how_two_recipes_differ(log: Store, tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_how_two_recipes_differ(log: Store, tmp_path: Path) -> None:
     b = _file(tmp_path, "b.toml", 'where = "max_version = 3"\n')
     code, out = _run("recipe", "diff", a, b, "--store", log.path, "--json")
     assert code == 0
-    said = json.loads(out)
-    assert [one["turn_id"] for one in said["both"]] == ["new1.0"]
-    assert [(one["turn_id"], one["rule"]) for one in said["only_a"]] == [("old1.0", "not_chosen")]
-    assert [(one["turn_id"], one["rule"]) for one in said["only_b"]] == [("new0.0", "min_reward")]
+    report = json.loads(out)
+    assert [sample["turn_id"] for sample in report["both"]] == ["new1.0"]
+    assert [(sample["turn_id"], sample["rule"]) for sample in report["only_a"]] == [("old1.0", "not_chosen")]
+    assert [(sample["turn_id"], sample["rule"]) for sample in report["only_b"]] == [("new0.0", "min_reward")]
     code, out = _run("recipe", "diff", a, b, "--store", log.path)
     assert code == 0
     assert "not_chosen (1)" in out
@@ -121,12 +121,12 @@ def test_a_config_is_held_against_its_model(log: Store, tmp_path: Path) -> None:
         )
         code, out = _run("samples", "--recipe", config, "--store", log.path, "--json")
         assert code == 0
-        said = json.loads(out)
-        rules = {one["turn_id"]: one["rule"] for one in said["dropped"]}
+        report = json.loads(out)
+        rules = {sample["turn_id"]: sample["rule"] for sample in report["dropped"]}
         if folder == model:
             assert rules == {"odd.0": "outside_vocabulary", "long.0": "too_long"}
-            assert said["model_limits"] == {"vocabulary": fabric.VOCAB, "context": 512}
+            assert report["model_limits"] == {"vocabulary": fabric.VOCAB, "context": 512}
         else:
-            assert (rules, said["model_limits"]) == ({}, None)
+            assert (rules, report["model_limits"]) == ({}, None)
             code, out = _run("samples", "--recipe", config, "--store", log.path)
             assert f"no model can be read at {gone}" in out.replace("\n", "")

@@ -15,8 +15,8 @@ def test_the_command_line_imports_no_library_of_its_work() -> None:
     """They take a second and more, and `--help` needs none: each command imports what it needs when it
     runs."""
     program = f"import sys, rollbook.cli.app; print(sorted(set({LIBRARIES}) & set(sys.modules)))"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout == "[]\n"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
 
 
 RECIPE = """
@@ -33,6 +33,6 @@ def test_what_a_recipe_makes_of_a_log_needs_no_torch(root: Path, tmp_path: Path)
     config = tmp_path / "c.toml"
     config.write_text('model = "m"\nsteps = 1\nrun = "demo"\n[algorithm]\nname = "sft"\n')
     log = shutil.copytree(root / "tests" / "data" / "trained-1", tmp_path / "store")
-    said = subprocess.run([sys.executable, "-c", RECIPE, log, config], capture_output=True, text=True)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert json.loads(said.stdout)["kept"]
+    result = subprocess.run([sys.executable, "-c", RECIPE, log, config], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["kept"]

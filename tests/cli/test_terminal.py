@@ -36,12 +36,12 @@ def _harmless(text: str) -> bool:
 def evil(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store whose every text is hostile."""
     log = rb.open(tmp_path_factory.mktemp("evil") / "store", create=True)
-    asked = [{"role": EVIL, "content": EVIL}]
+    messages = [{"role": EVIL, "content": EVIL}]
     ask: Any = ({EVIL: EVIL}, EVIL, {"temperature": 1.0}, {EVIL: EVIL}, EVIL)
     records = [
         kinds.RunOpened(EVIL, {EVIL: EVIL}, EVIL, EVIL, EVIL, {EVIL: EVIL}),
         kinds.TrajectoryOpened("t", EVIL, EVIL, EVIL, "train", {EVIL: EVIL}),
-        kinds.TurnRequested("t", "u1", EVIL, None, EVIL, None, 0, asked, *ask),
+        kinds.TurnRequested("t", "u1", EVIL, None, EVIL, None, 0, messages, *ask),
         kinds.TurnFailed("t", "u1", EVIL),
         kinds.RewardAssigned("t", None, 1.0, EVIL),
         kinds.LabelAdded("t", None, EVIL, EVIL, EVIL),

@@ -78,7 +78,7 @@ def test_turns_read_before_their_opening_have_no_number(story: dict[str, list[Ev
 
 def test_odd_turns_have_one_line_each(story: dict[str, list[Event]]) -> None:
     """Turns of text, without logprobs or versions, with calls, and with escapes, on one line each."""
-    opened, asked, done = story["serve"][1:4]
+    opened, requested, done = story["serve"][1:4]
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     nothing = np.array([], np.int32)
     odd = _without(
@@ -91,14 +91,14 @@ def test_odd_turns_have_one_line_each(story: dict[str, list[Event]]) -> None:
         prompt_length=0,
     )
     named = _without(opened, name="a-very-long-name-of-\x1b-a-task-17", task="t\x1b")
-    lines = _lines(Traffic(), [named, asked, odd])
+    lines = _lines(Traffic(), [named, requested, odd])
     assert lines[1:] == [
         "22:13:21 a-very..-task-17 opened  train, group g, task t\\x1b",
         "22:13:23 a-very..-task-17   1 first         text only       tool_calls   1.0 s         "
         "x y\\x1b[31m f(a=1)",
     ]
     evil = [
-        _without(asked, root_reason="\x1b"),
+        _without(requested, root_reason="\x1b"),
         _without(odd, finish_reason="\x1b"),
         _without(story["serve"][9], turn_id="u1", error="\x1b"),
     ]
@@ -137,10 +137,10 @@ def test_open_turns_and_trajectories_take_bounded_memory(
     for name in ("TRAJECTORIES", "RUNNING", "NUMBERS"):
         monkeypatch.setattr(print_turns, name, 10)
     traffic = Traffic()
-    opened, asked, done = story["serve"][1:4]
+    opened, requested, done = story["serve"][1:4]
     for i in range(500):
         traffic.lines(_without(opened, trajectory_id=f"t{i}", name=f"n{i}"))
-        traffic.lines(_without(asked, trajectory_id=f"t{i}", turn_id=f"u{i}"))
+        traffic.lines(_without(requested, trajectory_id=f"t{i}", turn_id=f"u{i}"))
     assert [len(m) for m in (traffic._trajectories, traffic._running, traffic._numbers)] == [10, 10, 10]
     last, first = (traffic.lines(_without(done, trajectory_id=f"t{i}", turn_id=f"u{i}")) for i in (499, 0))
     assert _plain(last[0]).startswith("22:13:23 n499               1 first ")

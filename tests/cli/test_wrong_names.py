@@ -99,9 +99,9 @@ def test_of_many_runs_the_nearest_are_named(tmp_path: Path) -> None:
     with log.writer("serve") as writer:
         for n in range(30):
             writer.append([Event(TrajectoryOpened(f"t{n}", "t"), f"run-{n:02}")]).result(30)
-    said = str(_failure("samples", "--store", log.path, "--run", "run-7"))
-    assert said.startswith("no run 'run-7'; there are: run-07, run-17, run-27, run-00,")
-    assert said.endswith(" and 10 more")
+    error = str(_failure("samples", "--store", log.path, "--run", "run-7"))
+    assert error.startswith("no run 'run-7'; there are: run-07, run-17, run-27, run-00,")
+    assert error.endswith(" and 10 more")
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -124,8 +124,8 @@ def test_a_model_that_is_no_folder(path: Path, tmp_path: Path, there: bool) -> N
 
 def test_the_help_of_sql_names_every_view() -> None:
     """As the views are, in whatever order."""
-    said = CliRunner().invoke(app, ["sql", "--help"], env={"COLUMNS": "200"}).output
-    listed = said.split("Views:")[1].split("Their columns")[0]
+    output = CliRunner().invoke(app, ["sql", "--help"], env={"COLUMNS": "200"}).output
+    listed = output.split("Views:")[1].split("Their columns")[0]
     assert set(re.findall(r"\w+", listed)) == {view.name for view in VIEWS}
 
 

@@ -77,12 +77,12 @@ class Proxy:
     def trajectory(self, name: str, settled: Callable[[Trajectory], bool] = _all_delivered) -> Trajectory:
         """A trajectory, once the log has all of it: what is delivered is noted behind the reply."""
         for _ in range(100):
-            found = self.trajectories().get(name)
-            if found is not None and settled(found):
+            trajectory = self.trajectories().get(name)
+            if trajectory is not None and settled(trajectory):
                 break
             time.sleep(0.05)
-        assert found is not None, f"no trajectory {name}"
-        return found
+        assert trajectory is not None, f"no trajectory {name}"
+        return trajectory
 
     def made(self, trajectory: Trajectory, turn: Turn) -> TokenIds:
         """The ids that the engine made for a turn: worked out from the script, not from the log."""
@@ -100,10 +100,10 @@ def _tools(turn: Turn) -> list[Any]:
 @pytest.fixture(scope="session")
 def packages() -> Path:
     """Where the clients' environment has its packages."""
-    found = sorted(ENVIRONMENT.glob("lib/python3*/site-packages"))
-    if not found:
+    folders = sorted(ENVIRONMENT.glob("lib/python3*/site-packages"))
+    if not folders:
         pytest.exit("no environment with the clients: run `make test-clients`", 2)
-    return found[0]
+    return folders[0]
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,8 @@ def said(messages: Sequence[Any], tools: Sequence[Any] | None) -> str:
         return f"<think>\n2 and 3 come first. ✓\n</think>\n\nCalling add.\n\n{calls[0]}"
     if turn == 1:
         return f"<think>\nNow the other two.\n</think>\n\n{calls[1]}"
-    found = results(messages)
-    answer = f"The sums are {' and '.join(found)}. é✓"
+    sums = results(messages)
+    answer = f"The sums are {' and '.join(sums)}. é✓"
     if "bash" in names:
         answer = f'<tool_call>\n{{"name": "bash", "arguments": {SUBMIT % answer}}}\n</tool_call>'
     if "final_answer" in names:
@@ -66,16 +66,16 @@ def _output(text: str) -> str:
 def pieces(text: str) -> list[str]:
     """The text as it is sampled: cut where no tokenizer would, but for control tokens and markers."""
     rng = random.Random(text)
-    found = []
+    parts = []
     for part in re.split(r"(</?\w+>)", text):
         if re.fullmatch(r"</?\w+>", part):
-            found.append(part)
+            parts.append(part)
             continue
         while part:
             size = rng.randint(1, 5)
-            found.append(part[:size])
+            parts.append(part[:size])
             part = part[size:]
-    return found
+    return parts
 
 
 async def answer(messages: Sequence[Any], tools: Sequence[Any] | None) -> AsyncIterator[str]:

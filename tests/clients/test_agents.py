@@ -51,16 +51,16 @@ def _clients(
     program: str, *modes: str, streams: bool = True, hides: str = "", stream_hides: str = "", **more: Any
 ) -> list[Client]:
     """Clients of each mode, streamed and not."""
-    found = []
+    clients = []
     for mode in modes or ("",):
         words = tuple(mode.split())
         endpoint = next((e for word, e in ENDPOINTS.items() if word in words), None)
         extra = ({"endpoint": endpoint} if endpoint else {}) | more
-        found.append(Client(program, words, hides=frozenset(hides.split()), **extra))
+        clients.append(Client(program, words, hides=frozenset(hides.split()), **extra))
         if streams:
             hidden = frozenset([*hides.split(), *stream_hides.split()])
-            found.append(Client(program, (*words, "stream"), hides=hidden, **extra))
-    return found
+            clients.append(Client(program, (*words, "stream"), hides=hidden, **extra))
+    return clients
 
 
 ENDPOINTS = {
@@ -99,17 +99,17 @@ CLIENTS = [
 def test_an_agents_three_turns_are_recorded(client: Client, proxy: Proxy, run: Run) -> None:
     """Three turns: the answer, the turns, their links, their tokens, and what the client was shown."""
     name = proxy.new_name()
-    told = run(client.program, *client.words, at=proxy.base(name))
+    output = run(client.program, *client.words, at=proxy.base(name))
     trajectory = proxy.trajectory(name)
     turns = list(trajectory.turns.values())
-    assert told.answer == ANSWER
+    assert output.answer == ANSWER
     assert [turn.requested.wire["endpoint"] for turn in turns] == [client.endpoint] * 3
     assert [turn.delivered for turn in turns] == ["sent"] * 3
     assert [turn.requested.wire.get("retry") for turn in turns] == [None] * 3
     _check_tokens(proxy, trajectory, turns)
     _check_links(client, trajectory, turns)
     _check_samples(trajectory, turns)
-    _check_shown(client, told, turns)
+    _check_shown(client, output, turns)
     if client.refers == "previous_response_id":
         _check_previous(trajectory, turns)
     elif client.refers == "item_reference":
@@ -170,10 +170,10 @@ def _check_samples(trajectory: Trajectory, turns: list[Turn]) -> None:
     assert [i for part in trained for i in part] == [i for part in completions for i in part]
 
 
-def _check_shown(client: Client, told: Told, turns: list[Turn]) -> None:
+def _check_shown(client: Client, output: Told, turns: list[Turn]) -> None:
     """What the library shows of each reply is the reply that the log holds."""
-    assert len(told.turns) == len(turns)
-    for shown, turn in zip(told.turns, turns, strict=True):
+    assert len(output.turns) == len(turns)
+    for shown, turn in zip(output.turns, turns, strict=True):
         done = turn.completed
         assert done is not None
         reply = done.reply

@@ -26,8 +26,8 @@ def played(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 def test_its_tools_are_called_and_its_answers_scored(played: Played) -> None:
     """A conversation is one path, with what the tools gave."""
-    said = played.said["rollouts"]
-    assert said["done"] == 4
+    progress = played.said["rollouts"]
+    assert progress["done"] == 4
     rows = played.asked("""
         SELECT count(DISTINCT trajectory), count(DISTINCT "group"), min(fidelity), bool_and(reward IN (0, 1))
         FROM trajectories""")

@@ -79,9 +79,9 @@ def test_each_trajectory_has_a_session_and_its_rewards_by_turn(environment: str,
     with served(tmp_path, *serving, "--threads", "1", "--no-admission") as url:
         values = {"name": "numbers", "proxy": url, "folder": str(tmp_path / "r"), "tasks": "range:2"}
         values |= {"samples": 4, "agent": agent, "retries": {"attempts": 1}}
-        told = _rolled(values | {"concurrency": 4})
-        assert (told.done, told.rewarded) == (8, 8)
-        assert told.by_status.keys() <= {"done", "truncated"}
+        progress = _rolled(values | {"concurrency": 4})
+        assert (progress.done, progress.rewarded) == (8, 8)
+        assert progress.by_status.keys() <= {"done", "truncated"}
         many = _rolled(values | {"name": "many", "samples": 5, "retries": {"attempts": 1, "stop_share": 1.0}})
         assert many.by_status["infra_error"] > 0
         away = agent | {"options": options | {"url": f"http://127.0.0.1:{free_port()}"}}
@@ -97,10 +97,10 @@ def test_each_trajectory_has_a_session_and_its_rewards_by_turn(environment: str,
         whys = connection.execute(query).fetchall()
     assert all("does not serve" in why for (why,) in whys), whys
     assert len(rows) == 8
-    for task, reward, said, rewards in rows:
-        guesses = [one for one in said if "number" in one]
+    for task, reward, replies, rewards in rows:
+        guesses = [reply for reply in replies if "number" in reply]
         right = f'{{"number":"{task}"}}'
         assert right not in guesses[:-1]
-        assert guesses[-1:] == [right] or len(guesses) == 4 or len(said) == 9
-        assert rewards == [float(one == right) for one in said]
+        assert guesses[-1:] == [right] or len(guesses) == 4 or len(replies) == 9
+        assert rewards == [float(reply == right) for reply in replies]
         assert reward == sum(rewards)

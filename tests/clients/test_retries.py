@@ -92,10 +92,10 @@ def between(proxy: Proxy) -> Iterator[Callable[[str], tuple[Between, str]]]:
     servers: list[ThreadingHTTPServer] = []
 
     def start(fault: str) -> tuple[Between, str]:
-        made = Between(proxy.url, fault)
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), made.handler()))
+        faulty = Between(proxy.url, fault)
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), faulty.handler()))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return made, f"http://127.0.0.1:{servers[-1].server_port}"
+        return faulty, f"http://127.0.0.1:{servers[-1].server_port}"
 
     yield start
     for server in servers:
@@ -129,8 +129,8 @@ def test_a_retry_is_no_second_generation(
     name, before = proxy.new_name(), _counted(proxy)
     failing, url = between(fault)
     question = SLOWLY if fault == "hasty" else QUESTION
-    told = run("openai_chat.py", *words, at=f"{url}/t/{name}", ROLLBOOK_QUESTION=question)
-    assert told.answer == ANSWER
+    output = run("openai_chat.py", *words, at=f"{url}/t/{name}", ROLLBOOK_QUESTION=question)
+    assert output.answer == ANSWER
     assert failing.retries == ["0", "1", "0", "0"]
     assert _gained(proxy, before) == {how: 1}
     trajectory = proxy.trajectory(name)
@@ -142,7 +142,7 @@ def test_a_retry_is_no_second_generation(
         assert turn.completed is not None
         assert turn.completed.completion_ids.tolist() == proxy.made(trajectory, turn).tolist()
     assert int(sample.loss_mask.sum()) == sum(len(t.completed.completion_ids) for t in turns if t.completed)
-    calls = [call["id"] for shown in told.turns for call in shown["calls"]]
+    calls = [call["id"] for shown in output.turns for call in shown["calls"]]
     assert calls == [
         f"call-{turn.turn_id}-{index}"
         for turn, count in zip(turns, (1, 2), strict=False)
@@ -162,8 +162,8 @@ def test_a_request_without_waiting_clients_is_aborted(
     """What was sampled by then is recorded and never trained; the retry is a generation of its own."""
     name, before = proxy.new_name(), _counted(proxy)
     _, url = between("gone")
-    told = run("openai_chat.py", *words, at=f"{url}/t/{name}", ROLLBOOK_QUESTION=SLOWLY)
-    assert told.answer == ANSWER
+    output = run("openai_chat.py", *words, at=f"{url}/t/{name}", ROLLBOOK_QUESTION=SLOWLY)
+    assert output.answer == ANSWER
     assert _gained(proxy, before) == {}
     trajectory = proxy.trajectory(
         name, lambda t: len(t.turns) == 4 and bool([*t.turns.values()][3].delivered)
@@ -180,5 +180,5 @@ def test_a_request_without_waiting_clients_is_aborted(
     ]
     lost, kept = samples_of(trajectory)
     assert not lost.loss_mask.any()
-    made = [i for turn in turns[1:] for i in proxy.made(trajectory, turn).tolist()]
-    assert kept.tokens[kept.loss_mask].tolist() == made
+    sampled = [i for turn in turns[1:] for i in proxy.made(trajectory, turn).tolist()]
+    assert kept.tokens[kept.loss_mask].tolist() == sampled

@@ -22,16 +22,16 @@ PROGRAMS = [
 def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
     """What does not depend on ids that were minted: tree, tokens, messages and replies."""
     places = {turn_id: i for i, turn_id in enumerate(trajectory.turns)}
-    found = []
+    rows = []
     for turn in trajectory.turns.values():
-        asked, done = turn.requested, turn.completed
+        requested, done = turn.requested, turn.completed
         assert done is not None
         messages = trajectory.messages(turn)
-        found.append(
+        rows.append(
             {
-                "parent": places.get(asked.parent_turn_id or ""),
-                "root_reason": asked.root_reason,
-                "context": asked.context_key,
+                "parent": places.get(requested.parent_turn_id or ""),
+                "root_reason": requested.root_reason,
+                "context": requested.context_key,
                 "messages": [normal(m) for m in messages],
                 "thoughts": [reasoning_of(m) for m in messages],
                 "prompt": trajectory.prompt_ids(turn).tolist(),
@@ -42,17 +42,17 @@ def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
                 "flags": done.flags,
             }
         )
-    return found
+    return rows
 
 
 def test_the_same_conversation_through_each_api(proxy: Proxy, run: Run) -> None:
     """OpenAI's chat completions and Responses, and Anthropic's messages."""
-    told = {}
+    by_program = {}
     for words in PROGRAMS:
         name = proxy.new_name()
         run(*words, at=proxy.base(name))
-        told[words] = _turns(proxy.trajectory(name))
-    first, *others = told.values()
+        by_program[words] = _turns(proxy.trajectory(name))
+    first, *others = by_program.values()
     assert [turn["parent"] for turn in first] == [None, 0, 1]
     assert [turn["thought"] for turn in first] == ["2 and 3 come first. ✓", "Now the other two.", "Done."]
     for other in others:

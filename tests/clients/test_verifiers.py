@@ -48,23 +48,23 @@ def test_a_rollouts_turns_are_on_one_path(words: tuple[str, ...], proxy: Proxy, 
     assert [t.requested.parent_turn_id for t in turns] == [None, *(t.turn_id for t in turns[:2])]
     assert [t.delivered for t in turns] == ["sent"] * 3
     [sample] = samples_of(trajectory)
-    made = [i for t in turns for i in proxy.made(trajectory, t).tolist()]
-    assert sample.tokens[sample.loss_mask].tolist() == made
+    sampled = [i for t in turns for i in proxy.made(trajectory, t).tolist()]
+    assert sample.tokens[sample.loss_mask].tolist() == sampled
     assert _traced(trace) == _logged(trajectory)
 
 
 def _traced(trace: dict[str, Any]) -> list[Any]:
-    found = []
+    rows = []
     for call in trace["calls"]:
         message, usage = trace["nodes"][call["node"]]["message"], call["usage"]
         calls = [(c["id"], c["name"], c["arguments"]) for c in message.get("tool_calls") or ()]
-        said = (message.get("content") or "", message.get("reasoning_content"), calls)
-        found.append((*said, call["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]))
-    return found
+        reply = (message.get("content") or "", message.get("reasoning_content"), calls)
+        rows.append((*reply, call["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]))
+    return rows
 
 
 def _logged(trajectory: Trajectory) -> list[Any]:
-    found = []
+    rows = []
     for turn in trajectory.turns.values():
         done = turn.completed
         assert done is not None
@@ -72,6 +72,6 @@ def _logged(trajectory: Trajectory) -> list[Any]:
             (c["id"], c["function"]["name"], c["function"]["arguments"])
             for c in done.reply.get("tool_calls") or ()
         ]
-        said = (done.reply["content"] or "", done.reply["reasoning_content"], calls)
-        found.append((*said, done.finish_reason, done.prompt_length, len(done.completion_ids)))
-    return found
+        reply = (done.reply["content"] or "", done.reply["reasoning_content"], calls)
+        rows.append((*reply, done.finish_reason, done.prompt_length, len(done.completion_ids)))
+    return rows

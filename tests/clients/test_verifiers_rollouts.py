@@ -62,12 +62,12 @@ def _rolled(proxy: Proxy, folder: Path, name: str, words: list[str], **changes: 
     config = parse_rollouts(values, "test")
 
     async def run() -> None:
-        async with Asked(config.proxy) as asked:
+        async with Asked(config.proxy) as client:
             launcher = launcher_of(config)
             tasks = read_tasks(config.tasks)
-            agents = agents_of(config, asked, launcher)
+            agents = agents_of(config, client, launcher)
             with contextlib.suppress(RolloutError):  # so many failed by their infrastructure
-                await Rollouts(config, tasks, asked, agents, launcher, "test").run()
+                await Rollouts(config, tasks, client, agents, launcher, "test").run()
 
     asyncio.run(run())
     with rb.connect(proxy.path) as connection:

@@ -54,8 +54,8 @@ def test_turns_split_where_lines_do(model: Path) -> None:
     assert self_test(tokenizer) is None
     messages = conversation(parse("What is 37 plus 58?"))
     whole = tokenizer.encode(tokenizer.render(messages, TOOLS, generate=False)).tolist()
-    asked = tokenizer.encode(tokenizer.render(messages[:3], TOOLS, generate=True)).tolist()
-    assert whole[: len(asked)] == asked
+    prompt = tokenizer.encode(tokenizer.render(messages[:3], TOOLS, generate=True)).tolist()
+    assert whole[: len(prompt)] == prompt
     assert len(whole) < 60
 
 

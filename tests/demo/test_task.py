@@ -50,15 +50,15 @@ def test_a_further_call_takes_the_result() -> None:
     problem = parse("What is 37 plus 58? Then multiply by 6. Then subtract 9.")
     assert (problem.a, problem.steps) == (37, (("+", 58), ("*", 6), ("-", 9)))
     assert problem.results == (95, 570, 561)
-    said = conversation(problem)
-    calls = [m["tool_calls"][0]["function"]["arguments"] for m in said if "tool_calls" in m]
+    messages = conversation(problem)
+    calls = [m["tool_calls"][0]["function"]["arguments"] for m in messages if "tool_calls" in m]
     assert [(call["a"], call["op"], call["b"]) for call in calls] == [
         (37, "+", 58),
         (95, "*", 6),
         (570, "-", 9),
     ]
-    assert [m["content"] for m in said if m["role"] == "tool"] == ["95", "570", "561"]
-    assert said[-1] == {"role": "assistant", "content": "561"}
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["95", "570", "561"]
+    assert messages[-1] == {"role": "assistant", "content": "561"}
 
 
 def test_the_teacher_takes_every_call() -> None:

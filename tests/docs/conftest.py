@@ -23,8 +23,8 @@ def _ids(*values: int) -> Any:
 def _trajectory(name: str, reward: float, version: int, *, logprob: float, delivered: bool) -> list[Any]:
     """A finished trajectory of two turns, the second one a child of the first."""
     key, root, child = f"id-{name}", f"{name}-1", f"{name}-2"
-    asked = [{"role": "user", "content": "2+2?"}]
-    told = [{"role": "assistant", "content": "four"}, {"role": "user", "content": "a digit, please"}]
+    question = [{"role": "user", "content": "2+2?"}]
+    followup = [{"role": "assistant", "content": "four"}, {"role": "user", "content": "a digit, please"}]
     span = (kinds.VersionSpan("actor", version, 0, 2),)
     ask = ({"temperature": 1.0}, "m", {"max_new_tokens": 2, "temperature": 1.0, "seed": 0}, {}, "key")
 
@@ -49,10 +49,10 @@ def _trajectory(name: str, reward: float, version: int, *, logprob: float, deliv
 
     return [
         kinds.TrajectoryOpened(key, name, name.rsplit("-", 1)[0], "2+2", "train"),
-        kinds.TurnRequested(key, root, f"r-{root}", None, "first_turn", None, 0, asked, *ask),
+        kinds.TurnRequested(key, root, f"r-{root}", None, "first_turn", None, 0, question, *ask),
         done(root, _ids(1, 2), _ids(1, 2), _ids(3, 4), "four"),
         kinds.TurnDelivered(key, root, "sent"),
-        kinds.TurnRequested(key, child, f"r-{child}", root, None, root, 1, told, *ask),
+        kinds.TurnRequested(key, child, f"r-{child}", root, None, root, 1, followup, *ask),
         done(child, _ids(5), _ids(1, 2, 3, 4, 5), _ids(6, 4), "4"),
         *([kinds.TurnDelivered(key, child, "sent")] if delivered else []),
         kinds.RewardAssigned(key, None, reward),
@@ -107,8 +107,8 @@ def _train_records() -> list[Any]:
 def _launches(launch_id: str, attempt: int, ended: Any) -> list[Any]:
     """A launch that began and ended."""
     place, isolation = {"epoch": 0, "task": "task-1", "sample": 1}, {"processes": "session"}
-    said = ("id-task-1-1", launch_id, "nightly", place, attempt, "subprocess", isolation, "host-17")
-    return [kinds.LaunchStarted(*said, {"total": 60}), ended]
+    launch = ("id-task-1-1", launch_id, "nightly", place, attempt, "subprocess", isolation, "host-17")
+    return [kinds.LaunchStarted(*launch, {"total": 60}), ended]
 
 
 def _upkeep_records() -> list[Any]:
@@ -151,7 +151,7 @@ def _replay_records() -> list[Any]:
     """A replay of a trajectory that has only begun, and a judgement of it that has."""
     origin = {"trajectory_id": "id-task-1-0", "turn_id": "task-1-0-1", "how": "repeated"}
     wire = {"endpoint": "/v1/chat/completions", "repeats": origin["turn_id"]}
-    asked = (
+    request = (
         None,
         "first_turn",
         None,
@@ -170,12 +170,12 @@ def _replay_records() -> list[Any]:
             split=kinds.REPLAY,
             origin=origin | {"policy": "actor", "policy_version": 1},
         ),
-        kinds.TurnRequested("id-replay", "r1", "r-r1", *asked, wire),
+        kinds.TurnRequested("id-replay", "r1", "r-r1", *request, wire),
         kinds.TrajectoryOpened(
             *("id-judge", "task-1-0.sound.1", None, None, kinds.JUDGE, {"scorer": "sound"}, None),
             {"trajectory_id": "id-task-1-0", "how": "judged"},
         ),
-        kinds.TurnRequested("id-judge", "j1", "r-j1", *asked, {"endpoint": "/v1/chat/completions"}),
+        kinds.TurnRequested("id-judge", "j1", "r-j1", *request, {"endpoint": "/v1/chat/completions"}),
     ]
 
 
@@ -205,9 +205,9 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
     ]
     lanes = {"serve": records, "train": _train_records(), "upkeep": _upkeep_records()}
-    for lane, told in (lanes | {"replay": _replay_records()}).items():
+    for lane, entries in (lanes | {"replay": _replay_records()}).items():
         with log.writer(lane) as writer:
-            writer.append([Event(record, "demo") for record in told]).result(30)
+            writer.append([Event(record, "demo") for record in entries]).result(30)
     _write_tokenizer(log.path / "checkpoints" / "demo" / "actor" / "v00000000")
     held = {e.kind for e in log.events()}
     assert held == set(kinds.RECORDS), f"add an event of {set(kinds.RECORDS) - held}"

@@ -37,19 +37,19 @@ def _rows(page: str, head: str) -> list[list[str]]:
 
 def test_each_row_has_the_defaults(page: str) -> None:
     """Every policy gradient, with its parts and clips; `grpo` has those of `policy_gradient`."""
-    found = {}
+    documented = {}
     for names, baseline, deviation, surrogate, clips, normalizer, source in _rows(page, "| name | baseline"):
         low, high = map(float, clips.split(","))
         parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
-        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
+        documented |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
         assert "arXiv:" in source
-    assert set(found) == set(ALGORITHMS) - {"sft", "dpo", "reward_model"}
+    assert set(documented) == set(ALGORITHMS) - {"sft", "dpo", "reward_model"}
     for name, kind in ALGORITHMS.items():
         if issubclass(kind, GroupPolicyGradient):
             a = kind.model_validate({"name": name})
             expected = a.baseline, a.deviation, a.surrogate, a.normalizer, a.clip_low, a.clip_high
-            assert found[name] == expected
-    assert found["grpo"] == found["policy_gradient"]
+            assert documented[name] == expected
+    assert documented["grpo"] == documented["policy_gradient"]
 
 
 def test_every_part_is_explained(page: str) -> None:
@@ -114,8 +114,8 @@ def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
     estimator = {"name": "my_estimators:Halving", "baseline": "none", "deviation": "none", "discount": 0.5}
     algorithm = parse_config(keys | {"algorithm": estimator}, "test").algorithm
     try_out(algorithm)
-    of = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 3]))
-    assert algorithm.advantages(of).values.tolist() == [2, 4, 2, 4, 8]
+    rollouts = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 3]))
+    assert algorithm.advantages(rollouts).values.tolist() == [2, 4, 2, 4, 8]
 
 
 def test_the_command_runs(

@@ -47,7 +47,7 @@ def _in_blocks(page: str) -> list[list[str]]:
 def _in_text(page: str) -> list[list[str]]:
     prose = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
     words = [shlex.split(code)[1:] for code in re.findall(r"`(rollbook [^`]+)`", prose)]
-    return [one for one in words if one != ["train", "CONFIG"] and len(one) > 1]
+    return [command for command in words if command != ["train", "CONFIG"] and len(command) > 1]
 
 
 def _parse(words: list[str]) -> None:
@@ -59,10 +59,10 @@ def _parse(words: list[str]) -> None:
 
 def test_the_commands_exist_and_run(page: str, here: Path) -> None:
     """Those of the blocks and those within the text have only what there is; all that can be run are run."""
-    found = [*_in_blocks(page), *_in_text(page)]
-    assert len(found) >= 13
+    commands = [*_in_blocks(page), *_in_text(page)]
+    assert len(commands) >= 13
     ran = 0
-    for words in found:
+    for words in commands:
         _parse(words)
         if words[0] not in NOT_RUN:
             result = CliRunner().invoke(app, words)
@@ -78,7 +78,7 @@ def test_the_questions_have_right_answers(page: str, one_of_everything: Store) -
     with rb.connect(one_of_everything.path) as connection:
         assert connection.execute(curve).fetchall() == [(0, 3, pytest.approx(2 / 3), 2), (1, 1, 1.0, 1)]
         rows = connection.execute(turns).fetchall()
-    assert {(name, count, said, tokens) for name, count, _, said, tokens in rows} == {
+    assert {(name, count, fidelity, tokens) for name, count, _, fidelity, tokens in rows} == {
         (f"task-{group}-{n}", 2, "exact", 4) for group in (1, 2) for n in (0, 1)
     }
 

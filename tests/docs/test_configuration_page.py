@@ -59,13 +59,13 @@ def test_show_config_prints_an_equal_configuration(root: Path, tmp_path: Path, f
     """`--show-config` prints a configuration equal to the one it was given, and trains nothing."""
     path, nowhere = root / "configs" / file, tmp_path / "none"
     words = ["train", str(path), "--set", "optimizer.lr=0.5", "--show-config"]
-    said = CliRunner().invoke(app, words, env={"ROLLBOOK_STORE": str(nowhere)})
-    assert said.exit_code == 0, said.output
-    (tmp_path / "shown.toml").write_text(said.stdout)
+    result = CliRunner().invoke(app, words, env={"ROLLBOOK_STORE": str(nowhere)})
+    assert result.exit_code == 0, result.output
+    (tmp_path / "shown.toml").write_text(result.stdout)
     assert load_config(tmp_path / "shown.toml", []) == load_config(path, ["optimizer.lr=0.5"])
-    shown = tomllib.loads(said.stdout)
+    shown = tomllib.loads(result.stdout)
     assert (shown["optimizer"]["lr"], shown["optimizer"]["eps"]) == (0.5, 1e-8)
-    assert "# decay_steps: not set" in said.stdout
+    assert "# decay_steps: not set" in result.stdout
     assert not nowhere.exists()
 
 

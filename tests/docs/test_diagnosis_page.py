@@ -50,9 +50,9 @@ def test_the_queries_and_the_commands_run(
         "speed.png: loss, tokens_s of",
     )
     for line, answer in zip(lines, answers, strict=True):
-        said = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
-        assert said.exit_code in (0, 1), said.output
-        assert answer in said.output
+        result = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
+        assert result.exit_code in (0, 1), result.output
+        assert answer in result.output
 
 
 def test_the_rules_are_read(page: str, tmp_path: Path) -> None:

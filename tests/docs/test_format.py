@@ -98,8 +98,10 @@ def test_every_kind_is_listed_with_its_version(page: str) -> None:
 
 def test_every_upcaster_is_described(page: str) -> None:
     """Every step from one version of a kind to the next is told."""
-    told = [f"{kind}, {step}" for kind, step, _ in _cells(_table(page, "| kind | from | what is done |"))]
-    assert told == [f"`{kind}`, {version} to {version + 1}" for kind, version in UPCASTERS]
+    described = [
+        f"{kind}, {step}" for kind, step, _ in _cells(_table(page, "| kind | from | what is done |"))
+    ]
+    assert described == [f"`{kind}`, {version} to {version + 1}" for kind, version in UPCASTERS]
 
 
 def test_a_frame_header_has_the_documented_layout(page: str, one_of_everything: Store) -> None:
@@ -112,11 +114,11 @@ def test_a_frame_header_has_the_documented_layout(page: str, one_of_everything: 
     rows = _cells(_table(page, "| offset | bytes | field |", "## Frames"))
     assert sum(int(size) for _, size, _ in rows) == 64
     frame, header = frames[1], data[frames[1].offset : frames[1].offset + 64]
-    found: list[Any] = [header[int(at) : int(at) + int(size)] for at, size, _ in rows]
+    values: list[Any] = [header[int(at) : int(at) + int(size)] for at, size, _ in rows]
     wanted = (b"RBLF", struct.pack("<H", 1), struct.pack("<H", frame.kind))
-    assert tuple(found[:4]) == (*wanted, struct.pack("<I", len(frame.payload)))
+    assert tuple(values[:4]) == (*wanted, struct.pack("<I", len(frame.payload)))
     rest = (struct.pack("<Q", 0), struct.pack("<I", frame.count), bytes(4), frame.chain, bytes(16))
-    assert found[5:] == list(rest)
+    assert values[5:] == list(rest)
     assert next_chain(frames[0].chain, frame.payload) == frame.chain
 
 
@@ -161,16 +163,16 @@ def test_a_row_is_read_at_the_documented_offsets(page: str) -> None:
     nulls = head["trajectory_id"][0]  # the first name in the field that says which columns are null
     assert [name for bit, name in enumerate(bits) if nulls >> bit & 1] == ["policy", "step", "reward"]
     parts = re.findall(r"`(\w+)`", " ".join(f for f, _ in _cells(_table(page, "| part | content |"))))
-    at, found = 80, {}
+    at, columns = 80, {}
     for name, length in zip(parts, head["length in bytes of each part"], strict=True):
-        found[name] = data[at : at + length]
+        columns[name] = data[at : at + length]
         at += length
     assert at == len(data)
-    assert found["prompt_ids"] == numbers.astype("<i4").tobytes()
-    assert found["logprobs"] == struct.pack("<2f", -0.5, -1.0)
-    assert (found["policy"], found["event_id"]) == (b"", b"id")
-    assert found["version_spans"].decode() == '[["é",1,0,2]]'
-    assert found["extra"] == row[-1]
+    assert columns["prompt_ids"] == numbers.astype("<i4").tobytes()
+    assert columns["logprobs"] == struct.pack("<2f", -0.5, -1.0)
+    assert (columns["policy"], columns["event_id"]) == (b"", b"id")
+    assert columns["version_spans"].decode() == '[["é",1,0,2]]'
+    assert columns["extra"] == row[-1]
     assert f"fewer than {FEW} events" in page
 
 
@@ -178,9 +180,9 @@ def test_every_key_of_the_manifest_is_described(page: str, one_of_everything: St
     """Every key of UNIT.json is told, and what a sealed file is like is what is written."""
     rows = _cells(_table(page, "| key | content |"))
     assert [key.strip("`") for key, _ in rows] == [f.name for f in fields(Unit)]
-    for key, of in (("segments", SealedSegment), ("files", SealedFile), ("erased", Erasure)):
+    for key, model in (("segments", SealedSegment), ("files", SealedFile), ("erased", Erasure)):
         content = next(content for name, content in rows if name == f"`{key}`")
-        assert re.findall(r"`(\w+)`", content) == [f.name for f in fields(of)]
+        assert re.findall(r"`(\w+)`", content) == [f.name for f in fields(model)]
     store = rb.open(shutil.copytree(one_of_everything.path, tmp_path / "s"))
     list(seal_closed(store.path, "serve", SealSettings(row_group=2), all_of_it=True))
     [unit] = current_units(store.path, "serve")
@@ -196,9 +198,9 @@ def test_every_key_of_the_manifest_is_described(page: str, one_of_everything: St
         chunks = [group.column(i) for i in range(group.num_columns)]
         assert {chunk.compression for chunk in chunks} == {"ZSTD"}
         dictionaries = {c.path_in_schema for c in chunks if c.has_dictionary_page}
-        told = re.search(r"byte-stream-split;([^;]*?)have dictionaries", page)
-        assert told is not None
-        assert dictionaries <= set(re.findall(r"`(\w+)`", told[1]))
+        match = re.search(r"byte-stream-split;([^;]*?)have dictionaries", page)
+        assert match is not None
+        assert dictionaries <= set(re.findall(r"`(\w+)`", match[1]))
         split = {c.path_in_schema for c in chunks if "BYTE_STREAM_SPLIT" in c.encodings}
         assert split == {"logprobs.list.element"}
         order = [file.schema_arrow.names[c.column_index] for c in group.sorting_columns]
@@ -213,10 +215,10 @@ def test_every_key_of_a_bundles_manifest_is_described(page: str) -> None:
     assert re.findall(r"`(\w+)`", rows[-1][1]) == [f.name for f in fields(Member)]
     assert f"at most {bundle.MANIFEST_BYTES >> 20} MiB" in page
     assert f"no more than {bundle.MOST_MEMBERS} files" in page
-    told = re.search(r"has ((?:`\.\w+`[, and]*)+) files, and `(\S+)`;", page)
-    assert told is not None
-    assert all(bundle.of_model(f"a{end}") for end in re.findall(r"`(\.\w+)`", told[1]))
-    assert bundle.of_model(told[2])
+    match = re.search(r"has ((?:`\.\w+`[, and]*)+) files, and `(\S+)`;", page)
+    assert match is not None
+    assert all(bundle.of_model(f"a{end}") for end in re.findall(r"`(\.\w+)`", match[1]))
+    assert bundle.of_model(match[2])
 
 
 def test_every_derived_file_is_documented(page: str) -> None:

@@ -37,9 +37,9 @@ def page(root: Path) -> str:
 
 
 def _invoke(command: str) -> str:
-    said = CliRunner().invoke(app, shlex.split(command)[1:])
-    assert said.exit_code == 0, said.output
-    return said.output.replace("\n", " ")
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    return result.output.replace("\n", " ")
 
 
 def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +60,10 @@ def test_its_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     for steps, added, there in ((1, 1, 3), (2, 0, 4)):
         (tmp_path / "sft.toml").write_text(SFT.format(steps=steps))
-        said = _invoke(trains)
+        output = _invoke(trains)
         assert (
-            f"imported {added} trajectories ({added} turns) into run sft of runs; {there} were there" in said
+            f"imported {added} trajectories ({added} turns) into run sft of runs; {there} were there"
+            in output
         )
         log = rb.open("runs")
         assert len(log.trajectories()) == 4

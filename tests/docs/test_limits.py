@@ -57,8 +57,8 @@ def _stated(words: str) -> Iterator[str]:
     """The places that say so, whichever way their lines are broken."""
     for page in PAGES:
         text = page.read_text()
-        for found in re.finditer(words.replace(" ", r"\s+"), text, re.IGNORECASE):
-            yield f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]}"
+        for match in re.finditer(words.replace(" ", r"\s+"), text, re.IGNORECASE):
+            yield f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
 
 
 @pytest.mark.parametrize("words", LIFTED)
@@ -75,9 +75,9 @@ def test_what_is_trained_is_what_the_settings_take() -> None:
     assert front
     assert layer
     assert set(NAMES) == set(FAMILIES), "a family of models was added: say its name here"
-    for said in (front[1], layer[1]):
-        assert [name for name in NAMES.values() if name not in said] == []
-        assert set(re.findall(r"\b(?:b?float|fp)\d+\b", said)) == set(DTYPES)
+    for text in (front[1], layer[1]):
+        assert [name for name in NAMES.values() if name not in text] == []
+        assert set(re.findall(r"\b(?:b?float|fp)\d+\b", text)) == set(DTYPES)
     unbuilt = {size for size in SIZES if not _accepts(**{size: 2})}
     assert set(re.findall(r"`(\w+)`", layer[1])) == unbuilt
     ranks = re.search(r"Not\s+built: (.*?)\n\n", (ROOT / "docs" / "ranks.md").read_text(), re.DOTALL)

@@ -36,8 +36,13 @@ def test_what_it_sends(page: str) -> None:
     """The body is one that the proxy takes."""
     words = shlex.split(_block(page, "bash").replace("\\\n", ""))
     assert words[2] == "localhost:8000/v1/preferences"
-    said = AddPreference.model_validate(json.loads(words[words.index("-d") + 1]))
-    assert (said.chosen, said.rejected, said.margin, said.source) == ("task-7-2", "task-7-0", 1.5, "reviewer")
+    preference = AddPreference.model_validate(json.loads(words[words.index("-d") + 1]))
+    assert (preference.chosen, preference.rejected, preference.margin, preference.source) == (
+        "task-7-2",
+        "task-7-0",
+        1.5,
+        "reviewer",
+    )
 
 
 def test_what_it_trains(
@@ -52,9 +57,9 @@ def test_what_it_trains(
     monkeypatch.chdir(tmp_path)
     shown, trained = _block(page, "bash", 2).splitlines()
     runs = sorted({event.run for event in one_of_everything.events()})
-    said = CliRunner().invoke(app, [*shlex.split(shown)[1:], "--run", runs[0]])
-    assert said.exit_code == 0, said.output
-    assert re.search(r"keeps \d+ samples of \d+ trajectories in \d+ pairs", said.output)
+    result = CliRunner().invoke(app, [*shlex.split(shown)[1:], "--run", runs[0]])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"keeps \d+ samples of \d+ trajectories in \d+ pairs", result.output)
     assert shlex.split(trained)[1:3] == ["train", "dpo.toml"]
 
 
@@ -63,9 +68,9 @@ def test_what_it_imports(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "my-model")
     (tmp_path / "pairs.jsonl").write_text(_block(page, "json"))
-    said = CliRunner().invoke(app, shlex.split(_block(page, "bash", 1))[1:])
-    assert said.exit_code == 0, said.output
-    assert "imported 2 trajectories (2 turns), 1 preferences" in said.output.replace("\n", " ")
+    result = CliRunner().invoke(app, shlex.split(_block(page, "bash", 1))[1:])
+    assert result.exit_code == 0, result.output
+    assert "imported 2 trajectories (2 turns), 1 preferences" in result.output.replace("\n", " ")
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     other = [chat[0], {"role": "assistant", "content": "5"}]
     values = {"messages": chat, "prompt": "2+2?", "completion": "4", "chosen": chat, "rejected": other}
@@ -91,7 +96,7 @@ def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytes
     row = json.loads(_block(page, "json"))
     for split, numbers in (("teacher", range(8)), ("eval", range(8, 12))):
         rows = [row | {"prompt": f"What is {i} + 2?"} for i in numbers]
-        (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
+        (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(item) for item in rows))
         _invoke(f"{_block(page, 'bash', 1)[9:].strip()} --split {split}")
     (tmp_path / "reward.toml").write_text(_block(page, "toml", 1).replace("path/to/model", "my-model"))
     commands = _block(page, "bash", 3).splitlines()
@@ -109,9 +114,9 @@ def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def _invoke(command: str) -> str:
-    said = CliRunner().invoke(app, shlex.split(command))
-    assert said.exit_code == 0, said.output
-    return said.output.replace("\n", " ")
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    return result.output.replace("\n", " ")
 
 
 def test_the_keys_are_keys(page: str) -> None:

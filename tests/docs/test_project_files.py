@@ -79,11 +79,11 @@ def test_a_bug_is_reported_with_what_it_takes_to_find_it() -> None:
 
 def test_editors_format_as_ruff_does() -> None:
     """Lines of Python are of the same length to both."""
-    said = configparser.ConfigParser()
-    said.read_string("[top]\n" + (ROOT / ".editorconfig").read_text())
+    parser = configparser.ConfigParser()
+    parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text())
     length = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["line-length"]
-    assert said["*.{py,pyi}"]["max_line_length"] == str(length)
-    assert said["Makefile"]["indent_style"] == "tab"
+    assert parser["*.{py,pyi}"]["max_line_length"] == str(length)
+    assert parser["Makefile"]["indent_style"] == "tab"
 
 
 def test_the_changelog_tells_of_every_command_and_version() -> None:
@@ -116,10 +116,10 @@ def test_paths_for_contributors_are_there() -> None:
 def test_contributors_are_told_how_every_generated_page_is_made() -> None:
     """As the head of each says."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    told = dict(re.findall(r"^\| `(docs/[\w-]+\.md)` \| `(python [\w./]+)` \|$", text, re.MULTILINE))
+    listed = dict(re.findall(r"^\| `(docs/[\w-]+\.md)` \| `(python [\w./]+)` \|$", text, re.MULTILINE))
     pages = {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
-    made = {name: re.search(r"<!-- Generated: (.*?) > (.*?) -->", page) for name, page in pages.items()}
-    assert told == {head[2]: head[1] for head in made.values() if head}
+    headers = {name: re.search(r"<!-- Generated: (.*?) > (.*?) -->", page) for name, page in pages.items()}
+    assert listed == {head[2]: head[1] for head in headers.values() if head}
 
 
 def test_contributors_are_told_the_sizes_that_are_held() -> None:
@@ -128,6 +128,6 @@ def test_contributors_are_told_the_sizes_that_are_held() -> None:
     sizes = re.search(r"^MODULE_LINES, FUNCTION_LINES, FOLDER_MODULES = (.*)$", held, re.MULTILINE)
     assert sizes
     text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
-    told = re.search(r"at most (\d+) lines; a function at most (\d+); a folder at most (\d+) modules", text)
-    assert told
-    assert ", ".join(told.groups()) == sizes[1]
+    match = re.search(r"at most (\d+) lines; a function at most (\d+); a folder at most (\d+) modules", text)
+    assert match
+    assert ", ".join(match.groups()) == sizes[1]

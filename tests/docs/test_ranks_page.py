@@ -23,9 +23,9 @@ pytestmark = pytest.mark.ranks
 
 
 def _invoke(command: str) -> str:
-    said = CliRunner().invoke(app, shlex.split(command))
-    assert said.exit_code == 0, said.output
-    return said.output
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_the_commands_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +57,8 @@ def test_the_commands_run(root: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _of_two(query: str) -> int:
     """The steps of two ranks that share matrices."""
-    said = _invoke(f"{query} --format csv")
-    return said.replace('""', '"').replace(" ", "").count('"tensor":2')
+    output = _invoke(f"{query} --format csv")
+    return output.replace('""', '"').replace(" ", "").count('"tensor":2')
 
 
 @contextlib.contextmanager

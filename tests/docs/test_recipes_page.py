@@ -39,9 +39,9 @@ def test_the_commands_run(
     runs = sorted({event.run for event in one_of_everything.events()})
     for line in block.splitlines():
         words = shlex.split(line.replace("--run demo", f"--run {runs[0]}"))
-        said = CliRunner().invoke(app, words[1:])
-        assert said.exit_code == 0, said.output
-        assert "keeps" in said.output or '"both"' in said.output
+        result = CliRunner().invoke(app, words[1:])
+        assert result.exit_code == 0, result.output
+        assert "keeps" in result.output or '"both"' in result.output
 
 
 def test_every_rule_is_there(page: str) -> None:

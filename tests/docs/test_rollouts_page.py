@@ -33,6 +33,6 @@ def test_every_variable_and_status_is_told(root: Path, tmp_path: Path) -> None:
     page = (root / "docs" / "rollouts.md").read_text()
     (tmp_path / "rollouts.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     agent = load_rollouts(tmp_path / "rollouts.toml").agent
-    found = variables(agent, Address("http://h", "t", "k"), "g", Task("t", {}), tmp_path, {})
-    assert [name for name in found if f"`{name}`" not in page] == []
-    assert [one.value for one in Status if f"| `{one.value}` |" not in page] == []
+    environment = variables(agent, Address("http://h", "t", "k"), "g", Task("t", {}), tmp_path, {})
+    assert [name for name in environment if f"`{name}`" not in page] == []
+    assert [status.value for status in Status if f"| `{status.value}` |" not in page] == []

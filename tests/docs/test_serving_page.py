@@ -46,15 +46,15 @@ def test_what_holds_is_a_file_of_settings(tmp_path: Path, ask: str | None) -> No
     path.write_text('port = 9\nrun = "filed"\n')
     words = ["serve", str(path), "--run", "given", "--no-seal", "--engine-url", "http://me:word@host:1"]
     words += ["--show-config", "--engine-key", "sesame", *(["--engine-ask", ask] if ask else [])]
-    said = CliRunner().invoke(app, words, env={"ROLLBOOK_STORE": str(tmp_path / "none")})
-    assert said.exit_code == 0, said.output
-    shown = tomllib.loads(said.stdout)
+    result = CliRunner().invoke(app, words, env={"ROLLBOOK_STORE": str(tmp_path / "none")})
+    assert result.exit_code == 0, result.output
+    shown = tomllib.loads(result.stdout)
     assert (shown["port"], shown["run"], shown["seal"]) == (9, "given", False)
     assert (shown["store"], shown["engine_url"]) == (str(tmp_path / "none"), ["http://host:1"])
     assert shown.get("engine_ask") == ({"return_token_ids": True} if ask else None)
-    assert "word" not in said.stdout
-    assert "sesame" not in said.stdout
-    (tmp_path / "shown.toml").write_text(said.stdout)
+    assert "word" not in result.stdout
+    assert "sesame" not in result.stdout
+    (tmp_path / "shown.toml").write_text(result.stdout)
     assert load_settings(tmp_path / "shown.toml", {}).model_dump(mode="json")["run"] == "given"
-    assert "# model: not set" in said.stdout
+    assert "# model: not set" in result.stdout
     assert not (tmp_path / "none").exists()

@@ -48,8 +48,8 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
 @pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
 def test_documented_columns_are_the_views_own(empty: Connection, view: View) -> None:
     """Names, order and types are what DuckDB says, already on an empty store; each has a meaning."""
-    found = empty.execute(f'DESCRIBE "{view.name}"').fetchall()
-    assert [(c.name, c.type) for c in view.columns] == [(row[0], row[1]) for row in found]
+    described = empty.execute(f'DESCRIBE "{view.name}"').fetchall()
+    assert [(c.name, c.type) for c in view.columns] == [(row[0], row[1]) for row in described]
     assert all(c.doc for c in view.columns)
 
 
@@ -94,8 +94,8 @@ def test_computed_answers_are_right(one_of_everything: Store) -> None:
         ("demo", 0, "kept out", "undelivered", 1, 2),
         ("demo", 1, "trained", None, 2, 4),
     ]
-    made = [(row[1], row[3], row[4]) for row in _answer(ask, "turns made this step")]
-    assert made == [(i, f"task-1-{i}-{n}", n == 2) for i in (0, 1) for n in (1, 2)]
+    turns = [(row[1], row[3], row[4]) for row in _answer(ask, "turns made this step")]
+    assert turns == [(i, f"task-1-{i}-{n}", n == 2) for i in (0, 1) for n in (1, 2)]
     assert _answer(ask, "long are the sequences") == [(2, 4, 7.0, 7, pytest.approx(4 / 7))]
     assert [row[3] for row in _answer(ask, "weight transfers")] == ["finished", "failed"]
     assert _answer(ask, "large requests") == [("d1", 20, 1, '"a long system prompt"')]

@@ -125,8 +125,8 @@ def test_the_example_lines_are_what_tail_prints(page: str, url: str, here: Store
     """Of the events those that tell of turns and outcomes have a line; it has what the page says it has."""
     [whole] = _outputs(_lines(page, "rollbook")[:1], url, root)
     kinds = [e.kind for e in here.events()]
-    told = ("turn.completed", "turn.failed", "trajectory.opened", "trajectory.finished", "reward.assigned")
-    assert len(whole) == 1 + sum(kinds.count(kind) for kind in (*told, "policy.activated"))
+    printed = ("turn.completed", "turn.failed", "trajectory.opened", "trajectory.finished", "reward.assigned")
+    assert len(whole) == 1 + sum(kinds.count(kind) for kind in (*printed, "policy.activated"))
     [shown] = _blocks(page, "text")
     for lines in (shown.splitlines(), whole):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d UTC", lines[0])

@@ -25,8 +25,8 @@ def page(root: Path) -> str:
 @pytest.fixture(scope="module")
 def configs(page: str) -> list[str]:
     """The page's CONFIGs, each with its file's name in its first line; that of the laptop first."""
-    found: list[str] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    return found
+    blocks: list[str] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    return blocks
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def work(configs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _invoke(command: str, code: int = 0) -> str:
-    said = CliRunner().invoke(app, shlex.split(command))
-    assert said.exit_code == code, said.output
-    return said.output
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 @pytest.mark.more
@@ -68,8 +68,8 @@ def test_the_commands_run(page: str, work: Path) -> None:
     of_node, before = node.splitlines()
     for line, ranks in zip([*plans.splitlines(), of_node], (1, 4, 6), strict=True):
         assert f"; {ranks} rank" in _invoke(line.removeprefix("rollbook "))
-    said = _invoke(before.removeprefix("rollbook "))
-    assert not re.findall(r"^\w+ +red", said, re.MULTILINE), said
+    output = _invoke(before.removeprefix("rollbook "))
+    assert not re.findall(r"^\w+ +red", output, re.MULTILINE), output
     words = [line.removeprefix("rollbook ") for line in commands.splitlines()]
     preflight, train, plot, doctor, replay, export = words
     checked = {line.split()[0]: line.split()[1] for line in _invoke(preflight).splitlines() if line[0] != " "}
@@ -105,8 +105,8 @@ def _loads(model: str, adapter: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    found = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
-    assert found.peft_config["default"].r == 8
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    assert loaded.peft_config["default"].r == 8
 
 
 def test_each_way_of_dividing(page: str, configs: list[str], tmp_path: Path) -> None:
@@ -116,6 +116,6 @@ def test_each_way_of_dividing(page: str, configs: list[str], tmp_path: Path) -> 
     without = [line for line in configs[0].splitlines() if "per_micro" not in line]
     for key in (*keys, ""):
         (tmp_path / "other.toml").write_text("\n".join([key, *without]))
-        found = load_config(tmp_path / "other.toml", [])
-        assert isinstance(found, TrainConfig)
-        assert (found.tokens_per_micro_batch, found.micro_batch_size).count(None) == (1 if key else 2)
+        config = load_config(tmp_path / "other.toml", [])
+        assert isinstance(config, TrainConfig)
+        assert (config.tokens_per_micro_batch, config.micro_batch_size).count(None) == (1 if key else 2)

@@ -93,15 +93,15 @@ def answer(client: socket.socket) -> tuple[int, Any]:
 @pytest.fixture
 def bounded() -> Iterator[Callable[..., Bounded]]:
     """Makes servers; stops them."""
-    made: list[Bounded] = []
+    servers: list[Bounded] = []
 
     def make(most: int = 100) -> Bounded:
-        made.append(Bounded(most))
-        return made[-1]
+        servers.append(Bounded(most))
+        return servers[-1]
 
     yield make
-    for one in made:
-        one.stop()
+    for server in servers:
+        server.stop()
 
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -196,11 +196,11 @@ def test_a_reply_that_nobody_takes(bounded: Callable[..., Bounded], monkeypatch:
     """Who takes nothing is let go; who takes a little now and then is not."""
     monkeypatch.setattr(connections, "TAKE_S", 0.5)
     server = bounded()
-    asked = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
     stuck, slow = server.connect(), server.connect()
     for client in (stuck, slow):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        client.sendall(asked)
+        client.sendall(request)
     taken = 0
     deadline = time.monotonic() + 30
     while not server.refused and time.monotonic() < deadline:
@@ -298,13 +298,13 @@ def test_descriptors_are_not_exhausted(
         for i in range(1100):
             idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
             if i % 200 == 0:
-                asked = {"messages": [{"role": "user", "content": "hi"}]}
+                body = {"messages": [{"role": "user", "content": "hi"}]}
                 path = f"/t/agent-{i}/v1/chat/completions"
-                assert http.post(path, json=asked).status_code == 200
-                assert httpx.post(server.url + path, json=asked, timeout=20).status_code == 200
+                assert http.post(path, json=body).status_code == 200
+                assert httpx.post(server.url + path, json=body, timeout=20).status_code == 200
                 assert http.post(f"/v1/trajectories/agent-{i}/finish", json={}).status_code == 200
-        told = http.get("/metrics").text
-        assert 'rollbook_refusals_total{code="idle_connection_closed"}' in told
+        metrics = http.get("/metrics").text
+        assert 'rollbook_refusals_total{code="idle_connection_closed"}' in metrics
     for client in idle:
         client.close()
     assert "Traceback" not in server.log.read_text()

@@ -52,9 +52,9 @@ def test_what_was_encoded_comes_back(encoding: str, data: bytes) -> None:
     limit = max(len(data), 100)  # what is between two codings counts too
     assert decoded(sent, encoding, limit) == data
     if data and sent != data:
-        with pytest.raises(LimitError) as found:
+        with pytest.raises(LimitError) as caught:
             decoded(sent, encoding, len(data) - 1)
-        assert (found.value.status, found.value.code) == (413, "body_too_large")
+        assert (caught.value.status, caught.value.code) == (413, "body_too_large")
 
 
 def test_several_gzip_files_are_one_body() -> None:
@@ -81,9 +81,9 @@ def test_several_gzip_files_are_one_body() -> None:
 )
 def test_what_cannot_be_decoded(data: bytes, encoding: str, status: int, code: str) -> None:
     """It says what is wrong and what to send."""
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as caught:
         decoded(data, encoding, MIB)
-    assert (found.value.status, found.value.code) == (status, code)
+    assert (caught.value.status, caught.value.code) == (status, code)
 
 
 def test_a_reply_is_read_as_far_as_it_came() -> None:

@@ -52,9 +52,9 @@ def test_a_hundred_levels_of_nesting_pass(value: Any) -> None:
     """What is a hundred deep passes, whatever else it holds; what is one deeper does not."""
     deep = _nested(MOST_DEPTH - _depth(value), value)
     check_depth(deep)
-    with pytest.raises(LimitError, match="more than 100 deep") as found:
+    with pytest.raises(LimitError, match="more than 100 deep") as caught:
         check_depth([deep])
-    assert (found.value.status, found.value.code) == (400, "json_too_deep")
+    assert (caught.value.status, caught.value.code) == (400, "json_too_deep")
 
 
 @given(VALUES, st.integers(1, 64))
@@ -67,9 +67,9 @@ def test_weight_is_counted_outside_strings(value: Any, chunk: int) -> None:
         patched.setattr(bounds, "MOST_WEIGHT", _weight(value))
         check_weight(raw)
         patched.setattr(bounds, "MOST_WEIGHT", _weight(value) - 1)
-        with pytest.raises(LimitError) as found:
+        with pytest.raises(LimitError) as caught:
             check_weight(raw)
-    assert (found.value.status, found.value.code) == (413, "json_too_large")
+    assert (caught.value.status, caught.value.code) == (413, "json_too_large")
 
 
 def test_what_may_be_large_and_what_may_not() -> None:

@@ -139,17 +139,17 @@ def test_a_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert (keys.find("one"), keys.find("two") is not None) == (None, True)
     assert caplog.messages == [f"{file} is read again: b"]
     caplog.clear()
-    for wrong, told in ((lambda: file.write_text("["), "not TOML"), (file.unlink, "No such file")):
+    for wrong, message in ((lambda: file.write_text("["), "not TOML"), (file.unlink, "No such file")):
         wrong()
         for _ in range(3):
             keys.look()
-        assert told in (keys.failure or "")
+        assert message in (keys.failure or "")
         assert keys.trouble() == {"keys": keys.failure}
         assert keys.find("two") is not None
         err = caplog.text
         caplog.clear()
         assert err.count("the keys that it held last stay good") == 1
-        assert told in err
+        assert message in err
     _file(tmp_path, GOOD)
     keys.look()
     assert (keys.failure, keys.trouble(), keys.find("two")) == (None, {}, None)
@@ -266,7 +266,7 @@ def test_a_made_key_opens_and_is_stored_as_a_hash(tmp_path: Path, capsys: pytest
     assert first != second
     assert all(key.startswith("rollbook-") and len(key) > 50 for key in (first, second))
     keys = Keys(file=file)
-    assert [found.name for found in map(keys.find, (first, second)) if found] == ["ops", "judge"]
+    assert [entry.name for entry in map(keys.find, (first, second)) if entry] == ["ops", "judge"]
     assert file.read_text().startswith("# ours\n[[key]]\n")
     assert first not in file.read_text()
     before = file.read_bytes()
@@ -289,17 +289,17 @@ def test_a_made_key_opens_and_is_stored_as_a_hash(tmp_path: Path, capsys: pytest
 def test_the_command_prints_the_key_alone(tmp_path: Path) -> None:
     """The key alone goes to stdout, so that it can be piped into a secret's place."""
     file = str(tmp_path / "keys.toml")
-    made = CliRunner().invoke(
+    added = CliRunner().invoke(
         command, ["keys", "add", file, "--name", "w", "--role", "writer", "--expires", "2020-01-01"]
     )
-    assert made.exit_code == 0, made.output
-    key = made.stdout.strip()
+    assert added.exit_code == 0, added.output
+    key = added.stdout.strip()
     assert Keys(file=Path(file)).find(key) is not None
     listed = CliRunner().invoke(command, ["keys", "list", file])
     assert "2020-01-01 00:00 UTC, expired" in listed.stdout
     assert key not in listed.stdout
-    told = CliRunner().invoke(command, ["keys", "list", file, "--json"]).stdout
-    assert told == '[{"name":"w","role":"writer","expires":"2020-01-01T00:00:00Z"}]\n'
+    printed = CliRunner().invoke(command, ["keys", "list", file, "--json"]).stdout
+    assert printed == '[{"name":"w","role":"writer","expires":"2020-01-01T00:00:00Z"}]\n'
 
 
 # Expiry, and a server whose keys are rotated ----------------------------------------------------------

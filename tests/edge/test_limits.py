@@ -287,9 +287,9 @@ def test_a_silent_sender_is_a_408(sent: int) -> None:
         upload.send(sent)
         await upload.run(BodyBudget(**settings.body_limits), leave)
 
-    with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
+    with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as caught:
         asyncio.run(scenario())
-    assert (found.value.status, found.value.code) == (408, "body_too_slow")
+    assert (caught.value.status, caught.value.code) == (408, "body_too_slow")
 
 
 def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +339,8 @@ def test_routes_that_read_by_themselves_have_a_pace(monkeypatch: pytest.MonkeyPa
 
 def test_memory_goes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a burst of them, and not for small ones."""
-    given: list[None] = []
-    monkeypatch.setattr(body_room, "give_back", lambda: given.append(None))
+    calls: list[None] = []
+    monkeypatch.setattr(body_room, "give_back", lambda: calls.append(None))
     monkeypatch.setattr(memory, "GIVE_BACK_S", 0.05)
 
     async def scenario(size: int) -> None:
@@ -353,9 +353,9 @@ def test_memory_goes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(0.2)
 
     asyncio.run(scenario(10_000))
-    assert given == []
+    assert calls == []
     asyncio.run(scenario(1 << 20))
-    assert given == [None]
+    assert calls == [None]
 
 
 def test_room_comes_back_however_a_body_ends() -> None:
@@ -413,12 +413,12 @@ def test_a_burst_of_large_bodies(played: Callable[..., InProcess]) -> None:
         sent = [
             proxy.exchange(f"/t/burst-{i}{CHAT}", asked("chat", user=f"{i:03}" * 170_000)) for i in range(64)
         ]
-        return [await one.end() for one in sent]
+        return [await exchange.end() for exchange in sent]
 
     assert {reply.status for reply in proxy.run(scenario())} == {200}
-    found = proxy.trajectories()
+    trajectories = proxy.trajectories()
     for i in range(64):
-        (turn,) = found[f"burst-{i}"].turns.values()
+        (turn,) = trajectories[f"burst-{i}"].turns.values()
         assert turn.requested.request["user"] == f"{i:03}" * 170_000
 
 

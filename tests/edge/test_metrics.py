@@ -31,7 +31,7 @@ def _page(proxy: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def _sum(page: Any, name: str, **labels: str) -> float:
-    return sum(v for (n, found), v in page.items() if n == name and labels.items() <= dict(found).items())
+    return sum(v for (n, pairs), v in page.items() if n == name and labels.items() <= dict(pairs).items())
 
 
 def test_turns_tokens_and_times(proxy: InProcess) -> None:
@@ -44,8 +44,10 @@ def test_turns_tokens_and_times(proxy: InProcess) -> None:
         assert _sum(page, "rollbook_turns_total", endpoint=PATHS[kind], finish="stop", delivered="true") == 1
     assert _sum(page, "rollbook_turns_total", endpoint=CHAT, link="first_turn") == 4
     assert _sum(page, "rollbook_turns_total") == 7
-    made = proxy.engine.made
-    assert _sum(page, "rollbook_tokens_total", kind="completion") == sum(len(m.completion_ids) for m in made)
+    generations = proxy.engine.made
+    assert _sum(page, "rollbook_tokens_total", kind="completion") == sum(
+        len(m.completion_ids) for m in generations
+    )
     assert _sum(page, "rollbook_tokens_total", kind="prompt") == sum(len(p.ids) for p in proxy.engine.prompts)
     assert page["rollbook_policy_version", ()] == 5
     assert page["rollbook_open_trajectories", ()] == 5
@@ -63,14 +65,14 @@ def test_a_turn_counts_once_however_often_it_is_asked_for(proxy: InProcess) -> N
     engine.pace = asyncio.Semaphore(0)
 
     async def scenario() -> float:
-        one = proxy.exchange(f"/t/joined{CHAT}", asked("chat"))
-        await one.until(lambda: engine.prompts)
-        two = proxy.exchange(f"/t/joined{CHAT}", asked("chat"), headers=AGAIN)
+        first = proxy.exchange(f"/t/joined{CHAT}", asked("chat"))
+        await first.until(lambda: engine.prompts)
+        second = proxy.exchange(f"/t/joined{CHAT}", asked("chat"), headers=AGAIN)
         page = await proxy.exchange("/metrics", method="GET").end()
         for _ in range(50):
             engine.pace.release()
-        await one.end()
-        await two.end()
+        await first.end()
+        await second.end()
         families = text_string_to_metric_families(page.data.decode())
         return next(s.value for f in families for s in f.samples if s.name == "rollbook_running")
 
@@ -88,11 +90,11 @@ def test_what_nobody_took_is_counted_too(proxy: InProcess) -> None:
     engine.pace = asyncio.Semaphore(1)
 
     async def scenario() -> None:
-        one = proxy.exchange(f"/t/gone{CHAT}", asked("chat"))
-        await one.until(lambda: engine.prompts)
+        exchange = proxy.exchange(f"/t/gone{CHAT}", asked("chat"))
+        await exchange.until(lambda: engine.prompts)
         await asyncio.sleep(0.01)
-        one.leave()
-        await one.end()
+        exchange.leave()
+        await exchange.end()
         await proxy.turn_runner.drained()
 
     proxy.run(scenario())
@@ -120,7 +122,7 @@ def test_failures_by_code(proxy: InProcess) -> None:
 
 def test_two_proxies_count_apart(played: Callable[..., InProcess]) -> None:
     """Counters belong to a proxy, not to the process."""
-    one, two = played(), played()
-    one.ask(f"/t/a{CHAT}", asked("chat"))
-    assert _sum(_page(one), "rollbook_turns_total") == 1
-    assert _sum(_page(two), "rollbook_turns_total") == 0
+    first, second = played(), played()
+    first.ask(f"/t/a{CHAT}", asked("chat"))
+    assert _sum(_page(first), "rollbook_turns_total") == 1
+    assert _sum(_page(second), "rollbook_turns_total") == 0

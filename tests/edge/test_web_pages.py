@@ -115,9 +115,9 @@ def test_a_host_is_needed_once() -> None:
 @given(st.text(max_size=40))
 def test_any_host_is_ours_or_refused(host: str) -> None:
     """No other error comes out of it, and what is ours is short."""
-    found = host_of(host)
-    assert found is None or (found[0] and not set(found[0]) & set("/@?#\n "))
-    assert (origin_of(f"http://{host}") is None) == (found is None)
+    address = host_of(host)
+    assert address is None or (address[0] and not set(address[0]) & set("/@?#\n "))
+    assert (origin_of(f"http://{host}") is None) == (address is None)
 
 
 # Origins --------------------------------------------------------------------------------------------

@@ -95,16 +95,16 @@ class Pace:
 
         manager._generation_step = slowly
         async with asyncio.timeout(30):
-            while max((len(one.ids) for one in served.engine._live.values()), default=0) < tokens:
+            while max((len(request.ids) for request in served.engine._live.values()), default=0) < tokens:
                 await asyncio.sleep(0.001)
 
 
 @pytest.fixture
 def pace() -> Iterator[Pace]:
     """A loop's pace, full again at the end."""
-    made = Pace()
-    yield made
-    made.step_s = 0.0
+    new = Pace()
+    yield new
+    new.step_s = 0.0
 
 
 @pytest.fixture(scope="session")
@@ -128,15 +128,15 @@ def forward() -> Callable[..., np.ndarray]:
         import torch
 
         ids = torch.tensor([[*map(int, prompt), *map(int, completion)]])
-        found, cache, start = [], None, 0
+        parts, cache, start = [], None, 0
         for path, until in models:
             end = len(prompt) + until - 1  # the last one is still to be read when it has been sampled
             with torch.no_grad():
                 out = model_of(path)(ids[:, start:end], past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits[0] / (temperature or 1.0)
             chosen = torch.log_softmax(logits, -1).gather(-1, ids[0, start + 1 : end + 1].unsqueeze(-1))
-            found.append(chosen.squeeze(-1).numpy())
+            parts.append(chosen.squeeze(-1).numpy())
             start = end
-        return np.concatenate(found)[len(prompt) - 1 :]
+        return np.concatenate(parts)[len(prompt) - 1 :]
 
     return logprobs

@@ -125,10 +125,10 @@ def run(scenario: Callable[[SimpleNamespace], Awaitable[None]], *servers: Server
         pass
 
     async def whole() -> None:
-        given = servers or (Server(), Server())
-        for server in given[:lost]:
+        members = servers or (Server(), Server())
+        for server in members[:lost]:
             server.reachable = False
-        fleet = Fleet({url(i): server for i, server in enumerate(given)})
+        fleet = Fleet({url(i): server for i, server in enumerate(members)})
         await fleet.start(activated)
         asks: dict[str, asyncio.Task[Generation]] = {}
 
@@ -136,10 +136,10 @@ def run(scenario: Callable[[SimpleNamespace], Awaitable[None]], *servers: Server
             """Begin a request; which server has it."""
             asks[request] = asyncio.create_task(fleet.generate(prompt(request, trajectory), SAMPLING))
             await pause()
-            return next((i for i, one in enumerate(given) if request in one.running), None)
+            return next((i for i, member in enumerate(members) if request in member.running), None)
 
         try:
-            await scenario(SimpleNamespace(fleet=fleet, servers=given, ask=ask, asks=asks))
+            await scenario(SimpleNamespace(fleet=fleet, servers=members, ask=ask, asks=asks))
         finally:
             await fleet.close()
             for task in asks.values():
@@ -363,14 +363,14 @@ def test_an_engine_that_began_with_a_proxy_in_the_middle_of_a_training() -> None
         pass
 
     async def scenario() -> None:
-        given = SyncFinished("actor", 5, "s", "http://10.0.0.1:8000/engine", 1, 0.1)
+        synced = SyncFinished("actor", 5, "s", "http://10.0.0.1:8000/engine", 1, 0.1)
         idle = Fleet({OWN: Server(0)})
-        idle.remember([given])
+        idle.remember([synced])
         assert await opens(idle)
         server = Server(0)
         fleet = Fleet({OWN: server})
         await fleet.start(activated)
-        fleet.remember([given], trained=True)
+        fleet.remember([synced], trained=True)
         assert not await opens(fleet)
         fleet.on_sync(SyncStarted("actor", 5, "t", "http://10.0.0.1:8000/engine", "disk"))
         server.version = 5
@@ -380,7 +380,7 @@ def test_an_engine_that_began_with_a_proxy_in_the_middle_of_a_training() -> None
         await fleet.close()
         alone = Fleet({OWN: Server(0)}, patience_s=0.1)
         await alone.start(activated)
-        alone.remember([given], trained=True)
+        alone.remember([synced], trained=True)
         await until(lambda: alone.members[0].usable)  # its trainer is gone
         assert alone.policy_version() == 0
         await alone.close()
@@ -663,8 +663,8 @@ def test_what_is_told_of_engines() -> None:
         at.fleet.on_sync(started(1, version=5))
         at.fleet.on_sync(failed(1, version=5))
         first, second = at.fleet.states()
-        told = {"url": url(0), "running": 1, "policy_version": 4, "unverified": None, "state": "syncing"}
-        assert first == told
+        expected = {"url": url(0), "running": 1, "policy_version": 4, "unverified": None, "state": "syncing"}
+        assert first == expected
         wanted = "waits for a whole sync, which makes it usable again: the sync of version 5 failed: half"
         assert second["state"].startswith(wanted)
 

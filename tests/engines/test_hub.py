@@ -126,7 +126,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _handler(model, self.asked))
 
 
-def _handler(model: Path, asked: list[str]) -> type[BaseHTTPRequestHandler]:
+def _handler(model: Path, requested: list[str]) -> type[BaseHTTPRequestHandler]:
     files = {file.name: file.read_bytes() for file in model.iterdir()} | {"onnx/model.safetensors": b"x"}
 
     class Handler(BaseHTTPRequestHandler):
@@ -143,7 +143,7 @@ def _handler(model: Path, asked: list[str]) -> type[BaseHTTPRequestHandler]:
         def answer(self, body: bytes, *, head: bool) -> None:
             """Write the reply."""
             path = self.path.partition("?")[0]
-            asked.append(path)
+            requested.append(path)
             name = path.partition(f"/resolve/{COMMIT}/")[2]
             if path.startswith(f"/api/models/{NAME}/tree/"):
                 body = json.dumps(
@@ -153,8 +153,8 @@ def _handler(model: Path, asked: list[str]) -> type[BaseHTTPRequestHandler]:
                     ]
                 ).encode()
             elif path.startswith(f"/api/models/{NAME}"):
-                of = {"id": str(NAME), "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
-                body = json.dumps(of).encode()
+                about = {"id": str(NAME), "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
+                body = json.dumps(about).encode()
             elif name in files:
                 body = files[name]
             else:

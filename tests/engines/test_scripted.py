@@ -38,19 +38,19 @@ def _generate(tokenizer: ChatTokenizer, script: Any, messages: Any = (USER,)) ->
 
 def test_text_becomes_the_ids_that_would_be_sampled(chat: Chat) -> None:
     """A text answer is tokenized with its end-of-turn token and without what the template adds."""
-    made = _generate(chat(), lambda messages, tools: "  Hi\n")
-    assert chat().decode(made.completion_ids, special=True) == "  Hi\n<|im_end|>"
-    assert made.finish_reason == "stop"
-    assert made.logprobs is None
-    assert made.version_spans == ()
-    assert made.logprob_semantics == {"kind": "none", "why": "scripted"}
+    generation = _generate(chat(), lambda messages, tools: "  Hi\n")
+    assert chat().decode(generation.completion_ids, special=True) == "  Hi\n<|im_end|>"
+    assert generation.finish_reason == "stop"
+    assert generation.logprobs is None
+    assert generation.version_spans == ()
+    assert generation.logprob_semantics == {"kind": "none", "why": "scripted"}
 
 
 def test_calls_become_the_templates_text(chat: Chat) -> None:
     """A message with calls is written as this template writes calls."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    made = _generate(chat(), lambda m, t: {"role": "assistant", "content": "ok", "tool_calls": [call]})
-    assert chat().decode(made.completion_ids, special=True) == (
+    generation = _generate(chat(), lambda m, t: {"role": "assistant", "content": "ok", "tool_calls": [call]})
+    assert chat().decode(generation.completion_ids, special=True) == (
         'ok\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     )
 
@@ -62,8 +62,8 @@ def test_an_async_script_is_awaited(chat: Chat) -> None:
         await asyncio.sleep(0)
         return f"{len(messages)} messages"
 
-    made = _generate(chat(), script, [USER, USER])
-    assert chat().decode(made.completion_ids) == "2 messages"
+    generation = _generate(chat(), script, [USER, USER])
+    assert chat().decode(generation.completion_ids) == "2 messages"
 
 
 async def _spoken(messages: Any, tools: Any) -> AsyncIterator[str]:
@@ -75,16 +75,20 @@ async def _spoken(messages: Any, tools: Any) -> AsyncIterator[str]:
 
 def test_pieces_are_tokenized_alone_and_told_as_they_come(chat: Chat) -> None:
     """An async generator gives the completion itself: its ids are those of its pieces, and then the stop."""
-    told: list[list[int]] = []
+    heard: list[list[int]] = []
     prompt = Prompt(token_ids([]), [USER], None)
     engine = ScriptedEngine(ReplyWriter(chat(), HERMES), _spoken)
-    made = asyncio.run(engine.generate(prompt, Sampling(8, 1.0, 0), lambda ids, _: told.append([*ids])))
+    generation = asyncio.run(
+        engine.generate(prompt, Sampling(8, 1.0, 0), lambda ids, _: heard.append([*ids]))
+    )
     pieces = [chat().encode(p).tolist() for p in ("<tool_call>", "tod", "ay", " the weather")]
-    assert told == [*pieces, [chat().stop_ids[0]]]
-    assert made.completion_ids.tolist() == [i for piece in told for i in piece]
-    assert made.completion_ids.tolist() != chat().encode("<tool_call>today the weather<|im_end|>").tolist()
-    assert made.finish_reason == "stop"
-    assert made.logprobs is None
+    assert heard == [*pieces, [chat().stop_ids[0]]]
+    assert generation.completion_ids.tolist() == [i for piece in heard for i in piece]
+    assert (
+        generation.completion_ids.tolist() != chat().encode("<tool_call>today the weather<|im_end|>").tolist()
+    )
+    assert generation.finish_reason == "stop"
+    assert generation.logprobs is None
 
 
 def test_pieces_can_be_aborted(chat: Chat) -> None:
@@ -93,16 +97,16 @@ def test_pieces_can_be_aborted(chat: Chat) -> None:
 
     async def both() -> list[Generation]:
         def heard(ids: Any, logprobs: Any) -> None:
-            if len(told := [*told_ids, *ids]) >= 3:
+            if len(so_far := [*told_ids, *ids]) >= 3:
                 ending.append(asyncio.ensure_future(engine.abort("one")))
-            told_ids[:] = told
+            told_ids[:] = so_far
 
         told_ids: list[int] = []
         ending: list[asyncio.Future[None]] = []
-        one = Prompt(token_ids([]), [USER], None, "one")
+        first = Prompt(token_ids([]), [USER], None, "one")
         other = Prompt(token_ids([]), [USER], None, "other")
         sampling = Sampling(8, 1.0, 0)
-        return await asyncio.gather(engine.generate(one, sampling, heard), engine.generate(other, sampling))
+        return await asyncio.gather(engine.generate(first, sampling, heard), engine.generate(other, sampling))
 
     aborted, whole = asyncio.run(both())
     assert aborted.finish_reason == "abort"

@@ -65,28 +65,30 @@ def play(folder: Path, name: str, ways: Sequence[str], sayings: Sequence[str], *
     (folder / "examples").symlink_to(EXAMPLES)
     make_habits(folder / "my-model", sayings, HERE / "docs")
     serve, *commands = _commands(name)
-    said: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     replayed = ""
     with served(folder, *serve[1:], "--threads", "1", "--no-admission") as url:
         for words in commands:
             if words[0] == "rollout" and (way := Path(words[1]).stem) in ways:
-                told = [f'proxy="{url}"', *settings]
-                words += ["--json", *(word for setting in told for word in ("--set", setting))]
-                said[way] = orjson.loads(rollbook(folder, *words))
-                assert said[way]["by_status"].keys() <= {"done", "truncated"}, _printed(folder, said[way])
+                overrides = [f'proxy="{url}"', *settings]
+                words += ["--json", *(word for setting in overrides for word in ("--set", setting))]
+                outputs[way] = orjson.loads(rollbook(folder, *words))
+                assert outputs[way]["by_status"].keys() <= {"done", "truncated"}, _printed(
+                    folder, outputs[way]
+                )
             elif words[0] == "train":
                 rollbook(folder, *words, "--set", f"steps={len(ways)}")
             elif words[0] == "replay":
                 replayed = rollbook(folder, *words)
-    return Played(rb.open(folder / "runs"), said, replayed)
+    return Played(rb.open(folder / "runs"), outputs, replayed)
 
 
 def _commands(name: str) -> list[list[str]]:
     """The commands of ours that an example's page shows, the server's first."""
     lines = (EXAMPLES / name / "README.md").read_text().splitlines()
-    found = [shlex.split(line.removesuffix("&"))[1:] for line in lines if line.startswith("rollbook ")]
-    assert found[0][0] == "serve"
-    return found
+    commands = [shlex.split(line.removesuffix("&"))[1:] for line in lines if line.startswith("rollbook ")]
+    assert commands[0][0] == "serve"
+    return commands
 
 
 @contextmanager
@@ -123,9 +125,9 @@ def rollbook(folder: Path, *words: object) -> str:
     return printed
 
 
-def _printed(folder: Path, said: dict[str, Any]) -> str:
+def _printed(folder: Path, progress: dict[str, Any]) -> str:
     logs = sorted(folder.glob("rollouts/*/std*.log"))
-    return "\n".join([str(said), *(log.read_text(errors="replace")[-1500:] for log in logs)])
+    return "\n".join([str(progress), *(log.read_text(errors="replace")[-1500:] for log in logs)])
 
 
 def _command(*words: object) -> list[str]:
@@ -134,6 +136,6 @@ def _command(*words: object) -> list[str]:
 
 def lines_of_ours(agent: str) -> list[str]:
     """Lines of an agent that are there for Rollbook, as many as its page says."""
-    found = lines_that_name_rollbook((EXAMPLES / agent).read_text())
-    assert f"lines changed: {len(found)}" in (EXAMPLES / agent).with_name("README.md").read_text()
-    return found
+    lines = lines_that_name_rollbook((EXAMPLES / agent).read_text())
+    assert f"lines changed: {len(lines)}" in (EXAMPLES / agent).with_name("README.md").read_text()
+    return lines

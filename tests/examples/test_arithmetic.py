@@ -27,10 +27,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 def test_both_ways_give_the_same_log(played: Played) -> None:
     """Groups of four of each task, exact tokens with their versions, and rewards."""
-    said = played.said
+    outputs = played.said
     for name in ("program", "class"):
-        assert (said[name]["done"], said[name]["rewarded"]) == (8, 8)
-        assert said[name]["by_status"].keys() <= {"done", "truncated"}
+        assert (outputs[name]["done"], outputs[name]["rewarded"]) == (8, 8)
+        assert outputs[name]["by_status"].keys() <= {"done", "truncated"}
     rows = played.asked("""
         SELECT rollout, t."group", count(*), min(t.fidelity), min(t.min_version)
         FROM launches l JOIN trajectories t USING (trajectory_id) GROUP BY ALL ORDER BY ALL""")

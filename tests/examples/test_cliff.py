@@ -29,7 +29,7 @@ def test_each_turn_has_its_reward(played: Played) -> None:
 
 def test_they_reach_the_training(played: Played) -> None:
     """One path for each trajectory, with a reward at each of its turns; the step replays."""
-    samples = [one for t in fold(played.log.events()).values() for one in samples_of(t)]
+    samples = [item for t in fold(played.log.events()).values() for item in samples_of(t)]
     assert len(samples) == 8
     for sample in samples:
         assert set(sample.rewards.values()) <= {-1.0, -100.0}

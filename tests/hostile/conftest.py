@@ -32,5 +32,5 @@ def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Where proxies are started."""
-    with Stage(tmp_path_factory.mktemp("stage")) as made:
-        yield made
+    with Stage(tmp_path_factory.mktemp("stage")) as started:
+        yield started

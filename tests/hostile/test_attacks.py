@@ -39,16 +39,16 @@ class Field:
 @pytest.fixture(scope="module")
 def field_of(stage: Stage) -> Callable[[str], Field]:
     """The proxy of a kind; it is started when it is first asked for."""
-    made: dict[str, Field] = {}
+    cache: dict[str, Field] = {}
 
     def get(kind: str) -> Field:
-        if kind not in made:
+        if kind not in cache:
             proxy = stage.standard(kind, kind)
             agents = stage.agents(proxy, agents=6)
             time.sleep(1.0)
             calm = lap(agents, lambda: time.sleep(QUIET_S))
-            made[kind] = Field(proxy, agents, proxy.memory("VmRSS"), len(calm.ms) / QUIET_S)
-        return made[kind]
+            cache[kind] = Field(proxy, agents, proxy.memory("VmRSS"), len(calm.ms) / QUIET_S)
+        return cache[kind]
 
     return get
 
@@ -62,22 +62,22 @@ def test_honest_clients_are_served_during_an_attack(
 ) -> None:
     """The attack has its documented outcome, and honest requests are answered meanwhile; where its beginning
     takes all of a short one, in a longer one."""
-    field, one = field_of(kind), named(name)
+    field, attack = field_of(kind), named(name)
     for seconds in (ATTACK_S, LONGER_S):
-        found = fight(one, field.proxy, field.agents, seconds, random.Random(name))
-        assert found.tally.wrong_200 == [], one.says
-        assert found.tally.errors_500 == [], one.says
-        assert found.tally.strange == [], one.says
-        assert found.tracebacks == []
-        assert found.lap.errors_500 == 0, found.lap.told
-        assert found.peak - found.before < MEMORY
-        if one.refuses:
+        fought = fight(attack, field.proxy, field.agents, seconds, random.Random(name))
+        assert fought.tally.wrong_200 == [], attack.says
+        assert fought.tally.errors_500 == [], attack.says
+        assert fought.tally.strange == [], attack.says
+        assert fought.tracebacks == []
+        assert fought.lap.errors_500 == 0, fought.lap.told
+        assert fought.peak - fought.before < MEMORY
+        if attack.refuses:
             return
-        assert found.lap.refused == 0, found.lap.told
-        assert max(found.lap.ms, default=0) < LONGEST_MS
-        if len(found.lap.ms) > LEAST * field.pace * seconds:
+        assert fought.lap.refused == 0, fought.lap.told
+        assert max(fought.lap.ms, default=0) < LONGEST_MS
+        if len(fought.lap.ms) > LEAST * field.pace * seconds:
             return
-    pytest.fail(f"{len(found.lap.ms)} answers in {seconds} s, where a quiet second has {field.pace:.0f}")
+    pytest.fail(f"{len(fought.lap.ms)} answers in {seconds} s, where a quiet second has {field.pace:.0f}")
 
 
 @pytest.mark.parametrize("kind", [TOKENS, RECORD])

@@ -35,11 +35,11 @@ REBOUND = "127.0.0.3"
 @pytest.fixture(scope="module")
 def chromium() -> str:
     """The browser."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
         assert os.environ.get("ROLLBOOK_BROWSER") != "required", "no Chromium: apt-get install chromium"
         pytest.skip("there is no Chromium: apt-get install chromium")
-    return found
+    return path
 
 
 class Attacker:
@@ -157,12 +157,12 @@ def _log(proxy: Any) -> list[Any]:
     return [event.record for event in store.open(path).events()]
 
 
-def _check_untouched(proxy: Any, told: dict[str, str]) -> None:
+def _check_untouched(proxy: Any, answers: dict[str, str]) -> None:
     """The page ran to its end; nothing of it is in the log, the engine goes on, and it read nothing."""
-    assert len(told) == 19, told
-    assert not any(SECRET in seen for seen in told.values()), told
-    assert not any("trajectory.opened" in seen for seen in told.values())
-    assert told["socket"] == told["events, streamed"] == "error"
+    assert len(answers) == 19, answers
+    assert not any(SECRET in answer for answer in answers.values()), answers
+    assert not any("trajectory.opened" in answer for answer in answers.values())
+    assert answers["socket"] == answers["events, streamed"] == "error"
     records = _log(proxy)
     opened = [r.name for r in records if isinstance(r, TrajectoryOpened)]
     assert [name for name in opened if name.startswith("page")] == []
@@ -193,12 +193,12 @@ def test_a_rebound_dns_name_is_refused(chromium: str, proxy: Any, tmp_path: Path
     try:
         page = f"http://evil.test:{port}/page"
         _browse(chromium, tmp_path / "profile", page, f"MAP evil.test {REBOUND}")
-        told = attacker.told
-        _check_untouched(proxy, told)
+        answers = attacker.told
+        _check_untouched(proxy, answers)
         for name in ("models", "events", "health", "chat, json", "pause", "pause, json", "cursor"):
-            assert told[name].startswith("421 basic"), (name, told[name])
-            assert "foreign_host" in told[name]
-        assert "foreign_host" in told["chat, form"]
+            assert answers[name].startswith("421 basic"), (name, answers[name])
+            assert "foreign_host" in answers[name]
+        assert "foreign_host" in answers["chat, form"]
     finally:
         attacker.close()
 
@@ -212,10 +212,10 @@ def test_a_page_of_an_allowed_origin_is_served(
         _browse(
             chromium, tmp_path / "profile", f"http://localhost:{own_port}/page", "MAP evil.test 127.0.0.1"
         )
-        told = attacker.told
-        assert told["models"].startswith("200 cors")
-        assert SECRET in told["events"]
-        assert told["pause, json"].startswith("200 cors")
+        answers = attacker.told
+        assert answers["models"].startswith("200 cors")
+        assert SECRET in answers["events"]
+        assert answers["pause, json"].startswith("200 cors")
         records = _log(proxy)
         opened = [r.name for r in records if isinstance(r, TrajectoryOpened)]
         assert "page-json" in opened  # and waits, as the engine is paused

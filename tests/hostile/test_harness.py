@@ -33,13 +33,13 @@ ASKED = {"u": '[{"content": "q1"}]'}
 
 
 def _held(**other: Any) -> Held:
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "turns": TURNS,
         "trajectories": TRAJECTORIES,
         "rewards": REWARDS,
         "questions": ASKED,
     }
-    return compare([TURN, FINISH, REWARD], **given | other)
+    return compare([TURN, FINISH, REWARD], **values | other)
 
 
 def test_a_complete_log_has_no_lost_turn() -> None:
@@ -144,14 +144,14 @@ def test_every_attack_says_what_must_hold() -> None:
     """In a sentence; and those of the kills are known."""
     every = attacks_on(TOKENS)
     assert len(every) > 30
-    assert all(one.says.endswith(".") and len(one.says) > 30 for one in every)
-    assert set(HOSTILE) <= {one.name for one in every}
+    assert all(attack.says.endswith(".") and len(attack.says) > 30 for attack in every)
+    assert set(HOSTILE) <= {attack.name for attack in every}
 
 
 def test_the_page_names_every_attack() -> None:
     """docs/security.md says which promise each attack tests, and names no test that is not there."""
     page = (ROOT / "docs" / "security.md").read_text()
-    every = {one.name for kind in (TOKENS, RECORD) for one in attacks_on(kind)}
+    every = {attack.name for kind in (TOKENS, RECORD) for attack in attacks_on(kind)}
     named = set(re.findall(r"`([a-z_]+)`", page))
     assert every <= named
     files = set(re.findall(r"`(test_\w+\.py)`", page))
@@ -190,8 +190,8 @@ def test_figures_are_medians_peaks_and_counts() -> None:
         searched=Searched(40, 14, {"s": "place"}),
     )
     assert ratios(measured) == {"a (tokens)": [2.0, 4.0], "b (tokens)": [1.0]}
-    found = {figure.figure: figure for figure in figures(measured)}
-    assert {name: figure.value for name, figure in found.items()} == {
+    by_name = {figure.figure: figure for figure in figures(measured)}
+    assert {name: figure.value for name, figure in by_name.items()} == {
         "hostile.lost": 2,
         "hostile.changed": 3,
         "hostile.wrong_200": 1,
@@ -201,7 +201,7 @@ def test_figures_are_medians_peaks_and_counts() -> None:
         "hostile.secrets_on_disk": 1,
         "hostile.refused": 1,
     }
-    assert "worst: a (tokens)" in str(found["hostile.p99_ratio"].against)
-    assert "15 acknowledgements, 3 kills; first: x; k" in str(found["hostile.lost"].against)
+    assert "worst: a (tokens)" in str(by_name["hostile.p99_ratio"].against)
+    assert "15 acknowledgements, 3 kills; first: x; k" in str(by_name["hostile.lost"].against)
     assert hostile.outcome(measured).spreads
     assert hostile.sized(0.1).kills == 10

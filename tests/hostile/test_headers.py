@@ -101,10 +101,10 @@ STATUSES = {
 @pytest.fixture(scope="module")
 def proxy(stage: Stage) -> Iterator[Proxy]:
     """A proxy; at the end it runs, and has printed no traceback."""
-    made = stage.standard(TOKENS, "headers")
-    yield made
-    assert made.victim.running
-    assert tracebacks(made.log()) == []
+    started = stage.standard(TOKENS, "headers")
+    yield started
+    assert started.victim.running
+    assert tracebacks(started.log()) == []
 
 
 def _send(proxy: Proxy, data: bytes) -> Answer:

@@ -14,11 +14,11 @@ KILLS = 12
 @pytest.mark.timeout(200)
 def test_what_is_answered_is_there(stage: Stage) -> None:
     """What was acknowledged before any kill is in the log, whole, unchanged; none leaves a traceback."""
-    told: list[None] = []
-    found = kill_often(stage, TOKENS, KILLS, seed=1, on_kill=lambda: told.append(None))
-    assert (found.kills, len(told)) == (KILLS, KILLS)
-    assert found.held.acks > 100
-    assert (found.held.lost, found.held.changed, found.held.damage) == ([], [], [])
-    assert (found.wrong, found.tally.wrong_200, found.tally.errors_500) == ([], [], [])
-    assert found.tracebacks == []
-    assert found.tally.answers.total() > 100
+    kills: list[None] = []
+    result = kill_often(stage, TOKENS, KILLS, seed=1, on_kill=lambda: kills.append(None))
+    assert (result.kills, len(kills)) == (KILLS, KILLS)
+    assert result.held.acks > 100
+    assert (result.held.lost, result.held.changed, result.held.damage) == ([], [], [])
+    assert (result.wrong, result.tally.wrong_200, result.tally.errors_500) == ([], [], [])
+    assert result.tracebacks == []
+    assert result.tally.answers.total() > 100

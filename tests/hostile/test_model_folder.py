@@ -28,12 +28,12 @@ def _open_spoiled(model: Path, scratch: Path, first: int, count: int, *weights: 
     done = subprocess.run(
         words, env=env, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
-    told = f"{done.returncode}: {done.stdout[-300:]}\n{done.stderr[-3000:]}"
-    assert done.returncode == 0, told
-    found = re.search(r"(\d+) of (\d+) were refused", done.stdout)
-    assert found is not None, told
-    assert int(found[2]) == count
-    return int(found[1])
+    output = f"{done.returncode}: {done.stdout[-300:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, output
+    match = re.search(r"(\d+) of (\d+) were refused", done.stdout)
+    assert match is not None, output
+    assert int(match[2]) == count
+    return int(match[1])
 
 
 @pytest.mark.parametrize("first", [0, 200, 400])

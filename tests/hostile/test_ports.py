@@ -84,8 +84,8 @@ class Stranger:
 
     def close(self) -> set[Address]:
         """Wait until all is sent; the addresses where something listened."""
-        told, _ = self._process.communicate(timeout=60)
-        lines = [line.split() for line in told.splitlines()]
+        output, _ = self._process.communicate(timeout=60)
+        lines = [line.split() for line in output.splitlines()]
         assert len(lines) == self._attacked
         return {(host, int(port)) for host, port, there in lines if there == "True"}
 
@@ -131,13 +131,13 @@ class Watched:
     def run(self, *words: object, until: Callable[[], bool] | None = None, **variables: str) -> int:
         """Run `rollbook WORDS...` on the host while it is watched, to its end or until this holds; its exit
         code."""
-        with self.watching(), self.output.open("wb") as said:
+        with self.watching(), self.output.open("wb") as log:
             command = ["ip", "netns", "exec", HOSTS[0], *rollbook_command(*words)]
             environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | variables
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS", "RAY_AUTH_MODE"):
                 environment.pop(name, None)
             process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
             try:
                 by = time.monotonic() + LONGEST_S
@@ -161,22 +161,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20)
-    for one in [*children, process]:
+    for target in [*children, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            target.kill()
     process.wait()
 
 
 def listening(pid: int) -> set[Address]:
     """Where anything listens for TCP, on the host of a process."""
-    found = set()
+    addresses = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == LISTENS:
                 host, _, port = local.partition(":")
-                found.add((_address(bytes.fromhex(host)), int(port, 16)))
-    return found
+                addresses.add((_address(bytes.fromhex(host)), int(port, 16)))
+    return addresses
 
 
 def _address(packed: bytes) -> str:
@@ -201,11 +201,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture
 def watched(hosts: None, tmp_path: Path) -> Iterator[Watched]:
     """What is to run; afterwards none of the stranger's bytes may have."""
-    found = Watched(tmp_path)
-    yield found
-    assert found.seen, f"nothing was seen to listen: {found.said}"
-    assert not found.harmed.exists(), f"a stranger's bytes ran: {found.said}"
-    assert found.answered == found.outside
+    started = Watched(tmp_path)
+    yield started
+    assert started.seen, f"nothing was seen to listen: {started.said}"
+    assert not started.harmed.exists(), f"a stranger's bytes ran: {started.said}"
+    assert started.answered == started.outside
 
 
 def _training(recorded: Store, folder: Path, **settings: Any) -> Callable[[], int]:
@@ -273,10 +273,10 @@ def test_serving(watched: Watched) -> None:
     """At the address that was asked for, and at no other."""
     write_model(watched.folder / "model")
     (watched.folder / "script.py").write_text(SCRIPT)
-    asked, engine = (OUTSIDE, 18_004), ("--engine", "scripted", "--script", "script.py:answer")
-    where = ("--store", "runs", "--model", "model", "--host", asked[0], "--port", asked[1])
-    watched.run("serve", *where, *engine, until=lambda: asked in watched.seen)
-    assert watched.outside == {asked}, watched.said
+    address, engine = (OUTSIDE, 18_004), ("--engine", "scripted", "--script", "script.py:answer")
+    where = ("--store", "runs", "--model", "model", "--host", address[0], "--port", address[1])
+    watched.run("serve", *where, *engine, until=lambda: address in watched.seen)
+    assert watched.outside == {address}, watched.said
 
 
 WHOLE = """

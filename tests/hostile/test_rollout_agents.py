@@ -107,7 +107,7 @@ def _written(folder: Path, proxy: Proxy, word: str) -> Path:
     deeds += [f"{deed}-{i}" for deed, count in OTHERS.items() for i in range(count)]
     deeds = [deeds[i * 37 % len(deeds)] for i in range(len(deeds))]  # the honest are among the others
     victim = f"{NAME}.0.honest-0.0"
-    tasks = [{"id": one, "do": one.rpartition("-")[0], "word": word, "victim": victim} for one in deeds]
+    tasks = [{"id": name, "do": name.rpartition("-")[0], "word": word, "victim": victim} for name in deeds]
     (folder / "tasks.jsonl").write_bytes(b"".join(orjson.dumps(task) + b"\n" for task in tasks))
     (folder / "scores.py").write_text(SCORE)
     lines = [
@@ -127,9 +127,9 @@ def _written(folder: Path, proxy: Proxy, word: str) -> Path:
 
 def _begin(config: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "rollbook", "rollout", str(config), "--json"]
-    given = os.environ | {"ROLLBOOK_KEY": OPERATOR, "SOMEBODYS_TOKEN": SECRET}
+    environment = os.environ | {"ROLLBOOK_KEY": OPERATOR, "SOMEBODYS_TOKEN": SECRET}
     with (config.parent / "out.log").open("ab") as log:
-        return subprocess.Popen(words, env=given, stdout=log, stderr=log)
+        return subprocess.Popen(words, env=environment, stdout=log, stderr=log)
 
 
 def _await(holds: Callable[[], bool]) -> None:
@@ -141,14 +141,14 @@ def _await(holds: Callable[[], bool]) -> None:
 
 def _running(word: str, folder: Path) -> list[str]:
     """Processes of these agents, whatever became of their environment."""
-    found = []
+    commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             inside = str(folder) in os.readlink(path.with_name("cwd"))
             if word in command or AGENT.name in command or inside:
-                found.append(command)
-    return found
+                commands.append(command)
+    return commands
 
 
 def test_nothing_is_left_running(ran: Ran) -> None:
@@ -225,9 +225,9 @@ def test_no_secret_is_in_its_reach(ran: Ran) -> None:
     """Neither in its own variables nor in those of any process that it sees."""
     for seen in ran.saw("spy"):
         assert any(entry.startswith("OPENAI_API_KEY=") for entry in seen)
-        told = "\n".join(seen)
-        assert SECRET not in told
-        assert OPERATOR not in told
+        text = "\n".join(seen)
+        assert SECRET not in text
+        assert OPERATOR not in text
         assert len({entry for entry in seen if entry.startswith("OPENAI_API_KEY=")}) == 1
 
 
@@ -243,8 +243,8 @@ def test_a_training_takes_the_honest_alone(ran: Ran) -> None:
     log = rb.open(ran.path)
     recipe = {"splits": ["train"], "statuses": ["completed"], "min_reward": 1.0}
     values = {"run": RUN, "model": "none", "steps": 1, "recipe": recipe}
-    made = parse_config(values | {"algorithm": {"name": "sft", "batch_size": 3 * HONEST}}, "test")
-    units = EpochUnits(log, log.head(), RUN, made.recipe, made.algorithm, 0, 0)
+    config = parse_config(values | {"algorithm": {"name": "sft", "batch_size": 3 * HONEST}}, "test")
+    units = EpochUnits(log, log.head(), RUN, config.recipe, config.algorithm, 0, 0)
     assert sorted({sample.name for sample in units.samples(0)}) == sorted(
         row["trajectory"] for row in ran.last("honest")
     )

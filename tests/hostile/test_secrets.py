@@ -30,11 +30,11 @@ from rollbook.store.events import TrajectoryOpened
 @pytest.mark.timeout(200)
 def test_no_secret_is_on_disk(stage: Stage) -> None:
     """40 in 20 places outside the conversation; each known format within it, with `--redact known`."""
-    found = search(stage)
-    assert found.unanswered == []
-    assert list(found.found.values()) == []
-    assert (len(PLACES) + len(OPERATORS), found.planted) == (20, 40)
-    assert found.inside == 2 * (len(KNOWN) + 1)
+    result = search(stage)
+    assert result.unanswered == []
+    assert list(result.found.values()) == []
+    assert (len(PLACES) + len(OPERATORS), result.planted) == (20, 40)
+    assert result.inside == 2 * (len(KNOWN) + 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,5 +64,5 @@ def test_a_secret_in_a_log_is_found(tmp_path: Path) -> None:
         record = TrajectoryOpened("t", "name", labels={"a": planted[0].secret})
         writer.append([Event(record, "run")]).result(10)
     (tmp_path / "s" / "catalog.tmp").write_text(planted[1].secret)
-    seen = found_in(planted, haystacks(tmp_path / "s", [("stderr", planted[2].secret.encode())]))
-    assert {one.place for one in seen} == {"log", "file", "printed"}
+    hits = found_in(planted, haystacks(tmp_path / "s", [("stderr", planted[2].secret.encode())]))
+    assert {hit.place for hit in hits} == {"log", "file", "printed"}

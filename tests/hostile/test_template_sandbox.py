@@ -113,10 +113,10 @@ ESCAPES = (
 def test_no_template_reaches_python(source: str) -> None:
     """Attributes that lead out of the sandbox are refused, or are nothing."""
     try:
-        said = _render(source)
+        text = _render(source)
     except TemplateError as error:
-        said = str(error)
-    assert said == "" or "unsafe" in said or "undefined" in said or "has no attribute" in said
+        text = str(error)
+    assert text == "" or "unsafe" in text or "undefined" in text or "has no attribute" in text
 
 
 def test_no_template_changes_what_it_is_given() -> None:

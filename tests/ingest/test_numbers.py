@@ -20,14 +20,14 @@ NO_NUMBERS = ("1", "1.0", True, False, "true")
 
 def _models() -> list[type[BaseModel]]:
     modules = [importlib.import_module(f"rollbook.{name}") for name in MODULES]
-    found = [
+    models = [
         kind
         for module in modules
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, BaseModel) and kind.__module__ == module.__name__
     ]
-    assert len(found) > 15
-    return found
+    assert len(models) > 15
+    return models
 
 
 def _has(annotation: Any, kind: type) -> bool:
@@ -36,13 +36,13 @@ def _has(annotation: Any, kind: type) -> bool:
 
 def _numbers() -> list[Any]:
     """Each field that is a number, or holds some."""
-    found = []
+    params = []
     for model in _models():
         for name, field in model.model_fields.items():
             is_number = _has(field.annotation, int) or _has(field.annotation, float)
             if is_number and not _has(field.annotation, str):
-                found.append(pytest.param(field, id=f"{model.__name__}.{name}"))
-    return found
+                params.append(pytest.param(field, id=f"{model.__name__}.{name}"))
+    return params
 
 
 @pytest.mark.parametrize("field", _numbers())
@@ -73,5 +73,5 @@ def test_a_reward_that_is_none_is_a_400(body: dict[str, Any], said: str) -> None
 
 def test_numbers_are_taken() -> None:
     """Whole ones for others, too."""
-    taken = validated(FinishTrajectory, {"reward": 1, "turn_rewards": [0, -1.5]})
-    assert (taken.reward, taken.turn_rewards) == (1.0, [0.0, -1.5])
+    finish = validated(FinishTrajectory, {"reward": 1, "turn_rewards": [0, -1.5]})
+    assert (finish.reward, finish.turn_rewards) == (1.0, [0.0, -1.5])

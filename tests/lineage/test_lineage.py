@@ -70,21 +70,21 @@ def _terms(turn: Any) -> list[tuple[Any, ...]]:
 
 def test_forward_to_every_version(of: Callable[..., Any]) -> None:
     """Each sample's step and place, with the tokens that are its own; the version, and all after it."""
-    one = of("one")
-    assert _uses(one.uses) == [
+    lineage = of("one")
+    assert _uses(lineage.uses) == [
         (0, 1, "committed", "one.1", 0, 4),
         (0, 1, "committed", "one.2", 1, 3),
     ]
-    assert [_terms(turn) for turn in one.turns] == [[(0, n, "trained", None)] for n in (2, 2, 3)]
-    assert (_numbers(one.sampled_by), _numbers(one.made)) == ([0], [1])
-    assert [(v.version, v.parent, v.abandoned) for v in one.descendants] == [
+    assert [_terms(turn) for turn in lineage.turns] == [[(0, n, "trained", None)] for n in (2, 2, 3)]
+    assert (_numbers(lineage.sampled_by), _numbers(lineage.made)) == ([0], [1])
+    assert [(v.version, v.parent, v.abandoned) for v in lineage.descendants] == [
         (2, 1, False),
         (3, 2, True),
         (4, 2, False),
         (5, 4, False),
     ]
-    assert [v.checkpoint for v in one.descendants] == ["c/2", None, "c/4", None]
-    assert [e.reward for e in one.descendants[0].evaluations] == [0.75]
+    assert [v.checkpoint for v in lineage.descendants] == ["c/2", None, "c/4", None]
+    assert [e.reward for e in lineage.descendants[0].evaluations] == [0.75]
 
 
 def test_a_late_reward_was_known_to_no_step(of: Callable[..., Any]) -> None:
@@ -98,14 +98,14 @@ def test_a_late_reward_was_known_to_no_step(of: Callable[..., Any]) -> None:
 
 def test_back_to_engines_and_verified_syncs(of: Callable[..., Any], lineages: Store) -> None:
     """An engine that served what it had read; one that a sync gave the weights; and one where that failed."""
-    one = of("one")
-    [base] = one.sampled_by[0].engines
+    lineage = of("one")
+    [base] = lineage.sampled_by[0].engines
     assert (base.engine, base.syncs, base.verified is not None) == (A, (), True)
-    given, failed = one.made[0].engines
-    assert [(s.sync_id, s.transport, s.status, s.bytes, s.seconds) for s in given.syncs] == [
+    synced, failed = lineage.made[0].engines
+    assert [(s.sync_id, s.transport, s.status, s.bytes, s.seconds) for s in synced.syncs] == [
         (f"{A}/1", "tensor", "finished", 4096, 0.25)
     ]
-    [place] = given.activations
+    [place] = synced.activations
     activated = next(e for e in lineages.events() if e.event_id == place.event_id)
     assert (place.lane, place.seq) == (activated.lane, activated.seq)
     assert (activated.record.engine, activated.record.policy_version) == (A, 1)
@@ -142,8 +142,10 @@ def test_an_adopted_one(of: Callable[..., Any], lineages: Store) -> None:
     four = of("four")
     assert four.lanes == ("serve", "other")
     assert [turn.requested.lane for turn in four.turns] == ["serve", "other"]
-    asked = {e.record.turn_id: (e.seq, e.event_id) for e in lineages.events_of([kinds.TurnRequested.KIND])}
-    assert all((t.requested.seq, t.requested.event_id) == asked[t.turn_id] for t in four.turns)
+    requested = {
+        e.record.turn_id: (e.seq, e.event_id) for e in lineages.events_of([kinds.TurnRequested.KIND])
+    }
+    assert all((t.requested.seq, t.requested.event_id) == requested[t.turn_id] for t in four.turns)
     assert [_terms(turn) for turn in four.turns] == [
         [(0, 2, "waiting", None)],
         [(None, 2, "kept out", "no version")],
@@ -178,17 +180,17 @@ def test_a_sample(of: Callable[..., Any]) -> None:
 
 def test_a_token(token: Callable[..., Any], lineages: Store) -> None:
     """The event that holds it has its id and logprob; it was trained in the sample that owns its turn."""
-    found = token("one", None, 1)
-    event = next(e for e in lineages.events() if e.event_id == found.turn.answered.event_id)
-    assert (event.record.turn_id, event.lane, event.seq) == ("one.0", "serve", found.turn.answered.seq)
-    assert (found.index, found.place) == (1, len(event.record.prompt_ids) + 1)
-    assert (found.token_id, found.logprob) == (int(event.record.completion_ids[1]), -1.0)
-    assert (found.version.version, found.version.weights_digest) == (0, "w0")
-    assert [(u.use.leaf_turn_id, u.trained, u.why) for u in found.uses] == [
+    lineage = token("one", None, 1)
+    event = next(e for e in lineages.events() if e.event_id == lineage.turn.answered.event_id)
+    assert (event.record.turn_id, event.lane, event.seq) == ("one.0", "serve", lineage.turn.answered.seq)
+    assert (lineage.index, lineage.place) == (1, len(event.record.prompt_ids) + 1)
+    assert (lineage.token_id, lineage.logprob) == (int(event.record.completion_ids[1]), -1.0)
+    assert (lineage.version.version, lineage.version.weights_digest) == (0, "w0")
+    assert [(u.use.leaf_turn_id, u.trained, u.why) for u in lineage.uses] == [
         ("one.1", True, None),
         ("one.2", False, OTHER_SAMPLE),
     ]
-    assert found.reached
+    assert lineage.reached
     assert token("one", "one.2", 2).token_id == token("one", None, 6).token_id == 7
 
 
@@ -300,12 +302,12 @@ def test_a_trained_step() -> None:
     with rb.connect(log.path) as connection:
         step = step_lineage(connection, 10, None, "actor")
         names = sorted({sample.trajectory_id for sample in step.samples})
-        found = [trajectory_lineage(log, connection, log.head(), name) for name in names]
+        traced = [trajectory_lineage(log, connection, log.head(), name) for name in names]
         [(counted, digest)] = connection.execute(
             "SELECT CAST(metrics->>'$.trained_tokens' AS BIGINT), digests->>'$.weights' FROM steps "
             "WHERE step = 10"
         ).fetchall()
-    uses = [use for one in found for use in one.uses]
+    uses = [use for lineage in traced for use in lineage.uses]
     assert {use.step for use in uses} == {10}
     assert [use.position for use in uses] == list(range(len(step.samples)))
     assert sum(use.trained_tokens for use in uses if use.trained_tokens is not None) == counted == 74
@@ -325,8 +327,8 @@ def test_a_training_with_an_engine(tmp_path: Path) -> None:
     commits: list[Any] = [e.record for e in log.events_of([kinds.StepCommitted.KIND])]
     with rb.connect(log.path) as connection:
         version = policy_lineage(connection, 2, None, "actor")
-    for one in (version.version, *version.back):
-        [engine] = one.engines
+    for entry in (version.version, *version.back):
+        [engine] = entry.engines
         assert (engine.engine, engine.verified is not None) == (url, True)
         assert [(s.status, s.transport) for s in engine.syncs] == [("finished", "tensor")]
     assert [v.weights_digest for v in (version.version, version.back[0])] == [

@@ -71,17 +71,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Who
 
 def test_the_default_port_is_taken(config: Callable[..., WholeConfig]) -> None:
     """Another one is, and it is said; every part reads it."""
-    said: list[str] = []
+    messages: list[str] = []
     with socket.socket() as other:
         with contextlib.suppress(OSError):  # it is somebody's anyhow
             other.bind(("127.0.0.1", PORT))
             other.listen()
-        found = placed_at(config("[serve]"), said.append)
-    assert found.serve.port > PORT
-    assert found.proxy == f"http://127.0.0.1:{found.serve.port}"
-    assert load_whole(found.path).proxy == found.proxy
-    assert said[0].startswith(f"127.0.0.1:{PORT} is taken by ")
-    assert said[0].endswith(f": the proxy of this run listens at {found.proxy}")
+        placed = placed_at(config("[serve]"), messages.append)
+    assert placed.serve.port > PORT
+    assert placed.proxy == f"http://127.0.0.1:{placed.serve.port}"
+    assert load_whole(placed.path).proxy == placed.proxy
+    assert messages[0].startswith(f"127.0.0.1:{PORT} is taken by ")
+    assert messages[0].endswith(f": the proxy of this run listens at {placed.proxy}")
 
 
 def test_the_port_that_was_chosen_is_taken(config: Callable[..., WholeConfig], theirs: int) -> None:

@@ -32,9 +32,9 @@ BEGUN = [RunOpened("train", {"steps": 9, "steps_done": 2})]
 
 def _course(*records: Record) -> RunProgress:
     """What these come to, each a second after the one before."""
-    found = RunProgress()
-    found.take(Event(record, "run", time_us=at * 1_000_000) for at, record in enumerate(records, 100))
-    return found
+    progress = RunProgress()
+    progress.take(Event(record, "run", time_us=at * 1_000_000) for at, record in enumerate(records, 100))
+    return progress
 
 
 def _planned() -> StepPlanned:
@@ -44,18 +44,18 @@ def _planned() -> StepPlanned:
 
 def _evaluation() -> list[Record]:
     """Three of four places are launched; one of them ended, and one failed by its infrastructure."""
-    made: list[Record] = [EvalStarted("actor", 3, "p")]
+    records: list[Record] = [EvalStarted("actor", 3, "p")]
     for at in range(3):
         place = {"epoch": 0, "task": "t", "sample": at}
-        made.append(TrajectoryOpened(f"e{at}", f"e{at}", "g", "t", "eval"))
-        said: Any = (f"e{at}", f"l{at}", "r.eval.3", place, 1, "python", {}, "o", {})
-        made.append(LaunchStarted(*said, places=4))
-    made += [LaunchEnded("e0", "l0", "done"), LaunchEnded("e1", "l1", "infra_error")]
-    return made
+        records.append(TrajectoryOpened(f"e{at}", f"e{at}", "g", "t", "eval"))
+        launch: Any = (f"e{at}", f"l{at}", "r.eval.3", place, 1, "python", {}, "o", {})
+        records.append(LaunchStarted(*launch, places=4))
+    records += [LaunchEnded("e0", "l0", "done"), LaunchEnded("e1", "l1", "infra_error")]
+    return records
 
 
 def _said(course: RunProgress, held: int = 0, parts: Any = (TRAINER,), now: float = 200.0) -> list[str]:
-    return [one.said(now) for one in awaited(course, parts, LIMITS, held, now)]
+    return [wait.said(now) for wait in awaited(course, parts, LIMITS, held, now)]
 
 
 def test_a_part() -> None:
@@ -77,7 +77,7 @@ def test_a_trainer_that_has_not_begun() -> None:
     reads = "waiting for the trainer to read its model and the log"
     assert _said(RunProgress())[0].startswith(reads)
     again = replace(TRAINER, since=150.0)
-    assert [one[: len(reads)] for one in _said(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
+    assert [line[: len(reads)] for line in _said(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
 
 
 def test_a_proxy_that_begins_again() -> None:
@@ -130,8 +130,8 @@ def test_a_training_at_its_end() -> None:
 
 def test_whom_admission_holds() -> None:
     """How many, and for which version."""
-    found = _said(_course(*BEGUN, _planned(), StepCommitted(2, 1, "actor", 3, {}, {}), _planned()), held=12)
-    assert found[1:] == [
+    lines = _said(_course(*BEGUN, _planned(), StepCommitted(2, 1, "actor", 3, {}, {}), _planned()), held=12)
+    assert lines[1:] == [
         "waiting for room for 12 new trajectories, which admission holds until the trainer has made version "
         "4 or a later one (for 98 s, as long as it takes)"
     ]
@@ -146,25 +146,25 @@ def test_whom_admission_holds() -> None:
 def test_the_same_wait_has_the_same_key(records: list[Record]) -> None:
     """However much of it is there by now; another one has another."""
     more = [LaunchEnded("e2", "l2", "done"), TrajectoryOpened("x", "x", "g", "t")]
-    found: list[list[Awaited]] = [
-        awaited(_course(*made), [TRAINER], LIMITS, 0, 200.0)
-        for made in (
+    waits: list[list[Awaited]] = [
+        awaited(_course(*variant), [TRAINER], LIMITS, 0, 200.0)
+        for variant in (
             records,
             [*records, *more],
             [*records, EvalFinished("actor", 3, "p", "", "", 0, 0, 0, 0, 0, {})],
         )
     ]
-    assert found[0][0].key == found[1][0].key
-    assert (found[0][0].key == found[2][0].key) == (len(records) == 1)
+    assert waits[0][0].key == waits[1][0].key
+    assert (waits[0][0].key == waits[2][0].key) == (len(records) == 1)
 
 
 def _broken(silence: Silence, at: dict[int, list[Awaited]], until: int) -> list[tuple[int, str]]:
     """When something was said, and of what, while these waits are there from these times on."""
-    said, found = list[tuple[int, str]](), list[Awaited]()
+    lines, waits = list[tuple[int, str]](), list[Awaited]()
     for now in range(until):
-        found = at.get(now, found)
-        said += [(now, one.key) for one in silence.due(found, float(now))]
-    return said
+        waits = at.get(now, waits)
+        lines += [(now, wait.key) for wait in silence.due(waits, float(now))]
+    return lines
 
 
 def test_a_long_silence() -> None:
@@ -181,19 +181,19 @@ def test_short_waits_one_after_the_other() -> None:
 
 def test_a_wait_among_other_lines() -> None:
     """It is said after 10 s and each minute, however much else is printed."""
-    silence, one, said = Silence(0.0), Awaited("evaluation", "it", 0.0, None), []
+    silence, wait, times = Silence(0.0), Awaited("evaluation", "it", 0.0, None), []
     for now in range(140):
         silence.hear(float(now))
-        said += [now] if silence.due([one], float(now)) else []
-    assert said == [10, 70, 130]
+        times += [now] if silence.due([wait], float(now)) else []
+    assert times == [10, 70, 130]
 
 
 def test_long_steps() -> None:
     """A healthy training, each of whose steps takes 40 s, is told of no more often than each minute."""
-    silence, said = Silence(0.0), []
+    silence, times = Silence(0.0), []
     for now in range(200):
         begun = float(now // 40 * 40)
         if now == begun:
             silence.hear(begun)
-        said += [now] if silence.due([Awaited("step", "it", begun, None, work=True)], float(now)) else []
-    assert said == [10, 70, 130, 190]
+        times += [now] if silence.due([Awaited("step", "it", begun, None, work=True)], float(now)) else []
+    assert times == [10, 70, 130, 190]

@@ -79,10 +79,10 @@ def _record(path: Path, run: str, model: Path, first: int) -> None:
 
     async def agent(client: httpx.AsyncClient, group: int, sample: int) -> None:
         name = f"{group}.{sample}"
-        asked = {"messages": [{"role": "user", "content": f"What is {group} plus 58?"}]}
+        request = {"messages": [{"role": "user", "content": f"What is {group} plus 58?"}]}
         wanted = {"max_tokens": 6, "temperature": 1.0, "seed": sample}
         headers = {"x-rollbook-group": f"{group}"}
-        reply = await client.post(f"/t/{name}/v1/chat/completions", json=asked | wanted, headers=headers)
+        reply = await client.post(f"/t/{name}/v1/chat/completions", json=request | wanted, headers=headers)
         assert reply.status_code == 200, reply.text
         done = await client.post(f"/v1/trajectories/{name}/finish", json={"reward": float(sample)})
         assert done.status_code == 200, done.text
@@ -131,9 +131,9 @@ def versions_of_turns(log: Store, run: str) -> list[int]:
         assert (span.policy, span.start, span.end) == ("actor", 0, len(turn.completion_ids))
         turns.setdefault(span.version, []).append(turn)
     folders = {c.policy_version: log.path / c.path for c in _of(log, run, CheckpointWritten)}
-    for version, made in turns.items():
+    for version, sampled in turns.items():
         model = AutoModelForCausalLM.from_pretrained(folders[version], dtype=torch.float32).eval()
-        for turn in made:
+        for turn in sampled:
             ids = torch.tensor([[*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1]
@@ -148,8 +148,10 @@ def check_steps(log: Store, run: str, wanted: list[int]) -> None:
     staleness = [step.metrics.get("staleness_mean") for step in _of(log, run, StepCommitted)]
     assert set(staleness) <= {0.0, None}
     history = history_of(log, run, "actor")
-    found = prove_stretch(log, history, min(history.steps), max(history.steps))
-    assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * len(wanted)
+    proof = prove_stretch(log, history, min(history.steps), max(history.steps))
+    assert [proven.replay is not None and proven.replay.bit_for_bit for proven in proof.steps] == [
+        True
+    ] * len(wanted)
 
 
 @pytest.mark.more
@@ -176,9 +178,9 @@ def test_a_chain_of_trainings(tmp_path: Path) -> None:
 
 def _start(folder: Path, *words: str) -> None:
     """`rollbook WORDS...`, typed in a folder, to its end."""
-    with (said := folder / "said.log").open("wb") as log:
+    with (path := folder / "said.log").open("wb") as log:
         done = subprocess.run(rollbook_command(*words), cwd=folder, stdout=log, stderr=log, timeout=300)
-    assert done.returncode == 0, said.read_text()[-3000:]
+    assert done.returncode == 0, path.read_text()[-3000:]
 
 
 def _call(*words: object) -> str:
@@ -234,5 +236,5 @@ def test_a_chain_as_people_type_it(tmp_path: Path) -> None:
     _check_rollouts(rb.open(runs), "sums")
     _check_begun(rb.open(runs), "judged", _weights(rb.open(runs), "sums", STEPS))
     for store, run in ((lessons, "taught"), (runs, "sums"), (runs, "judged")):
-        said = _call("replay", "step", STEPS - 1, "--store", store, "--run", run)
-        assert said.splitlines()[-1] == f"step {STEPS - 1}: bit for bit"
+        output = _call("replay", "step", STEPS - 1, "--store", store, "--run", run)
+        assert output.splitlines()[-1] == f"step {STEPS - 1}: bit for bit"

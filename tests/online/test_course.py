@@ -26,9 +26,9 @@ from rollbook.store.events import (
 
 def course(*records: Record) -> RunProgress:
     """What these come to."""
-    found = RunProgress()
-    found.take(Event(record, "run") for record in records)
-    return found
+    progress = RunProgress()
+    progress.take(Event(record, "run") for record in records)
+    return progress
 
 
 def opened(name: str, group: str | None, split: str = "train") -> TrajectoryOpened:
@@ -39,7 +39,7 @@ def opened(name: str, group: str | None, split: str = "train") -> TrajectoryOpen
 def planned(*trajectories: str) -> StepPlanned:
     """A step that uses one sample of each."""
     values: dict[str, Any] = {field.name: None for field in fields(StepPlanned)}
-    samples = [{"trajectory_id": one, "turn_id": f"turn-{one}"} for one in trajectories]
+    samples = [{"trajectory_id": trajectory, "turn_id": f"turn-{trajectory}"} for trajectory in trajectories]
     return StepPlanned(**values | {"step": 0, "attempt": 1, "policy": "actor", "samples": samples})
 
 
@@ -58,15 +58,15 @@ def test_what_is_read_of_the_log() -> None:
 def test_groups() -> None:
     """Running, waiting, used, dropped and void ones; evaluations are none."""
     began = [opened(f"{group}{i}", group) for group in "abc" for i in (1, 2)]
-    ended = [TrajectoryFinished(one, "completed") for one in ("a1", "a2", "b1", "b2", "c1")]
+    ended = [TrajectoryFinished(name, "completed") for name in ("a1", "a2", "b1", "b2", "c1")]
     held = [opened("e1", "e", "eval"), TrajectoryFinished("e1", "completed")]
-    found = course(*began, *ended, *held)
-    assert found.groups == (1, 2)
-    found = course(*began, *ended, planned("a1", "a2"), StepCommitted(0, 1, "actor", 1, {}, {"loss": 0.5}))
-    assert (found.groups, found.done, found.version) == ((1, 1), 1, 1)
-    found.take([Event(TrajectoryFinished("c2", "void"), "run"), Event(dropped("b1"), "run")])
-    found.take([Event(dropped("b2"), "run")])
-    assert found.groups == (0, 1)
+    progress = course(*began, *ended, *held)
+    assert progress.groups == (1, 2)
+    progress = course(*began, *ended, planned("a1", "a2"), StepCommitted(0, 1, "actor", 1, {}, {"loss": 0.5}))
+    assert (progress.groups, progress.done, progress.version) == ((1, 1), 1, 1)
+    progress.take([Event(TrajectoryFinished("c2", "void"), "run"), Event(dropped("b1"), "run")])
+    progress.take([Event(dropped("b2"), "run")])
+    assert progress.groups == (0, 1)
 
 
 def test_the_lines() -> None:
@@ -84,9 +84,9 @@ def test_the_lines() -> None:
         EvalFinished("actor", 2, "p", "", "", 0, 0, 3, 2, 2, {"reward": 0.75, "success": None}, 8, False),
         EvalStarted("actor", 4, "p"),
     ]
-    found = course(*records)
-    assert (found.steps, found.done) == (9, 3)
-    assert dict(lines_of(found, 12.3)) == {
+    progress = course(*records)
+    assert (progress.steps, progress.done) == (9, 3)
+    assert dict(lines_of(progress, 12.3)) == {
         "training": "version 3  loss 0.2500  reward 0.500  staleness 1",
         "rollouts": "1 running, 2 done, 1 timeout",
         "groups": "0 running, 1 waiting to be trained on",

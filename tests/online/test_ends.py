@@ -153,7 +153,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     (folder / "deaf.py").write_text(DEAF.format(agent=str(HERE / "examples/arithmetic/agent.py")))
     config = (folder / "online.toml").read_text().replace('"deaf.py"', f'"{folder / "deaf.py"}"')
     (folder / "online.toml").write_text(config)
-    found = Ended(run, silence := Silence(run))
+    tally = Ended(run, silence := Silence(run))
     # Each once, in any order, and then again.
     kinds: list[str] = []
     while len(kinds) < ENDS:
@@ -165,21 +165,21 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     try:
         child = run.await_steps(1, child)
         for number, name in enumerate(kinds[:ENDS]):
-            print(f"{number}: {name}; {found.told()}; {silence.told()}", flush=True)
+            print(f"{number}: {name}; {tally.told()}; {silence.told()}", flush=True)
             time.sleep(dice.uniform(0.0, 3.0))
             if name in WHOLE:
-                found.ends[name] += 1
-                child = found.whole(child, name)
+                tally.ends[name] += 1
+                child = tally.whole(child, name)
             else:
-                found.part(name)
+                tally.part(name)
             child = run.await_steps(1, child)
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 143
         child = run.start("--set", f"train.steps={run.done() + 2}")
         assert child.wait(300) == 0, run.log_file.read_text()[-3000:]
         silence.end()
-        print(f"seed {SEED}: ended {dict(found.ends)}; {found.told()}; {silence.told()}")
-        yield found
+        print(f"seed {SEED}: ended {dict(tally.ends)}; {tally.told()}; {silence.told()}")
+        yield tally
     finally:
         silence.end()
         if child.poll() is None:

@@ -133,12 +133,14 @@ def test_engines_on_nodes(config: WholeConfig) -> None:
     written = seen["config"]
     assert written.engines.addresses == tuple(seen["addresses"])
     assert written.engines.placed is None
-    assert [url.url for url in written.serve.engine_url] == [f"http://{one}" for one in seen["addresses"]]
-    assert [url.url for url in written.train.sync.engines] == [f"http://{one}" for one in seen["addresses"]]
-    assert sorted(told["gpus"] for told in seen["told"]) == ["0", "1"]
-    assert {told["own"] for told in seen["told"]} == {"yes"}
-    assert [told["words"]["--dtype"] for told in seen["told"]] == ["float32", "float32"]
-    pids = [told["pid"] for told in seen["told"]]
+    assert [url.url for url in written.serve.engine_url] == [f"http://{place}" for place in seen["addresses"]]
+    assert [url.url for url in written.train.sync.engines] == [
+        f"http://{place}" for place in seen["addresses"]
+    ]
+    assert sorted(engine["gpus"] for engine in seen["told"]) == ["0", "1"]
+    assert {engine["own"] for engine in seen["told"]} == {"yes"}
+    assert [engine["words"]["--dtype"] for engine in seen["told"]] == ["float32", "float32"]
+    pids = [engine["pid"] for engine in seen["told"]]
     until(lambda: all(map(gone, pids)))
     with pytest.raises(httpx.ConnectError):
         asked(seen["addresses"][0])
@@ -151,16 +153,16 @@ def test_engines_on_nodes(config: WholeConfig) -> None:
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what was asked for, and what there is; and before that what is waited for, and until when."""
-    wanted, said = PlacedConfig(count=3, resources={"engines": 1.0}, within_s=0.5), list[str]()
+    wanted, messages = PlacedConfig(count=3, resources={"engines": 1.0}, within_s=0.5), list[str]()
     monkeypatch.setattr(placing, "LOOK_S", 0.05)
     monkeypatch.setattr(placing, "Patience", partial(Patience, after_s=0.2))
     with (
         pytest.raises(RolloutError, match=r"room for 3 engines within 0.5 s.*1 engines each.*has 2, 2 free"),
-        placed(wanted, said.append),
+        placed(wanted, messages.append),
     ):
         pass
     what = "room in the Ray cluster for 3 engines, by PACK: 1 engines each"
-    [once] = said
+    [once] = messages
     assert re.fullmatch(rf"waiting for {what} \(for 0 s, until \S+Z at most\)", once)
 
 

@@ -94,12 +94,15 @@ def test_the_ledger_is_exact(killed: Run) -> None:
 
 def test_evaluations_are_of_their_version(killed: Run) -> None:
     """Each of its three tasks once, sampled by that version alone; also where something died meanwhile."""
-    found = [e.record for e in killed.log().events_of({EvalFinished.KIND})]
-    assert [(one.policy_version, one.trajectories) for one in found] == [
-        (version, 3) for version in range(0, found[-1].policy_version + 1, 4)
+    evaluations = [e.record for e in killed.log().events_of({EvalFinished.KIND})]
+    assert [(evaluation.policy_version, evaluation.trajectories) for evaluation in evaluations] == [
+        (version, 3) for version in range(0, evaluations[-1].policy_version + 1, 4)
     ]
-    versions = [(one.policy_version, one.oldest_version, one.newest_version) for one in found]
-    assert [said for said in versions if len(set(said)) > 1] == [], f"seed {SEED}"
+    versions = [
+        (evaluation.policy_version, evaluation.oldest_version, evaluation.newest_version)
+        for evaluation in evaluations
+    ]
+    assert [span for span in versions if len(set(span)) > 1] == [], f"seed {SEED}"
 
 
 def test_failures_of_the_infrastructure_are_none_of_agents(killed: Run) -> None:
@@ -114,5 +117,5 @@ def test_a_step_is_replayed(killed: Run) -> None:
     """The last one, bit for bit."""
     history = history_of(killed.log(), None, "actor")
     last = max(history.steps)
-    found = prove_stretch(killed.log(), history, last, last)
-    assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True]
+    proof = prove_stretch(killed.log(), history, last, last)
+    assert [step.replay is not None and step.replay.bit_for_bit for step in proof.steps] == [True]

@@ -101,10 +101,10 @@ def test_in_order(server: Callable[..., Spec]) -> None:
     supervisor = Supervisor([[first], [second], [work]], lambda text: None)
     run(supervisor.run())
     assert work.log.read_text() == "work True\n"
-    ended = [float(one.log.read_text().split()[-1]) for one in (first, second)]
+    ended = [float(spec.log.read_text().split()[-1]) for spec in (first, second)]
     assert ended[1] < ended[0]
     assert [part.state for part in supervisor.parts] == ["ended"] * 3
-    assert all(gone(pid) for one in (first, second) for pid in pids(one))
+    assert all(gone(pid) for spec in (first, second) for pid in pids(spec))
 
 
 def test_one_that_waits_for_another(server: Callable[..., Spec]) -> None:
@@ -122,7 +122,7 @@ def test_one_that_waits_for_another(server: Callable[..., Spec]) -> None:
 
 def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:
     """A server that is killed, and a program that was: this ends once it ends well."""
-    first, said = server("first"), list[str]()
+    first, messages = server("first"), list[str]()
     code = (
         "import os, signal, time\nprint('begins', os.getpid(), flush=True)\n"
         "if os.path.exists('again'): raise SystemExit(0)\nopen('again', 'w').close()\ntime.sleep(600)"
@@ -130,7 +130,7 @@ def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:
     work = program("work", code)
 
     async def killed() -> None:
-        supervisor = Supervisor([[first], [work]], said.append)
+        supervisor = Supervisor([[first], [work]], messages.append)
         running = asyncio.create_task(supervisor.run())
         await until(lambda: Path("again").exists())
         os.kill(pids(first)[0], signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:
         await running
 
     run(killed())
-    assert said == [
+    assert messages == [
         f"first was ended by SIGKILL: it is started again; {first.log} says more",
         "work was ended by SIGKILL: it is started again; work.log says more",
         "work has ended",
@@ -149,17 +149,17 @@ def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:
 
 def test_a_server_that_falls_silent(server: Callable[..., Spec]) -> None:
     """It is ended, and another one is started in its place."""
-    first, said = server("first", "hangs", silence_s=0.3), list[str]()
+    first, messages = server("first", "hangs", silence_s=0.3), list[str]()
 
     async def silent() -> None:
-        supervisor = Supervisor([[first]], said.append)
+        supervisor = Supervisor([[first]], messages.append)
         running = asyncio.create_task(supervisor.run())
         await until(lambda: len(pids(first)) == 2 if first.log.exists() else False)
         supervisor.stop()
         await running
 
     run(silent())
-    assert any("does not answer" in text for text in said)
+    assert any("does not answer" in text for text in messages)
     assert all(gone(pid) for pid in pids(first))
 
 
@@ -196,9 +196,9 @@ def test_a_training_that_lost_a_rank() -> None:
     code = (
         "import os; a = os.path.exists('again'); open('again', 'w').close(); raise SystemExit(0 if a else 75)"
     )
-    said: list[str] = []
-    run(Supervisor([[program("work", code)]], said.append).run())
-    assert said == [
+    messages: list[str] = []
+    run(Supervisor([[program("work", code)]], messages.append).run())
+    assert messages == [
         "work ended with exit code 75: it is started again; work.log says more",
         "work has ended",
     ]
@@ -206,10 +206,10 @@ def test_a_training_that_lost_a_rank() -> None:
 
 def test_one_that_dies_too_often() -> None:
     """It is given up, with the reason."""
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(PartError, match="for the 6th time within 10 minutes"):
-        run(Supervisor([[program("work", "raise SystemExit(3)")]], said.append).run())
-    assert len(said) == 5
+        run(Supervisor([[program("work", "raise SystemExit(3)")]], messages.append).run())
+    assert len(messages) == 5
 
 
 def test_no_such_program() -> None:
@@ -221,17 +221,17 @@ def test_no_such_program() -> None:
 
 def test_one_that_does_not_end(server: Callable[..., Spec]) -> None:
     """After its time it is killed, with all that it started."""
-    deaf, said = server("deaf", "deaf", stop_s=0.3), list[str]()
+    deaf, messages = server("deaf", "deaf", stop_s=0.3), list[str]()
 
     async def stopped() -> None:
-        supervisor = Supervisor([[deaf]], said.append)
+        supervisor = Supervisor([[deaf]], messages.append)
         running = asyncio.create_task(supervisor.run())
         await supervisor.parts[0].ready.wait()
         supervisor.stop()
         await running
 
     run(stopped())
-    assert said == ["deaf did not end within 0.3 s of SIGTERM: killed"]
+    assert messages == ["deaf did not end within 0.3 s of SIGTERM: killed"]
     assert gone(pids(deaf)[0])
 
 

@@ -93,9 +93,9 @@ def test_an_evaluation_is_of_both(file: Callable[..., Path]) -> None:
     assert trained.evaluation is not None
     assert (trained.evaluation.every, trained.evaluation.wait_s) == (10, 1800.0)
     assert rollouts.evaluation is not None
-    found = rollouts.evaluation.config(rollouts, 40)
-    assert (found.name, found.split, found.tasks) == ("rollouts.eval.40", "eval", "held-out.jsonl")
-    assert (found.samples, found.concurrency, found.evaluation) == (2, rollouts.concurrency, None)
+    derived = rollouts.evaluation.config(rollouts, 40)
+    assert (derived.name, derived.split, derived.tasks) == ("rollouts.eval.40", "eval", "held-out.jsonl")
+    assert (derived.samples, derived.concurrency, derived.evaluation) == (2, rollouts.concurrency, None)
 
 
 def test_a_part_may_overrule_what_follows(file: Callable[..., Path]) -> None:
@@ -111,7 +111,7 @@ def test_what_is_started(file: Callable[..., Path]) -> None:
     """Engines first, each with its GPUs; then the proxy, the trainer and the rollouts."""
     config = load_whole(file(WHOLE + ENGINES))
     engines, [proxy], [trainer], [rollouts] = specs_of(config)
-    assert [one.name for one in engines] == ["engine 127.0.0.1:30000", "engine 127.0.0.1:30010"]
+    assert [spec.name for spec in engines] == ["engine 127.0.0.1:30000", "engine 127.0.0.1:30010"]
     assert engines[1].command == (
         *("python", "-m", "sglang.launch_server", "--model-path", "my-model"),
         *("--host", "127.0.0.1", "--port", "30010", "--tp-size", "2"),
@@ -121,7 +121,7 @@ def test_what_is_started(file: Callable[..., Path]) -> None:
     assert proxy.command[-2:] == ("serve", "online.toml")
     assert trainer.command[-6:] == ("train", "online.toml", "--store", "runs", "--source", "tail")
     assert rollouts.command[-3:] == ("rollout", "online.toml", "--follow")
-    assert [one.ends for one in (*engines, proxy, trainer, rollouts)] == [False] * 3 + [True] * 2
+    assert [spec.ends for spec in (*engines, proxy, trainer, rollouts)] == [False] * 3 + [True] * 2
 
 
 def test_parts_on_several_machines(file: Callable[..., Path]) -> None:

@@ -126,8 +126,8 @@ def random_case(seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Ca
         groups = groups[torch.randperm(len(groups), generator=generator)]
     shape = (len(groups), number(1, 12))
 
-    def normal(*of: int) -> torch.Tensor:
-        return torch.randn(of or shape, generator=generator)
+    def normal(*dims: int) -> torch.Tensor:
+        return torch.randn(dims or shape, generator=generator)
 
     lengths = torch.randint(1, shape[1] + 1, (shape[0], 1), generator=generator)
     mask = torch.arange(shape[1]) < lengths
@@ -143,7 +143,7 @@ def random_case(seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Ca
     unmoved = torch.rand(shape, generator=generator) < 0.1
     unmoved[0, 0] = True  # so that corrections keep a token: verl divides by zero where they keep none
     advantages = normal(shape[0], 1) * (torch.rand(shape[0], 1, generator=generator) < 0.9)
-    made = Case(
+    case = Case(
         logprobs=logprobs,
         old=torch.where(unmoved, logprobs, logprobs + ratios),
         rollout=logprobs + 0.3 * normal(),
@@ -156,19 +156,19 @@ def random_case(seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Ca
         rewards=torch.randint(0, 4, (shape[0],), generator=generator).float(),
         groups=groups,
     )
-    return _cast(made, dtype)
+    return _cast(case, dtype)
 
 
-def written_case(mask: list[list[int]] | None = None, **given: list[Any]) -> Case:
+def written_case(mask: list[list[int]] | None = None, **values: list[Any]) -> Case:
     """A case in float64 of what is given; logprobs are -1 and the rest 0 otherwise; one group."""
-    shape = torch.tensor(mask or next(v for k, v in given.items() if k != "rewards")).shape
-    made = {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+    shape = torch.tensor(mask or next(v for k, v in values.items() if k != "rewards")).shape
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     blank = {name.name: torch.zeros(shape, dtype=torch.float64) for name in fields(Case)}
     blank |= {name: torch.full(shape, -1.0).double() for name in ("logprobs", "old", "rollout", "reference")}
     blank["rewards"] = torch.zeros(shape[0], dtype=torch.float64)
     groups = torch.zeros(shape[0], dtype=torch.int64)
     masked = torch.ones(shape, dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
-    return Case(**(blank | made | {"mask": masked, "groups": groups}))
+    return Case(**(blank | tensors | {"mask": masked, "groups": groups}))
 
 
 def watched(case: Case) -> Case:

@@ -35,8 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from parity.rows.table import fixtures_in
 
         fixtures = [*metafunc.module.FIXTURES, *fixtures_in(folders)]
-        pairs = [(one, whose) for one in fixtures for whose in one.functions]
-        ids = [f"{one.name}-{whose}".replace(" ", "-") for one, whose in pairs]
+        pairs = [(item, whose) for item in fixtures for whose in item.functions]
+        ids = [f"{item.name}-{whose}".replace(" ", "-") for item, whose in pairs]
         metafunc.parametrize(("fixture", "whose"), pairs, ids=ids)
 
 
@@ -44,12 +44,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """The greatest differences, in the order of the table."""
     if not config.getoption("--measured"):
         return
-    found = [
+    lines = [
         value
         for reports in terminalreporter.stats.values()
         for report in reports
         for name, value in getattr(report, "user_properties", ())
         if name == "measured" and getattr(report, "when", "") == "call"
     ]
-    for _, line in sorted(found):
+    for _, line in sorted(lines):
         terminalreporter.write_line(line)

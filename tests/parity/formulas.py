@@ -18,7 +18,7 @@ def rpo(case: Case, beta: float = 0.1, weight: float = 1.0) -> torch.Tensor:
 
     Source: Pang et al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733), equation 2.
     """
-    sums = [(of * case.floats).sum(-1) for of in (case.logprobs - case.reference, -case.logprobs)]
+    sums = [(values * case.floats).sum(-1) for values in (case.logprobs - case.reference, -case.logprobs)]
     chosen, rejected = _pairs(sums[0])
     lengths = _pairs(case.floats.sum(-1))[0]
     losses = torch.nn.functional.softplus(-beta * (chosen - rejected))
@@ -55,7 +55,7 @@ def turn_returns(case: Case, discount: float) -> torch.Tensor:
 
     Source: Sutton and Barto 2018, equation 3.8.
     """
-    found = torch.zeros_like(case.old)
+    result = torch.zeros_like(case.old)
     for row, turns in enumerate(case.turns.tolist()):
         trained = [t for t in range(len(turns)) if case.mask[row, t]]
         for t in trained:
@@ -63,8 +63,8 @@ def turn_returns(case: Case, discount: float) -> torch.Tensor:
             for later in trained:
                 if later >= t:
                     total += discount ** (turns[later] - turns[t]) * float(case.turn_rewards[row, later])
-            found[row, t] = total
-    return found
+            result[row, t] = total
+    return result
 
 
 def temperature(case: Case) -> torch.Tensor:
@@ -78,14 +78,14 @@ def temperature(case: Case) -> torch.Tensor:
         torch.nn.functional.softplus(-case.gaps * (-at).exp()).mean().backward()
         assert at.grad is not None
         low, high = (float(at), high) if at.grad < 0 else (low, float(at))
-    found = torch.tensor((low + high) / 2, dtype=torch.float64).exp()
-    return torch.where((found > 1.001e-3) & (found < 0.999e3), found, 0.0).to(case.old.dtype)
+    result = torch.tensor((low + high) / 2, dtype=torch.float64).exp()
+    return torch.where((result > 1.001e-3) & (result < 0.999e3), result, 0.0).to(case.old.dtype)
 
 
 def aged(case: Case, decay: float) -> torch.Tensor:
     """The decay to the power of each token's age, [B, T]; 1 where its version is not known."""
-    found = torch.zeros_like(case.old)
+    result = torch.zeros_like(case.old)
     for row, column in case.mask.nonzero().tolist():
         version = int(case.versions[row, column])
-        found[row, column] = 1.0 if version < 0 else decay ** (case.mask.shape[1] - version)
-    return found
+        result[row, column] = 1.0 if version < 0 else decay ** (case.mask.shape[1] - version)
+    return result

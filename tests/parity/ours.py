@@ -36,16 +36,16 @@ def algorithm(name: str = "policy_gradient", **keys: Any) -> GroupPolicyGradient
     values = {"name": name} | keys
     for own in named_parts(values):
         load_part(own)
-    made = recorded_algorithm(values)
-    assert isinstance(made, GroupPolicyGradient)
-    return made
+    built = recorded_algorithm(values)
+    assert isinstance(built, GroupPolicyGradient)
+    return built
 
 
 def loss(case: Case, **keys: Any) -> torch.Tensor:
     """The loss of the whole batch, as `run_step` makes it."""
-    of, mask = algorithm(**keys), case.mask
-    weights = token_weights(case, of)
-    if weights is not None and not of.counts_rejected:
+    algo, mask = algorithm(**keys), case.mask
+    weights = token_weights(case, algo)
+    if weights is not None and not algo.counts_rejected:
         mask = mask & (weights > 0)
     inputs = LossInputs.whole(
         case.logprobs,
@@ -55,28 +55,28 @@ def loss(case: Case, **keys: Any) -> torch.Tensor:
         behaviour=case.rollout,
         weights=weights,
         reference_logprobs=case.reference,
-        entropy=entropies(case.logits.log_softmax(-1)) if "entropy" in of.needs else None,
+        entropy=entropies(case.logits.log_softmax(-1)) if "entropy" in algo.needs else None,
     )
-    total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
-    return total / max(of.divisor(inputs.totals), 1)
+    total = algo.add(torch.where(mask, algo.loss(inputs), 0.0), mask)
+    return total / max(algo.divisor(inputs.totals), 1)
 
 
-def token_weights(case: Case, of: GroupPolicyGradient) -> torch.Tensor | None:
+def token_weights(case: Case, algo: GroupPolicyGradient) -> torch.Tensor | None:
     """The correction's weights [B, T], 0 outside the mask."""
     log_ratios = case.old[case.mask].double().numpy() - case.rollout[case.mask].double().numpy()
-    found = of.weights(log_ratios, case.mask.sum(-1).numpy())
-    if found is None:
+    values = algo.weights(log_ratios, case.mask.sum(-1).numpy())
+    if values is None:
         return None
     weights = torch.zeros_like(case.old)
-    weights[case.mask] = torch.from_numpy(found).to(weights.dtype)
+    weights[case.mask] = torch.from_numpy(values).to(weights.dtype)
     return weights
 
 
 def weights(case: Case, **keys: Any) -> torch.Tensor:
     """The weights of a correction."""
-    found = token_weights(case, algorithm(old="trainer", **keys))
-    assert found is not None
-    return found
+    result = token_weights(case, algorithm(old="trainer", **keys))
+    assert result is not None
+    return result
 
 
 def estimated(case: Case, **keys: Any) -> Advantages:
@@ -100,8 +100,8 @@ def estimated(case: Case, **keys: Any) -> Advantages:
 
 def advantages(case: Case, **keys: Any) -> torch.Tensor:
     """Advantages [B, T], 0 outside the mask."""
-    found = estimated(case, **keys)
-    values = found.values if found.per_token else np.repeat(found.values, case.mask.sum(-1).numpy())
+    result = estimated(case, **keys)
+    values = result.values if result.per_token else np.repeat(result.values, case.mask.sum(-1).numpy())
     return _placed(case, values)
 
 
@@ -118,9 +118,9 @@ def whitened(case: Case, how: str) -> torch.Tensor:
 
 def returns(case: Case, **keys: Any) -> torch.Tensor:
     """The critic's targets [B, T]."""
-    found = estimated(case, **keys).returns
-    assert found is not None
-    return _placed(case, found)
+    targets = estimated(case, **keys).returns
+    assert targets is not None
+    return _placed(case, targets)
 
 
 def _placed(case: Case, values: Any) -> torch.Tensor:
@@ -149,28 +149,28 @@ def adapted(case: Case, **keys: Any) -> torch.Tensor:
 
 def temperature(case: Case) -> torch.Tensor:
     """The temperature that calibrates the case's gaps, rewards less their mean among them; 0: none does."""
-    found = reward_models.calibration_temperature(case.gaps.double().numpy())
-    return torch.tensor(found or 0.0, dtype=case.old.dtype)
+    result = reward_models.calibration_temperature(case.gaps.double().numpy())
+    return torch.tensor(result or 0.0, dtype=case.old.dtype)
 
 
 def aged(case: Case, decay: float) -> torch.Tensor:
     """Weights of tokens whose age in versions is their column, of unknown versions in every fourth row."""
     samples = [SimpleNamespace(versions=row.numpy()) for row in case.versions]
     newest, masks = case.mask.shape[1], [row.numpy() for row in case.mask]
-    found = age_weights(samples, masks, newest, decay)  # type: ignore[arg-type]
-    return _placed(case, found)
+    values = age_weights(samples, masks, newest, decay)  # type: ignore[arg-type]
+    return _placed(case, values)
 
 
 def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
     """DPO's loss of the batch, as `run_step` makes it; a pair is a sample of the first half and one of the
     second."""
-    of, n = recorded_algorithm({"name": "dpo"} | keys), len(case.mask) // 2
+    algo, n = recorded_algorithm({"name": "dpo"} | keys), len(case.mask) // 2
     order = torch.arange(2 * n).reshape(2, n).T.ravel()
     tensors = (case.logprobs, case.old, case.advantages, case.mask)
     logprobs, old, advantages, mask = (tensor[order] for tensor in tensors)
     inputs = LossInputs.whole(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
-    total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
-    return total / max(of.divisor(Totals(int(mask.sum()), 2 * n)), 1)
+    total = algo.add(torch.where(mask, algo.loss(inputs), 0.0), mask)
+    return total / max(algo.divisor(Totals(int(mask.sum()), 2 * n)), 1)
 
 
 def reward_loss(case: Case, *, margin: bool = False, **keys: Any) -> torch.Tensor:
@@ -178,14 +178,14 @@ def reward_loss(case: Case, *, margin: bool = False, **keys: Any) -> torch.Tenso
     of a head with a deviation the last ones its logarithm; margins the absolute values of the first returns.
     """
     named = {"name": "reward_model", "margin": "recorded" if margin else "none"}
-    of, n = recorded_algorithm(named | keys), len(case.mask) // 2
+    algo, n = recorded_algorithm(named | keys), len(case.mask) // 2
     order = torch.arange(2 * n).reshape(2, n).T.ravel()
-    scores = case.values[:, [0, -1]][order, : of.head_width]
+    scores = case.values[:, [0, -1]][order, : algo.head_width]
     margins = torch.zeros_like(scores[:, 0])
     margins[0::2] = case.returns[:n, 0].abs()
-    mean = float(scores[:, 0].double().mean()) if "batch_score" in of.needs else None
-    losses = of.score_loss(ScoreInputs(scores, margins, torch.zeros_like(margins), mean))
-    return losses.sum() / max(of.divisor(Totals(0, 2 * n)), 1)
+    mean = float(scores[:, 0].double().mean()) if "batch_score" in algo.needs else None
+    losses = algo.score_loss(ScoreInputs(scores, margins, torch.zeros_like(margins), mean))
+    return losses.sum() / max(algo.divisor(Totals(0, 2 * n)), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +206,23 @@ class Part:
 
 def parts() -> list[Part]:
     """All parts that have a name, in the order in which they are applied; then keys that peers have too."""
-    found = [
-        _part(name, of, key)
+    listed = [
+        _part(name, function, key)
         for key, functions in _FAMILIES.items()
-        for name, of in functions.items()
+        for name, function in functions.items()
         if name != "none" or key == "baseline"
     ]
     keys = (Part(key, "", "", _default_of(key)) for key in _KEYS)
     usual = Dpo.model_fields["preference_loss"].default
-    of_pairs = [_told(name, of, "`dpo`" if name == usual else "–") for name, of in PREFERENCE_LOSSES.items()]
+    of_pairs = [
+        _told(name, function, "`dpo`" if name == usual else "–")
+        for name, function in PREFERENCE_LOSSES.items()
+    ]
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
     of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
     of_recipe = [Part("age_decay", "", "", str(RecipeConfig.model_fields["age_decay"].default))]
-    of_rewards = [_told(name, of, default) for name, (of, default) in _REWARD_MODELS.items()]
-    return [*found, *keys, *of_ppo, *of_recipe, *of_pairs, *of_dpo, *of_rewards]
+    of_rewards = [_told(name, function, default) for name, (function, default) in _REWARD_MODELS.items()]
+    return [*listed, *keys, *of_ppo, *of_recipe, *of_pairs, *of_dpo, *of_rewards]
 
 
 _FAMILIES: dict[str, Mapping[str, Any]] = {
@@ -264,14 +267,14 @@ _REWARD_MODELS = {
 _DPO_KEYS = ("length_normalized", "label_smoothing", "sft_weight")
 
 
-def _part(name: str, of: Any, key: str) -> Part:
-    return _told(name, of, _users(name, key))
+def _part(name: str, function: Any, key: str) -> Part:
+    return _told(name, function, _users(name, key))
 
 
-def _told(name: str, of: Any, default: str) -> Part:
-    told = of.__doc__ if isinstance(of, FunctionType) and of.__doc__ else ""
-    first = re.split(r"[;.]\s|, \[", told)[0].strip().rstrip(".")
-    sources = ", ".join(dict.fromkeys(re.findall(r"arXiv:\d+\.\d+", told)))
+def _told(name: str, function: Any, default: str) -> Part:
+    doc = function.__doc__ if isinstance(function, FunctionType) and function.__doc__ else ""
+    first = re.split(r"[;.]\s|, \[", doc)[0].strip().rstrip(".")
+    sources = ", ".join(dict.fromkeys(re.findall(r"arXiv:\d+\.\d+", doc)))
     return Part(name, first, sources, default)
 
 

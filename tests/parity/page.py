@@ -31,12 +31,12 @@ def _between(page: str, name: str, table: str) -> str:
 
 def _by_hand(page: str) -> dict[str, tuple[str, str]]:
     """Of each part what it is, and its sources."""
-    found = {}
+    parts = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if len(cells) == len(_HEAD) and (name := re.fullmatch(r"`(\w+)`", cells[0])):
-            found[name[1]] = cells[1], cells[2]
-    return found
+            parts[name[1]] = cells[1], cells[2]
+    return parts
 
 
 def _parts(by_hand: dict[str, tuple[str, str]], rows: list[Row]) -> Iterable[str]:
@@ -53,17 +53,18 @@ def _parts(by_hand: dict[str, tuple[str, str]], rows: list[Row]) -> Iterable[str
 
 def _equals(part: str, rows: list[Row]) -> str:
     """Each peer with what of it equals the part, without what is in brackets."""
-    found: dict[str, dict[str, None]] = {}
+    peers: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.part == part:
-            found.setdefault(row.peer, {})[re.sub(r" \[.*\]", "", row.called)] = None
-    return "; ".join(f"{peer} ({', '.join(called)})" for peer, called in found.items())
+            peers.setdefault(row.peer, {})[re.sub(r" \[.*\]", "", row.called)] = None
+    return "; ".join(f"{peer} ({', '.join(called)})" for peer, called in peers.items())
 
 
 def _differences(differences: Iterable[Difference]) -> Iterable[str]:
     yield "| part | these are not equal | since | here |"
     yield "|---|---|---|---|"
     known = {part.name for part in ours.parts()}
-    for of in differences:
-        if of.part in known:
-            yield f"| `{of.part}` | {of.one}; {of.other} | {of.says} | {of.here} |"
+    for difference in differences:
+        if difference.part in known:
+            both = f"{difference.one}; {difference.other}"
+            yield f"| `{difference.part}` | {both} | {difference.says} | {difference.here} |"

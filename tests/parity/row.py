@@ -90,27 +90,29 @@ class Distance:
         return max(self.value, self.gradient)
 
 
-def distance(one: Of, other: Of, seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Distance:
+def distance(own: Of, other: Of, seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Distance:
     """How far two functions are from each other on a random case."""
-    pairs = zip(*(evaluated(of, random_case(seed, draw, dtype)) for of in (one, other)), strict=True)
+    pairs = zip(
+        *(evaluated(function, random_case(seed, draw, dtype)) for function in (own, other)), strict=True
+    )
     least = 1.0 if dtype == torch.float32 else LEAST_SCALE
     return Distance(*(_relative(*pair, least) for pair in pairs))
 
 
-def evaluated(of: Of, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluated(function: Of, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The value, and its gradients with respect to the logprobs and the values [2, B, T], 0 where there is
     none."""
     case = watched(case)
-    value = of(case)
+    value = function(case)
     gradients = [torch.zeros_like(case.logprobs)] * 2
     if value.requires_grad:
-        given = torch.autograd.grad(value, [case.logprobs, case.values], allow_unused=True)
-        gradients = [torch.zeros_like(case.logprobs) if one is None else one for one in given]
+        raw = torch.autograd.grad(value, [case.logprobs, case.values], allow_unused=True)
+        gradients = [torch.zeros_like(case.logprobs) if gradient is None else gradient for gradient in raw]
     return value.detach(), torch.where(case.mask, torch.stack(gradients), 0.0)
 
 
-def _relative(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
+def _relative(own: torch.Tensor, other: torch.Tensor, least: float) -> float:
     """NaN, which is below no limit, where either is not finite."""
     scale = other.abs().max().clamp(min=least)
-    found = float((one.double() - other.double()).abs().max() / scale)
-    return found if bool(one.isfinite().all() & other.isfinite().all()) else float("nan")
+    ratio = float((own.double() - other.double()).abs().max() / scale)
+    return ratio if bool(own.isfinite().all() & other.isfinite().all()) else float("nan")

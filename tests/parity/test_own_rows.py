@@ -67,7 +67,7 @@ def test_two_files_are_enough(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", str(HERE / "pytest.ini"), f"--confcutdir={HERE}"]
     command += [str(HERE), "--rows", str(tmp_path), str(tmp_path / "halved_loss.py"), "-k", "halved_loss"]
     done = subprocess.run([*command, "-p", "no:cacheprovider"], capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "1 failed, 3 passed" in said
-    assert "halved_loss:third differs from verl gpg, halved by" in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "1 failed, 3 passed" in output
+    assert "halved_loss:third differs from verl gpg, halved by" in output

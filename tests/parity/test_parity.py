@@ -16,9 +16,9 @@ LEAST_DIFFERENCE = 100 * SINGLE
 
 
 def _greatest(row: Row, dtype: torch.dtype) -> Distance:
-    found = [distance(row.own, row.theirs, seed, row.draw, dtype) for seed in SEEDS]
-    assert all(one.greatest >= 0 for one in found), "a number is not finite"
-    return Distance(max(one.value for one in found), max(one.gradient for one in found))
+    gaps = [distance(row.own, row.theirs, seed, row.draw, dtype) for seed in SEEDS]
+    assert all(gap.greatest >= 0 for gap in gaps), "a number is not finite"
+    return Distance(max(gap.value for gap in gaps), max(gap.gradient for gap in gaps))
 
 
 def test_equal_in_value_and_gradient(
@@ -38,5 +38,5 @@ def test_equal_in_value_and_gradient(
 @pytest.mark.parametrize("of", DIFFERENCES, ids=lambda of: f"{of.one}-{of.other}".replace(" ", "-"))
 def test_known_differences(of: Difference) -> None:
     """A peer that changed its mind would be seen."""
-    found = [distance(of.of_one, of.of_other, seed, of.draw) for seed in SEEDS]
-    assert max(one.greatest for one in found) > LEAST_DIFFERENCE
+    gaps = [distance(of.of_one, of.of_other, seed, of.draw) for seed in SEEDS]
+    assert max(gap.greatest for gap in gaps) > LEAST_DIFFERENCE

@@ -53,14 +53,14 @@ def _rewrite(log: Store, lane: str, change: Callable[[Event], Any]) -> int:
                 events = list(decode(batch, lane))
                 records = [change(event) for event in events]
                 changed += sum(record is not None for record in records)
-                made = [
+                updated = [
                     event if record is None else replace(event, record=record)
                     for event, record in zip(events, records, strict=True)
                 ]
                 if frame.kind == ROW_FRAME:
-                    payload = encode_rows([row_of(event) for event in made])
+                    payload = encode_rows([row_of(event) for event in updated])
                 else:
-                    payload = encode(made, frame.first_seq).serialize()
+                    payload = encode(updated, frame.first_seq).serialize()
             parts, chain = encode_frame(frame.kind, payload, frame.first_seq, frame.count, chain)
             buffers += [bytes(part) for part in parts]
         path.write_bytes(b"".join(buffers))
@@ -73,24 +73,24 @@ def _rewrite(log: Store, lane: str, change: Callable[[Event], Any]) -> int:
 def _edit_event(log: Store, kind: str, change: Callable[[Any], Any], **where: Any) -> None:
     """Change the one record of this kind whose attributes are these, and nothing else."""
 
-    def one(event: Event) -> Any:
+    def edit(event: Event) -> Any:
         matches = event.kind == kind and all(getattr(event.record, k) == v for k, v in where.items())
         return change(event.record) if matches else None
 
-    changed = {lane: _rewrite(log, lane, one) for lane in log.lanes()}
+    changed = {lane: _rewrite(log, lane, edit) for lane in log.lanes()}
     assert sum(changed.values()) == 1, f"{kind} {where}: {changed}"
 
 
 def _edit_environment(log: Store, **changes: Any) -> None:
     """Have all trainings and their steps recorded in another environment."""
 
-    def one(event: Event) -> Any:
+    def edit(event: Event) -> Any:
         record = event.record
         if not isinstance(record, RunOpened | StepPlanned):
             return None
         return replace(record, environment=record.environment | changes)
 
-    assert sum(_rewrite(log, lane, one) for lane in log.lanes())
+    assert sum(_rewrite(log, lane, edit) for lane in log.lanes())
 
 
 def _edit_checkpoint(log: Store, version: int, what: str) -> None:

@@ -120,8 +120,8 @@ def test_tasks_of_a_function(tmp_path: Path) -> None:
     (tmp_path / "made_tasks.py").write_text(
         "def tasks():\n    for i in range(5):\n        yield {'id': f't{i}', 'n': i}\nLIST = [{'id': 'x'}]\n"
     )
-    found = read_tasks(f"{tmp_path}/made_tasks.py:tasks", 3)
-    assert found == [Task(f"t{i}", {"id": f"t{i}", "n": i}) for i in range(3)]
+    tasks = read_tasks(f"{tmp_path}/made_tasks.py:tasks", 3)
+    assert tasks == [Task(f"t{i}", {"id": f"t{i}", "n": i}) for i in range(3)]
     assert [task.name for task in read_tasks(f"{tmp_path}/made_tasks.py:LIST")] == ["x"]
 
 
@@ -156,19 +156,26 @@ def test_what_a_program_is_told(tmp_path: Path) -> None:
     agent = parse_rollouts(LEAST | {"agent": values}, "x").agent
     address = Address("http://h:1/", "mine.0.a%2Fb.0", "key-1")
     task = Task("a/b", {"prompt": "1+1?"})
-    found = variables(agent, address, "g", task, tmp_path, {"PATH": "/bin", "SECRET": "s", "LANG": "C"})
+    environment = variables(agent, address, "g", task, tmp_path, {"PATH": "/bin", "SECRET": "s", "LANG": "C"})
     url = "http://h:1/t/mine.0.a%252Fb.0"
-    assert found["OPENAI_BASE_URL"] == found["OPENAI_API_BASE"] == found["RELAX_ROLLOUT_URL"] == f"{url}/v1"
-    assert (found["ANTHROPIC_BASE_URL"], found["OPENAI_API_KEY"], found["ANTHROPIC_API_KEY"]) == (
-        *(url, "key-1", "key-1"),
+    assert (
+        environment["OPENAI_BASE_URL"]
+        == environment["OPENAI_API_BASE"]
+        == environment["RELAX_ROLLOUT_URL"]
+        == f"{url}/v1"
     )
-    assert (found["PATH"], found["LANG"], found["MODE"], found["HOME"]) == (
+    assert (
+        environment["ANTHROPIC_BASE_URL"],
+        environment["OPENAI_API_KEY"],
+        environment["ANTHROPIC_API_KEY"],
+    ) == (*(url, "key-1", "key-1"),)
+    assert (environment["PATH"], environment["LANG"], environment["MODE"], environment["HOME"]) == (
         "/bin",
         "C",
         "fast",
         str(tmp_path),
     )
-    assert not {"SECRET", "NOTHING"} & found.keys()
+    assert not {"SECRET", "NOTHING"} & environment.keys()
     assert command_of(placed(agent.command), task) == ("run", "1+1?", "a/b")
 
 
@@ -190,8 +197,8 @@ def test_an_environments_interpreter_is_itself_and_seen_with_its_packages(
 
 def test_positions_of_a_taskset_are_tasks() -> None:
     """So many as are said."""
-    found = read_tasks("range:3")
-    assert [(task.name, task.values) for task in found] == [
+    tasks = read_tasks("range:3")
+    assert [(task.name, task.values) for task in tasks] == [
         (str(n), {"id": str(n), "idx": n}) for n in range(3)
     ]
     assert len(read_tasks("range:300", limit=2)) == 2

@@ -110,24 +110,26 @@ def config(server: Served, tmp_path: Path, request: pytest.FixtureRequest) -> Ro
 
 def follow(config: RolloutConfig, beside: Callable[[Following], Any]) -> tuple[Progress, list[str]]:
     """Follow the training while something is done beside; how far they came, and what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     async def all_of_it() -> Progress:
         async with Proxy(config.proxy) as proxy:
             agents = agents_of(config, proxy, None)  # type: ignore[arg-type]  # they are classes
 
-            async def made(of: RolloutConfig) -> Rollouts:
-                what = [Task("held", {"do": "hello"})] if of is not config else []
+            async def made(settings: RolloutConfig) -> Rollouts:
+                what = [Task("held", {"do": "hello"})] if settings is not config else []
                 what = what or [Task(name, {"do": "hello"}) for name in ("one", "two")]
-                return Rollouts(of, what, proxy, agents, None, "test", said.append, endless=of is config)
+                return Rollouts(
+                    settings, what, proxy, agents, None, "test", messages.append, endless=settings is config
+                )
 
-            following = Following(config, proxy, made, said.append)
+            following = Following(config, proxy, made, messages.append)
             acting = asyncio.create_task(asyncio.to_thread(beside, following))
-            found = await asyncio.wait_for(following.run(), 60)
+            progress = await asyncio.wait_for(following.run(), 60)
             await acting
-            return found
+            return progress
 
-    return asyncio.run(all_of_it()), said
+    return asyncio.run(all_of_it()), messages
 
 
 def rows(server: Any, query: str) -> list[tuple[Any, ...]]:
@@ -164,10 +166,10 @@ def test_until_the_training_ends(server: Served, config: RolloutConfig) -> None:
             await_told(3)
             write(evaluated(2))
 
-    found, said = follow(config, training)
-    said = [text for text in said if "was blocked" not in text]  # by a busy machine
-    assert said == ["waiting for an online training of run 'follow' (rollbook train --source tail)"]
-    assert found.total is None
+    progress, messages = follow(config, training)
+    messages = [text for text in messages if "was blocked" not in text]  # by a busy machine
+    assert messages == ["waiting for an online training of run 'follow' (rollbook train --source tail)"]
+    assert progress.total is None
     name = config.name
     held = rows(
         server,
@@ -179,10 +181,10 @@ def test_until_the_training_ends(server: Served, config: RolloutConfig) -> None:
         (f"{name}.eval.{version}", "eval", f"{name}.eval.{version}.0.held", 3, 3, "done")
         for version in (0, 2)
     ]
-    told = [event.record for event in log.events_of({EvalSampled.KIND})]
-    assert [(one.policy_version, one.rollout, one.trajectories) for one in told] == [
-        (version, f"{name}.eval.{version}", 3) for version in (0, 0, 2)
-    ]
+    evaluations = [event.record for event in log.events_of({EvalSampled.KIND})]
+    assert [
+        (evaluation.policy_version, evaluation.rollout, evaluation.trajectories) for evaluation in evaluations
+    ] == [(version, f"{name}.eval.{version}", 3) for version in (0, 0, 2)]
     epochs = rows(
         server,
         f"""SELECT count(DISTINCT epoch), count(DISTINCT t."group"), max(n)
@@ -193,23 +195,25 @@ def test_until_the_training_ends(server: Served, config: RolloutConfig) -> None:
     assert many >= 2
     assert groups >= 2 * many - 1
     assert most == 1
-    assert sum(found.by_status.values()) > 4 * (many - 1), "an epoch begins once all of the last have begun"
+    assert sum(progress.by_status.values()) > 4 * (many - 1), (
+        "an epoch begins once all of the last have begun"
+    )
 
 
 def test_somebody_stops_it(server: Served, config: RolloutConfig) -> None:
     """While no training goes on, too."""
 
-    said: list[str] = []
+    messages: list[str] = []
 
     async def all_of_it() -> Progress:
         async with Proxy(config.proxy) as proxy:
 
-            async def made(of: RolloutConfig) -> Rollouts:
+            async def made(settings: RolloutConfig) -> Rollouts:
                 raise AssertionError("nothing is to be run")
 
-            following = Following(config, proxy, made, said.append)
+            following = Following(config, proxy, made, messages.append)
             asyncio.get_running_loop().call_later(0.5, following.stop)
             return await asyncio.wait_for(following.run(), 30)
 
     assert asyncio.run(all_of_it()) == Progress(None)
-    assert "waiting for an online training" in said[0]
+    assert "waiting for an online training" in messages[0]

@@ -54,22 +54,22 @@ def test_a_verdict(ended: Ended, seen: Observed, status: str, why: str | None) -
 
 def test_what_more_of_the_log_may_change() -> None:
     """A failure may be the engine's, and who seems not to have asked may have; nothing else."""
-    asked = Observed(requests=1)
+    observed = Observed(requests=1)
     assert unsure(Ended(), Observed())
-    assert unsure(Ended(code=3), asked)
-    assert unsure(Ended(code=None, signal=6), asked)
-    assert unsure(Ended(error="KeyError"), asked)
-    assert not unsure(Ended(), asked)
+    assert unsure(Ended(code=3), observed)
+    assert unsure(Ended(code=None, signal=6), observed)
+    assert unsure(Ended(error="KeyError"), observed)
+    assert not unsure(Ended(), observed)
     assert not unsure(Ended(answered=True), Observed())
     assert not unsure(Ended(code=1, infrastructure="no node"), Observed())
-    assert not unsure(Ended(code=None, signal=9, stopped="idle"), asked)
+    assert not unsure(Ended(code=None, signal=9, stopped="idle"), observed)
     assert verdict(Ended(answered=True), Observed()) == (Status.done, None)
 
 
 def test_only_what_ended_well_has_a_reward() -> None:
     """And what never counted is void."""
-    assert {one.value for one in Status if one.rewarded} == {"done", "truncated"}
-    assert {one.value: one.finish for one in Status} == {
+    assert {status.value for status in Status if status.rewarded} == {"done", "truncated"}
+    assert {status.value: status.finish for status in Status} == {
         **{"done": "completed", "truncated": "truncated"},
         **{"agent_error": "failed", "timeout": "failed"},
         **{"infra_error": "void", "cancelled": "void"},

@@ -57,9 +57,9 @@ def course(tmp_path: Path) -> Read:
                 writer.append([Event(record, "run") for record in records]).result()
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a proxy would print it
-            said = rollout_course(log, "run", "mine")
-        assert said["cut"] == format_cut(log.head())
-        return read_course(said)
+            answer = rollout_course(log, "run", "mine")
+        assert answer["cut"] == format_cut(log.head())
+        return read_course(answer)
 
     return read
 
@@ -68,9 +68,9 @@ def test_attempts_that_the_proxys_absence_ended_are_spared(course: Read) -> None
     """They leave a place open, up to ten of them; what is counted goes by the log, whoever began it."""
     lost = [replace(_ended(f"l{n}", "infra_error"), proxy_away=True) for n in (1, 2)]
     begun = [_started(f"l{n}", attempt=n) for n in (1, 2, 3)]
-    found = course([*(_opened(f"l{n}") for n in (1, 2, 3)), *begun, *lost, _ended("l3", "infra_error")])
-    assert (found.attempts[PLACE], found.spared[PLACE]) == (3, 2)
-    assert (found.open(PLACE, 1), found.open(PLACE, 2)) == (False, True)
+    progress = course([*(_opened(f"l{n}") for n in (1, 2, 3)), *begun, *lost, _ended("l3", "infra_error")])
+    assert (progress.attempts[PLACE], progress.spared[PLACE]) == (3, 2)
+    assert (progress.open(PLACE, 1), progress.open(PLACE, 2)) == (False, True)
     assert [more_attempts(begun, begun, 1) for begun in (10, 11)] == [True, False]
 
 
@@ -105,8 +105,8 @@ def test_what_is_left_to_do(course: Read, status: str, first: bool, third: bool)
     """Nothing in a place whose agent came to an end of its own; one more attempt where its infrastructure
     failed, as long as there are any; and always where somebody only stopped it."""
     records = [[_opened(f"l{n}"), _started(f"l{n}", attempt=n), _ended(f"l{n}", status)] for n in (1, 2, 3)]
-    one = course(records[0])
-    assert (one.open(PLACE, 3), one.attempts, one.launches) == (first, {PLACE: 1}, {PLACE: "l1"})
+    single = course(records[0])
+    assert (single.open(PLACE, 3), single.attempts, single.launches) == (first, {PLACE: 1}, {PLACE: "l1"})
     many = course([], [*records[1], *records[2]])
     assert (many.open(PLACE, 3), many.attempts, many.launches) == (third, {PLACE: 3}, {PLACE: "l3"})
     assert (many.orphans, many.unlaunched) == ({}, frozenset())
@@ -115,16 +115,21 @@ def test_what_is_left_to_do(course: Read, status: str, first: bool, third: bool)
 def test_a_launch_without_an_end(course: Read) -> None:
     """Its place is open, and the launch is an orphan, until somebody tells its end."""
     records = [_opened("l1"), _started("l1"), _ended("l1", "infra_error")]
-    found = course([*records, _opened("l2"), _started("l2", attempt=2)])
-    assert found.orphans == {"l2": Orphan(PLACE, 2, "l2", "t-l2")}
-    assert (found.open(PLACE, 2), found.ended) == (True, {})
+    progress = course([*records, _opened("l2"), _started("l2", attempt=2)])
+    assert progress.orphans == {"l2": Orphan(PLACE, 2, "l2", "t-l2")}
+    assert (progress.open(PLACE, 2), progress.ended) == (True, {})
 
 
 def test_other_rollouts_are_not_ours(course: Read) -> None:
     """Of another name."""
-    found = course([_opened("l1", "other"), _started("l1", rollout="other"), _ended("l1", "done")])
-    assert (found.attempts, found.ended, found.orphans, found.unlaunched) == ({}, {}, {}, frozenset())
-    assert found.open(PLACE, 1)
+    progress = course([_opened("l1", "other"), _started("l1", rollout="other"), _ended("l1", "done")])
+    assert (progress.attempts, progress.ended, progress.orphans, progress.unlaunched) == (
+        {},
+        {},
+        {},
+        frozenset(),
+    )
+    assert progress.open(PLACE, 1)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -134,8 +139,8 @@ def test_launches_of_a_place_in_several_lanes(course: Read, order: tuple[int, ..
     lanes = [
         [_opened(f"l{n}"), _started(f"l{n}", attempt=n + 1), _ended(f"l{n}", statuses[n])] for n in order
     ]
-    found = course(*lanes)
-    assert (found.attempts[PLACE], found.ended[PLACE], found.orphans) == (3, "done", {})
+    progress = course(*lanes)
+    assert (progress.attempts[PLACE], progress.ended[PLACE], progress.orphans) == (3, "done", {})
 
 
 @pytest.mark.parametrize(
@@ -146,8 +151,8 @@ def test_how_a_launch_ended_whose_process_died_after_its_trajectory(
     course: Read, finished: str, status: str
 ) -> None:
     """By what the trajectory was finished with."""
-    found = course([_opened("l1"), _started("l1"), TrajectoryFinished("t-l1", finished)])
-    assert found.orphans["l1"].finished == finished
+    progress = course([_opened("l1"), _started("l1"), TrajectoryFinished("t-l1", finished)])
+    assert progress.orphans["l1"].finished == finished
     assert ended_as(finished) == status
 
 
@@ -165,5 +170,5 @@ def test_what_was_erased_has_no_place(course: Read, tmp_path: Path) -> None:
         course(*[[]] * lane, [*records, TrajectoryFinished(f"t-{launch}", "completed")])
     log = rb.open(tmp_path / "store")
     erase_trajectory(log, "t-l1", "asked", keep_tokens=False)
-    found = read_course(rollout_course(log, "run", "mine"))
-    assert (found.ended, found.orphans) == ({other: "done"}, {})
+    progress = read_course(rollout_course(log, "run", "mine"))
+    assert (progress.ended, progress.orphans) == ({other: "done"}, {})

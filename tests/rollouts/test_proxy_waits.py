@@ -25,10 +25,10 @@ class Answers:
     async def send(self, *_: Any) -> Answer:
         """The next."""
         await asyncio.sleep(self._after_s)
-        found = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-def _open(answers: Answers, said: list[str], count: int = 3) -> list[Any]:
+def _open(answers: Answers, messages: list[str], count: int = 3) -> list[Any]:
     async def opened() -> list[Any]:
         proxy = Proxy("http://here")
-        proxy.http, proxy.say = answers, said.append  # type: ignore[assignment]
+        proxy.http, proxy.say = answers, messages.append  # type: ignore[assignment]
 
         async def look() -> None:
             while True:
@@ -50,9 +50,9 @@ def _open(answers: Answers, said: list[str], count: int = 3) -> list[Any]:
                 proxy.look()
 
         looking = asyncio.create_task(look())
-        asked = [proxy.open(f"t{at}", "g", "task", "train", {}) for at in range(count)]
+        requests = [proxy.open(f"t{at}", "g", "task", "train", {}) for at in range(count)]
         try:
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await asyncio.gather(*requests, return_exceptions=True)
         finally:
             looking.cancel()
 
@@ -62,8 +62,8 @@ def _open(answers: Answers, said: list[str], count: int = 3) -> list[Any]:
 def test_a_proxy_that_comes_back(said: list[str]) -> None:
     """All that wait for it are said in one line, and that it is there again."""
     away = [aiohttp.ClientConnectionError("refused")] * 24
-    found = _open(Answers(*away, OPENED), said)
-    assert [one.trajectory_id for one in found] == ["t-1"] * 3
+    trajectories = _open(Answers(*away, OPENED), said)
+    assert [trajectory.trajectory_id for trajectory in trajectories] == ["t-1"] * 3
     first, *_, last = said
     assert first.startswith("waiting for the proxy at http://here (3 requests): it does not answer (Client")
     assert " at most)" in first
@@ -88,7 +88,7 @@ def test_a_proxy_that_stays_away(said: list[str], monkeypatch: pytest.MonkeyPatc
 
 def test_what_admission_holds(said: list[str]) -> None:
     """How many are held, and what the proxy says of it, as long as it takes."""
-    found = _open(Answers(*[HELD] * 9, OPENED, after_s=0.02), said)
-    assert len(found) == 3
+    trajectories = _open(Answers(*[HELD] * 9, OPENED, after_s=0.02), said)
+    assert len(trajectories) == 3
     assert said[0].startswith("waiting for room for 3 new trajectories, which the proxy holds: ")
     assert said[0].endswith("as long as it takes)")

@@ -212,7 +212,7 @@ def own(beside: Path, name: str, **options: Any) -> dict[str, Any]:
 
 def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Each ends with its status, its trajectory with what follows from it, and nothing of it runs."""
-    made = config(
+    settings = config(
         clocks={"total_s": 3.0, "start_s": 2.0, "grace_s": 0.2},
         agent={
             "command": config().agent.command,
@@ -223,8 +223,8 @@ def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutCon
             {"name": "length", "function": f"{Path(config().agent.command[-1]).parent}/own_agents.py:length"}
         ],
     )
-    found, said = run(made, tasks("answer", "exit", "mute", "hang", "daemon", "print"))
-    rows = launches(server, made.name)
+    progress, messages = run(settings, tasks("answer", "exit", "mute", "hang", "daemon", "print"))
+    rows = launches(server, settings.name)
     assert told(rows, "status", "finished", "reward", "exit_code", "leaked") == [
         ("done", "completed", 8.0, 0, 0),
         ("agent_error", "failed", None, 3, 0),
@@ -238,19 +238,19 @@ def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutCon
     # A scorer that fails is no reward of 0, and says why.
     assert orjson.loads(rows[0]["scoring"]) == {"length": 8.0}
     assert "answer.txt" in orjson.loads(rows[4]["scoring"])["length"]["error"]
-    assert any("scorer length failed" in line for line in said)
+    assert any("scorer length failed" in line for line in messages)
     printed = orjson.loads(rows[5]["output"])["stdout"]
     assert (printed["bytes"], printed["kept"]) == (64 << 20, 1 << 19)
-    assert (found.done, found.given_up, found.leaked) == (6, 0, 2)
-    assert found.by_status == Counter(done=3, agent_error=2, timeout=1)
+    assert (progress.done, progress.given_up, progress.leaked) == (6, 0, 2)
+    assert progress.by_status == Counter(done=3, agent_error=2, timeout=1)
 
 
 def test_what_the_engine_failed_is_tried_again(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """As another trajectory of the same group; the one that failed is void, and no reward of 0."""
-    made = config(samples=2, retries={"pause_s": 0.01, "attempts": 2})
-    found, said = run(made, tasks("flaky", "boom"))
-    rows = launches(server, made.name)
-    flaky, boom = ([row for row in rows if row["task"].endswith(of)] for of in ("flaky", "boom"))
+    settings = config(samples=2, retries={"pause_s": 0.01, "attempts": 2})
+    progress, messages = run(settings, tasks("flaky", "boom"))
+    rows = launches(server, settings.name)
+    flaky, boom = ([row for row in rows if row["task"].endswith(kind)] for kind in ("flaky", "boom"))
     assert told(flaky, "sample", "attempt", "status", "split", "finished") == [
         (0, 1, "infra_error", "void", "void"),
         (0, 2, "done", "train", "completed"),
@@ -263,25 +263,27 @@ def test_what_the_engine_failed_is_tried_again(server: Served, config: Callable[
         told(boom, "attempt", "status", "split")
         == [(1, "infra_error", "void"), (2, "infra_error", "void")] * 2
     )
-    assert (found.done, found.given_up) == (4, 2)
-    assert sum("given up after 2 attempts" in line for line in said) == 2
+    assert (progress.done, progress.given_up) == (4, 2)
+    assert sum("given up after 2 attempts" in line for line in messages) == 2
 
 
 def test_what_the_proxys_absence_ended_is_tried_again(
     server: Served, config: Callable[..., RolloutConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the attempts, and counted; no other infrastructure is suspected."""
-    of_watch, asked = Watch.seen, itertools.count()
+    of_watch, count = Watch.seen, itertools.count()
     # How an agent that failed ended is looked at once.
     monkeypatch.setattr("rollbook.rollouts.rollouts.unsure", lambda ended, seen: False)
-    monkeypatch.setattr(Watch, "seen", lambda watch, of: replace(of_watch(watch, of), away=next(asked) < 4))
-    made = config(retries={"pause_s": 0.01, "attempts": 1, "window": 2})
-    found, said = run(made, tasks("exit"))
-    rows = launches(server, made.name)
+    monkeypatch.setattr(
+        Watch, "seen", lambda watch, launch: replace(of_watch(watch, launch), away=next(count) < 4)
+    )
+    settings = config(retries={"pause_s": 0.01, "attempts": 1, "window": 2})
+    progress, messages = run(settings, tasks("exit"))
+    rows = launches(server, settings.name)
     lost = [(number, "infra_error") for number in (1, 2, 3, 4)]
     assert told(rows, "attempt", "status") == [*lost, (5, "agent_error")]
-    assert (found.done, found.again, found.given_up) == (1, 4, 0)
-    assert said == ["the proxy was away: launches that failed because of it are tried again"]
+    assert (progress.done, progress.again, progress.given_up) == (1, 4, 0)
+    assert messages == ["the proxy was away: launches that failed because of it are tried again"]
 
 
 def test_a_log_that_comes_late_changes_no_verdict(
@@ -290,15 +292,15 @@ def test_a_log_that_comes_late_changes_no_verdict(
     """Whether an agent asked, and whose fault its end is, is known once all is read that the log has then."""
     of_proxy = Proxy.batches
 
-    async def late(proxy: Proxy, *given: Any) -> Any:
-        async for found in of_proxy(proxy, *given):
+    async def late(proxy: Proxy, *arguments: Any) -> Any:
+        async for batch in of_proxy(proxy, *arguments):
             await asyncio.sleep(SETTLE_S + 0.5)
-            yield found
+            yield batch
 
     monkeypatch.setattr(Proxy, "batches", late)
-    made = config(retries={"attempts": 1})
-    run(made, tasks("answer", "exit", "boom", "mute"))
-    assert told(launches(server, made.name), "status", "why") == [
+    settings = config(retries={"attempts": 1})
+    run(settings, tasks("answer", "exit", "boom", "mute"))
+    assert told(launches(server, settings.name), "status", "why") == [
         ("done", None),
         ("agent_error", "it exited with 3"),
         ("infra_error", "its last request failed; it exited with 1"),
@@ -308,12 +310,12 @@ def test_a_log_that_comes_late_changes_no_verdict(
 
 def test_an_agent_that_finishes_itself(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Its reward is its own; asked again nothing is run a second time."""
-    made = config()
-    found, _ = run(made, tasks("finish"))
-    assert (found.done, found.by_status) == (1, {"done": 1})
-    again, _ = run(made, tasks("finish"))
+    settings = config()
+    progress, _ = run(settings, tasks("finish"))
+    assert (progress.done, progress.by_status) == (1, {"done": 1})
+    again, _ = run(settings, tasks("finish"))
     assert (again.done, again.by_status) == (1, {})
-    assert told(launches(server, made.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
+    assert told(launches(server, settings.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
 
 
 def test_a_program_scores(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
@@ -323,9 +325,9 @@ def test_a_program_scores(server: Served, config: Callable[..., RolloutConfig], 
         {"name": "by_program", "command": command, "weight": 0.5},
         {"name": "length", "function": f"{beside}/own_agents.py:length", "weight": 10.0},
     ]
-    made = config(score=components)
-    run(made, tasks("answer"))
-    (row,) = launches(server, made.name)
+    settings = config(score=components)
+    run(settings, tasks("answer"))
+    (row,) = launches(server, settings.name)
     assert (row["reward"], orjson.loads(row["scoring"])) == (81.0, {"by_program": 2.0, "length": 8.0})
     with rb.connect(server.path) as connection:
         query = "SELECT source, reward FROM rewards WHERE trajectory = $1 ORDER BY source"
@@ -338,9 +340,9 @@ def test_a_judge_that_fails_is_no_reward_of_0(
 ) -> None:
     """Not even where another component has a number."""
     names = ("length", "fails")
-    made = config(score=[{"name": n, "function": f"{beside}/own_agents.py:{n}"} for n in names])
-    run(made, tasks("answer"))
-    (row,) = launches(server, made.name)
+    settings = config(score=[{"name": n, "function": f"{beside}/own_agents.py:{n}"} for n in names])
+    run(settings, tasks("answer"))
+    (row,) = launches(server, settings.name)
     assert (row["status"], row["reward"]) == ("done", None)
     assert orjson.loads(row["scoring"]) == {"length": 8.0, "fails": {"error": "RuntimeError: no judge"}}
 
@@ -350,9 +352,9 @@ def test_a_judge_that_fails_is_no_reward_of_0(
 
 def test_a_class_is_as_a_program(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
     """Its trajectories, rewards and failures are those of programs."""
-    made = config(agent=own(beside, "Says", times=2), clocks={"total_s": 2.0, "grace_s": 0.1})
-    found, _ = run(made, tasks("hello", "raise", "parts", "hang", "boom"))
-    rows = [row for row in launches(server, made.name) if row["attempt"] == 1]
+    settings = config(agent=own(beside, "Says", times=2), clocks={"total_s": 2.0, "grace_s": 0.1})
+    progress, _ = run(settings, tasks("hello", "raise", "parts", "hang", "boom"))
+    rows = [row for row in launches(server, settings.name) if row["attempt"] == 1]
     assert told(rows, "status", "finished", "reward", "turns") == [
         ("done", "completed", 8.0, 2),
         ("agent_error", "failed", None, 2),
@@ -361,16 +363,16 @@ def test_a_class_is_as_a_program(server: Served, config: Callable[..., RolloutCo
         ("infra_error", "void", None, 0),
     ]
     assert rows[1]["why"] == "KeyError('mine')"
-    assert found.given_up == 1
+    assert progress.given_up == 1
 
 
 def test_agents_that_an_agent_starts_are_of_its_trajectory(
     server: Served, config: Callable[..., RolloutConfig], beside: Path
 ) -> None:
     """Each has paths of its own, the same reward, and a name; the group has one member."""
-    made = config(agent=own(beside, "Team"), samples=2)
-    run(made, tasks("hello"))
-    rows = launches(server, made.name)
+    settings = config(agent=own(beside, "Team"), samples=2)
+    run(settings, tasks("hello"))
+    rows = launches(server, settings.name)
     assert told(rows, "status", "reward", "turns") == [("done", 0.5, 4)] * 2
     assert len({row["group"] for row in rows}) == 1
     with rb.connect(server.path) as connection:
@@ -385,7 +387,7 @@ def test_agents_that_an_agent_starts_are_of_its_trajectory(
         ("critic", False, 2.0),
     ]
     log = fold(rb.open(server.path).events()).values()
-    [trajectory] = [one for one in log if one.opened.name == rows[0]["trajectory"]]
+    [trajectory] = [entry for entry in log if entry.opened.name == rows[0]["trajectory"]]
     samples = list(samples_of(trajectory))
     assert [sample.reward for sample in samples] == [0.5] * 3
     assert len({sample.group for sample in samples}) == 1
@@ -396,22 +398,22 @@ def test_tools_are_called_side_by_side(
     server: Served, config: Callable[..., RolloutConfig], beside: Path
 ) -> None:
     """What one returns, how long it may take, and that there is none, is told to the policy."""
-    made = config(agent=own(beside, "Tools"))
-    run(made, tasks("call two", "call"))
-    rows = launches(server, made.name)
+    settings = config(agent=own(beside, "Tools"))
+    run(settings, tasks("call two", "call"))
+    rows = launches(server, settings.name)
     assert told(rows, "status", "turns") == [("done", 2), ("done", 2)]
     with rb.connect(server.path) as connection:
         query = "SELECT new_messages FROM turns WHERE trajectory = $1 ORDER BY seq DESC LIMIT 1"
-        said = [connection.execute(query, [row["trajectory"]]).fetchall()[0][0] for row in rows]
-    assert said[0].count("sum 1é") == 2
-    assert "there is no tool 'calc'" in said[1]
+        messages = [connection.execute(query, [row["trajectory"]]).fetchall()[0][0] for row in rows]
+    assert messages[0].count("sum 1é") == 2
+    assert "there is no tool 'calc'" in messages[1]
 
 
 def test_an_environment_is_played(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
     """What it observes is said to the policy; its rewards are the turns'."""
-    made = config(agent=own(beside, "Plays"))
-    run(made, tasks("anything"))
-    (row,) = launches(server, made.name)
+    settings = config(agent=own(beside, "Plays"))
+    run(settings, tasks("anything"))
+    (row,) = launches(server, settings.name)
     assert (row["status"], row["reward"], row["turns"]) == ("done", 1.5, 3)
     with rb.connect(server.path) as connection:
         query = "SELECT reward FROM rewards WHERE trajectory = $1 AND turn_id IS NOT NULL"
@@ -423,15 +425,15 @@ def test_an_environment_is_played(server: Served, config: Callable[..., RolloutC
 
 def test_a_stop_cancels_what_runs(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Those are void, and are run when the rollouts go on."""
-    made = config(concurrency=2)
+    settings = config(concurrency=2)
 
     def soon(rollouts: Rollouts) -> None:
         asyncio.get_running_loop().call_later(1.5, rollouts.stop)
 
-    found, _ = run(made, tasks("wait", "wait", "answer"), soon)
-    assert (found.done, found.by_status) == (0, {"cancelled": 2})
-    assert told(launches(server, made.name), "status", "split") == [("cancelled", "void")] * 2
-    again, _ = run(made, [Task(task.name, {"do": "answer"}) for task in tasks("wait", "wait", "answer")])
+    progress, _ = run(settings, tasks("wait", "wait", "answer"), soon)
+    assert (progress.done, progress.by_status) == (0, {"cancelled": 2})
+    assert told(launches(server, settings.name), "status", "split") == [("cancelled", "void")] * 2
+    again, _ = run(settings, [Task(task.name, {"do": "answer"}) for task in tasks("wait", "wait", "answer")])
     assert (again.done, again.by_status) == (3, {"done": 3})
 
 
@@ -451,22 +453,24 @@ def test_a_stop_waits_for_no_trajectory_that_is_held(
 
     monkeypatch.setattr(Proxy, "open", held)
     began = time.monotonic()
-    found, _ = run(config(concurrency=2), tasks("answer", "answer"), lambda made: stops.append(made.stop))
+    progress, _ = run(
+        config(concurrency=2), tasks("answer", "answer"), lambda rollouts: stops.append(rollouts.stop)
+    )
     assert time.monotonic() - began < 30
-    assert (found.done, found.by_status) == (0, {"cancelled": 2})
+    assert (progress.done, progress.by_status) == (0, {"cancelled": 2})
 
 
 def test_a_launcher_that_is_not_there_stops_all(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """A program that cannot be started is no agent's fault; many of them stop the rollouts."""
-    made = config(
+    settings = config(
         samples=8,
         agent={"command": ["no-such-program"], "isolation": "session"},
         retries={"attempts": 9, "window": 6, "pause_s": 0.0},
         concurrency=2,
     )
     with pytest.raises(RolloutError, match=r"of the last 6 launches failed .*no-such-program"):
-        run(made, tasks("answer"))
-    rows = launches(server, made.name)
+        run(settings, tasks("answer"))
+    rows = launches(server, settings.name)
     assert 6 <= len(rows) <= 8
     assert {(row["status"], row["split"]) for row in rows} == {("infra_error", "void")}
 
@@ -495,10 +499,10 @@ def test_what_a_clock_ends_is_asked_first(
     server: Served, config: Callable[..., RolloutConfig], tmp_path: Path
 ) -> None:
     """It has its grace."""
-    made = config(clocks={"total_s": 1.0, "grace_s": 20.0})
+    settings = config(clocks={"total_s": 1.0, "grace_s": 20.0})
     begun = time.monotonic()
-    run(made, tasks("heed"))
-    assert told(launches(server, made.name), "status", "exit_code") == [("timeout", 0)]
+    run(settings, tasks("heed"))
+    assert told(launches(server, settings.name), "status", "exit_code") == [("timeout", 0)]
     assert len(list(tmp_path.rglob("bye.txt"))) == 1
     assert time.monotonic() - begun < 15
 
@@ -507,16 +511,16 @@ def test_what_is_idle_ends_long_before_its_other_clocks(
     server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """The clock begins with its first request, whatever was waited for until then."""
-    made = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 1.0, "grace_s": 0.2})
+    settings = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 1.0, "grace_s": 0.2})
     begun = time.monotonic()
-    run(made, tasks("wait"))
-    assert told(launches(server, made.name), "status", "why") == [("timeout", "its idle clock ran out")]
+    run(settings, tasks("wait"))
+    assert told(launches(server, settings.name), "status", "why") == [("timeout", "its idle clock ran out")]
     assert time.monotonic() - begun < 20
 
 
 def test_it_goes_on_after_a_kill(server: Served, killed: RolloutConfig) -> None:
     """What ended is not run again; what ran is gone, told of, and run again; nothing is left running."""
-    found, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])
+    progress, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])
     rows = launches(server, "killed")
     assert told(rows, "task", "attempt", "status", "split") == [
         ("a", 1, "done", "train"),
@@ -524,25 +528,25 @@ def test_it_goes_on_after_a_kill(server: Served, killed: RolloutConfig) -> None:
         ("b", 2, "done", "train"),
     ]
     assert rows[1]["why"] == "the process that ran it ended"
-    assert found.done == 2
+    assert progress.done == 2
 
 
 def test_it_goes_on_after_a_death_before_a_launch(
     server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """A trajectory that was opened and never launched is void, and its name is not used again."""
-    made = config()
+    settings = config()
     (task,) = tasks("answer")
-    name = Place(0, task.name, 0).trajectory(made.name, 1)
+    name = Place(0, task.name, 0).trajectory(settings.name, 1)
 
     async def only_opens() -> None:
-        async with Proxy(made.proxy) as proxy:
-            await proxy.open(name, "g", task.name, "train", {LABEL: made.name})
+        async with Proxy(settings.proxy) as proxy:
+            await proxy.open(name, "g", task.name, "train", {LABEL: settings.name})
 
     asyncio.run(only_opens())
-    found, _ = run(made, [task])
-    assert found.by_status == {"done": 1}
-    assert told(launches(server, made.name), "attempt", "status") == [(2, "done")]
+    progress, _ = run(settings, [task])
+    assert progress.by_status == {"done": 1}
+    assert told(launches(server, settings.name), "attempt", "status") == [(2, "done")]
     with rb.connect(server.path) as connection:
         query = "SELECT status, split FROM trajectories WHERE trajectory = $1"
         assert connection.execute(query, [name]).fetchall() == [("void", "void")]

@@ -107,10 +107,10 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """A judge with the parameter's answers."""
-    made = Judge(*request.param)
-    yield made
-    made.shutdown()
-    made.server_close()
+    running = Judge(*request.param)
+    yield running
+    running.shutdown()
+    running.server_close()
 
 
 def rewards(server: Any, trajectory: str) -> list[Any]:
@@ -129,9 +129,9 @@ def test_a_service_judges(
 ) -> None:
     """It is sent the task and what was said; while it is away it is asked again."""
     monkeypatch.setenv("JUDGES_TOKEN", "sesame")
-    made = config({"name": "fair", "url": judge.url, "token_variable": "JUDGES_TOKEN", "weight": 2.0})
-    run(made, [Task("a", {"say": "hello", "answer": 7})])
-    (row,) = launches(server, made.name)
+    settings = config({"name": "fair", "url": judge.url, "token_variable": "JUDGES_TOKEN", "weight": 2.0})
+    run(settings, [Task("a", {"say": "hello", "answer": 7})])
+    (row,) = launches(server, settings.name)
     assert (row["reward"], orjson.loads(row["scoring"])) == (1.0, {"fair": 0.5})
     assert len(judge.got) == 2
     body, headers = judge.got[1]
@@ -157,9 +157,9 @@ def test_a_service_that_does_not_judge(
     server: Served, config: Callable[..., RolloutConfig], judge: Judge, why: str
 ) -> None:
     """It leaves no reward, and its reason."""
-    made = config({"name": "fair", "url": judge.url}, clocks={"scoring_s": 0.5})
-    run(made, [Task("a", {"say": "hello"})])
-    (row,) = launches(server, made.name)
+    settings = config({"name": "fair", "url": judge.url}, clocks={"scoring_s": 0.5})
+    run(settings, [Task("a", {"say": "hello"})])
+    (row,) = launches(server, settings.name)
     assert (row["status"], row["reward"]) == ("done", None)
     assert why in orjson.loads(row["scoring"])["fair"]["error"]
 
@@ -190,18 +190,20 @@ def _ids(server: Any, name: str) -> list[str]:
 def test_a_model_judges(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """What it is asked and says is a trajectory of its own, of no group, which names the one it is about."""
     options = {"prompt": PROMPT, "system": "Be strict.", "model": "gpt-judge", "options": {"max_tokens": 500}}
-    made = config({"name": "strict", "judge": options}, samples=2)
+    settings = config({"name": "strict", "judge": options}, samples=2)
     # What an agent says is no template, and no number of the judge's.
-    run(made, [Task("a", {"say": "{worth} of 9", "worth": 0.75})])
-    rows = launches(server, made.name)
+    run(settings, [Task("a", {"say": "{worth} of 9", "worth": 0.75})])
+    rows = launches(server, settings.name)
     assert [(row["reward"], row["split"], orjson.loads(row["scoring"])) for row in rows] == [
         (0.75, "train", {"strict": 0.75})
     ] * 2
-    found = judgements(server, _ids(server, made.name)[0])
-    assert [row[:5] + row[6:] for row in found] == [("completed", "judge", None, None, "strict", "gpt-judge")]
-    asked = [message["content"] for message in orjson.loads(found[0][5])]
+    judged = judgements(server, _ids(server, settings.name)[0])
+    assert [row[:5] + row[6:] for row in judged] == [
+        ("completed", "judge", None, None, "strict", "gpt-judge")
+    ]
+    contents = [message["content"] for message in orjson.loads(judged[0][5])]
     conversation = "user:\n{worth} of 9\n\nassistant:\n1: {worth} of 9"
-    assert asked == [
+    assert contents == [
         "Be strict.",
         f"Was 1: {{worth}} of 9 right? It was said:\n{conversation}\n{{unknown}}\n0.75",
     ]
@@ -209,8 +211,8 @@ def test_a_model_judges(server: Served, config: Callable[..., RolloutConfig]) ->
 
 def test_what_judges_say_is_kept_out(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Of training, by both ledgers."""
-    made = config({"name": "strict", "judge": {"prompt": "Say\n{worth}"}})
-    run(made, [Task("a", {"say": "hello", "worth": 1})])
+    settings = config({"name": "strict", "judge": {"prompt": "Say\n{worth}"}})
+    run(settings, [Task("a", {"say": "hello", "worth": 1})])
     with rb.connect(server.path) as connection:
         query = "SELECT term, CAST(sum(turns) AS BIGINT) FROM ledger WHERE rule = 'judge' GROUP BY ALL"
         [(term, turns)] = connection.execute(query).fetchall()
@@ -233,24 +235,24 @@ def test_a_model_that_does_not_judge(
     server: Served, config: Callable[..., RolloutConfig], judge: dict[str, Any], status: str, why: str
 ) -> None:
     """It leaves no reward, its reason, and its trajectory ended."""
-    made = config({"name": "strict", "judge": judge}, clocks={"scoring_s": 1.0})
-    run(made, [Task("a", {"say": "hello", "worth": "good"})])
-    (row,) = launches(server, made.name)
+    settings = config({"name": "strict", "judge": judge}, clocks={"scoring_s": 1.0})
+    run(settings, [Task("a", {"say": "hello", "worth": "good"})])
+    (row,) = launches(server, settings.name)
     assert (row["status"], row["reward"], row["finished"]) == ("done", None, "completed")
     assert why in orjson.loads(row["scoring"])["strict"]["error"]
-    (said,) = judgements(server, _ids(server, made.name)[0])
-    assert said[:2] == (status, "judge" if status != "void" else "void")
+    (judgement,) = judgements(server, _ids(server, settings.name)[0])
+    assert judgement[:2] == (status, "judge" if status != "void" else "void")
 
 
 def test_a_number_is_found_where_it_last_matches(
     server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """By the group of a regular expression."""
-    made = config(
+    settings = config(
         {"name": "s", "judge": {"prompt": "Score: 1, no: Score: 4 of 10", "parse": r"Score: (\d+)"}}
     )
-    run(made, [Task("a", {"say": "hello"})])
-    assert [row["reward"] for row in launches(server, made.name)] == [4.0]
+    run(settings, [Task("a", {"say": "hello"})])
+    assert [row["reward"] for row in launches(server, settings.name)] == [4.0]
 
 
 def test_erasure_tells_of_what_judges_were_asked(store: rb.Store) -> None:
@@ -275,43 +277,43 @@ def test_what_is_filled_in_is_no_template() -> None:
 
 def again(config: RolloutConfig, tasks: list[Task]) -> tuple[Rescored, list[str]]:
     """Score what ended again; what was done, and what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     async def score() -> Rescored:
         async with Proxy(config.proxy) as proxy:
             scorers = Scorers(config, proxy, launcher_of(config))
-            return await score_again(config, tasks, proxy, scorers, said.append)
+            return await score_again(config, tasks, proxy, scorers, messages.append)
 
-    return asyncio.run(score()), said
+    return asyncio.run(score()), messages
 
 
 def test_scores_given_again(server: Served, config: Callable[..., RolloutConfig], tmp_path: Path) -> None:
     """What is new or another number supersedes what was in force; what is the same is not said twice."""
     tasks = [Task("a", {"say": "hello"}), Task("b", {"say": "at length"})]
-    made = config({"name": "length", "function": f"{tmp_path}/own.py:length"})
-    run(made, tasks)
-    first, second = launches(server, made.name)
+    settings = config({"name": "length", "function": f"{tmp_path}/own.py:length"})
+    run(settings, tasks)
+    first, second = launches(server, settings.name)
     assert rewards(server, first["trajectory"]) == [("length", 8.0, False), ("agent", 8.0, False)]
-    assert again(made, tasks)[0] == Rescored(2, 0, 0, {})
+    assert again(settings, tasks)[0] == Rescored(2, 0, 0, {})
     heavier = config(
         {"name": "length", "function": f"{tmp_path}/own.py:length", "weight": 0.5},
         {"name": "worth", "function": f"{tmp_path}/own.py:by_file", "weight": 1.0},
     )
     (folder,) = (tmp_path / "launches").glob(f"{first['trajectory']}-*")
     (folder / "worth.txt").write_text("2")
-    found, said = again(heavier, tasks)
-    assert (found.scored, found.failed, found.rewards, found.left_out) == (1, 1, 2, {})
+    result, messages = again(heavier, tasks)
+    assert (result.scored, result.failed, result.rewards, result.left_out) == (1, 1, 2, {})
     assert rewards(server, first["trajectory"]) == [
         *[("length", 8.0, False), ("agent", 8.0, True)],
         *[("worth", 2.0, False), ("agent", 6.0, False)],
     ]
     # A scorer that failed leaves what was in force.
     assert rewards(server, second["trajectory"]) == [("length", 12.0, False), ("agent", 12.0, False)]
-    assert len(said) == 1
-    assert "scorer worth failed" in said[0]
-    assert [row["reward"] for row in launches(server, made.name)] == [6.0, 12.0]
+    assert len(messages) == 1
+    assert "scorer worth failed" in messages[0]
+    assert [row["reward"] for row in launches(server, settings.name)] == [6.0, 12.0]
     # And back.
-    assert again(made, tasks)[0].rewards == 1
+    assert again(settings, tasks)[0].rewards == 1
     assert Counter(superseded for _, _, superseded in rewards(server, first["trajectory"])) == {
         True: 2,
         False: 3,
@@ -322,18 +324,18 @@ def test_the_command_scores_again(
     server: Served, config: Callable[..., RolloutConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says what it did, and by its exit code whether a scorer failed."""
-    made = config()
-    run(made, [Task("a", {"say": "hello"}), Task("b", {"say": "ho"})])
+    settings = config()
+    run(settings, [Task("a", {"say": "hello"}), Task("b", {"say": "ho"})])
     (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n')
     file = tmp_path / "r.toml"
     file.write_text(
-        f'name = "{made.name}"\nproxy = "{server.url}"\ntasks = "{tmp_path}/tasks.jsonl"\n'
+        f'name = "{settings.name}"\nproxy = "{server.url}"\ntasks = "{tmp_path}/tasks.jsonl"\n'
         f'folder = "{tmp_path}/launches"\n[agent]\nlauncher = "python"\nrollout = "{tmp_path}/own.py:Says"\n'
         f'[[score]]\nname = "length"\nfunction = "{tmp_path}/own.py:length"\n'
     )
     assert run_scoring(load_rollouts(file, []), None, json=False) == 0
     assert capsys.readouterr().out == "scored 2 launches; 4 rewards are new\n"
-    assert [row["reward"] for row in launches(server, made.name)] == [8.0, 5.0]
+    assert [row["reward"] for row in launches(server, settings.name)] == [8.0, 5.0]
     failing = f'score=[{{name="worth", function="{tmp_path}/own.py:by_file"}}]'
     assert run_scoring(load_rollouts(file, [failing]), None, json=True) == 1
     assert json.loads(capsys.readouterr().out) == {"scored": 0, "failed": 2, "rewards": 0, "left_out": {}}
@@ -344,12 +346,12 @@ def test_what_cannot_be_scored_again(
 ) -> None:
     """Its folder is gone, or its task; what never had a reward is not asked about."""
     tasks = [Task("a", {"say": "hello"}), Task("b", {"say": "hello"}), Task("c", {"say": "boom"})]
-    made = config({"name": "length", "function": f"{tmp_path}/own.py:length"}, retries={"attempts": 1})
-    run(made, tasks)
+    settings = config({"name": "length", "function": f"{tmp_path}/own.py:length"}, retries={"attempts": 1})
+    run(settings, tasks)
     (folder,) = (tmp_path / "launches").glob("*.b.*")
     folder.rename(tmp_path / "gone")
-    found, _ = again(made, tasks[1:])
-    assert found == Rescored(0, 0, 0, {"its folder is gone": 1, "its task is not among the CONFIG's": 1})
+    result, _ = again(settings, tasks[1:])
+    assert result == Rescored(0, 0, 0, {"its folder is gone": 1, "its task is not among the CONFIG's": 1})
     with pytest.raises(ConfigError, match="there is nothing to score by"):
         again(config(), tasks)
 
@@ -359,12 +361,12 @@ def test_what_cannot_be_scored_again(
 
 def test_a_reward_that_is_sent_again_counts_once(server: Served) -> None:
     """Also of several at once, and of one that supersedes; another number, or an earlier one, is new."""
-    made = "/v1/trajectories/twice"
+    path = "/v1/trajectories/twice"
     with httpx.Client(base_url=server.url) as http:
         assert http.post("/v1/trajectories", json={"id": "twice"}).status_code == 201
 
         def give(value: float, **more: Any) -> tuple[int, str]:
-            answer = http.post(f"{made}/rewards", json={"reward": value, "source": "s", **more})
+            answer = http.post(f"{path}/rewards", json={"reward": value, "source": "s", **more})
             return answer.status_code, answer.json()["event_id"]
 
         status, first = give(1.0)
@@ -375,12 +377,12 @@ def test_a_reward_that_is_sent_again_counts_once(server: Served) -> None:
         # Even once it was superseded itself.
         assert give(2.0, supersedes=first) == (200, second)
         assert give(1.0)[0] == 201
-        found = [row[1:] for row in rewards(server, "twice")]
-        assert found == [(1.0, True), (2.0, True), (3.0, False), (1.0, False)]
+        listed = [row[1:] for row in rewards(server, "twice")]
+        assert listed == [(1.0, True), (2.0, True), (3.0, False), (1.0, False)]
 
     async def at_once() -> list[int]:
         async with Proxy(server.url) as proxy:
-            url = f"{server.url}{made}/rewards"
+            url = f"{server.url}{path}/rewards"
             posts = [proxy.http.send("POST", url, {"reward": 5.0}) for _ in range(8)]
             return [answer.status for answer in await asyncio.gather(*posts)]
 

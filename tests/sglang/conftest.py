@@ -48,10 +48,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.exit("no environment with SGLang: run `make test-sglang`", 2)
     folder = tmp_path_factory.mktemp("models")
-    made = {"dense": model.make(folder / "dense", "dense", 1, tied=True)}
+    folders = {"dense": model.make(folder / "dense", "dense", 1, tied=True)}
     for name, kind, seed in (("dense-next", "dense", 2), ("moe", "moe", 3), ("moe-next", "moe", 4)):
-        made[name] = model.make(folder / name, kind, seed, tied=kind == "dense", like=made["dense"])
-    return made
+        folders[name] = model.make(folder / name, kind, seed, tied=kind == "dense", like=folders["dense"])
+    return folders
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def servers(
 ) -> Iterator[dict[str, SglangServer]]:
     """The servers, started at once: two of the dense model; one of experts, which streams what is new."""
     folder = tmp_path_factory.mktemp("servers")
-    made = {
+    started = {
         "dense": SglangServer(models["dense"], folder),
         "second": SglangServer(models["dense"], folder),
         "moe": SglangServer(
@@ -68,13 +68,13 @@ def servers(
         ),
     }
     try:
-        for server in made.values():
+        for server in started.values():
             server.start()
-        for server in made.values():
+        for server in started.values():
             server.ready()
-        yield made
+        yield started
     finally:
-        for server in made.values():
+        for server in started.values():
             server.stop()
 
 
@@ -110,8 +110,8 @@ class Weights:
         """Have it load a model directory; the new version."""
         version = next(_VERSIONS)
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
-        told = self.server.post("/update_weights_from_disk", body)
-        assert told["success"], told
+        reply = self.server.post("/update_weights_from_disk", body)
+        assert reply["success"], reply
         return version
 
     def rename(self, *, abort: bool = False) -> int:
@@ -138,9 +138,9 @@ def weights(
         return changed[-1]
 
     yield make
-    for one in changed:
-        one.server.post("/continue_generation")
-        one.load(one.server.model)
+    for entry in changed:
+        entry.server.post("/continue_generation")
+        entry.load(entry.server.model)
 
 
 def amid(attempt: Callable[[], tuple[Generation, Any]], spans: int = 2) -> tuple[Generation, Any]:
@@ -149,10 +149,10 @@ def amid(attempt: Callable[[], tuple[Generation, Any]], spans: int = 2) -> tuple
     A busy server may hear of a change only when the answer has ended: then there was no middle.
     """
     for _ in range(5):
-        made, rest = attempt()
-        if len(made.version_spans) >= spans:
+        generation, rest = attempt()
+        if len(generation.version_spans) >= spans:
             break
-    return made, rest
+    return generation, rest
 
 
 class Client:
@@ -181,8 +181,8 @@ class Client:
 
     def generate(self, sampling: Sampling, heard: Any = ignore_tokens, **prompt: Any) -> Generation:
         """A completion."""
-        made: Generation = self.run(self.engine.generate(self.prompt(**prompt), sampling, heard))
-        return made
+        generation: Generation = self.run(self.engine.generate(self.prompt(**prompt), sampling, heard))
+        return generation
 
     def meanwhile(self, sampling: Sampling, act: Act, after: int = 60) -> tuple[Generation, list[int]]:
         """(a completion; all that was heard of it); `act` runs in a thread once `after` tokens have come."""
@@ -196,11 +196,11 @@ class Client:
                 thread.start()
 
         self.ended = False
-        made = self.generate(sampling, hear)
+        generation = self.generate(sampling, hear)
         self.ended = True
         assert thread.ident is not None, "it ended too soon"
         thread.join()
-        return made, heard
+        return generation, heard
 
     def hears_more(self, than: int) -> None:
         """Wait until `meanwhile` has heard of more tokens than that, or there are no more."""
@@ -225,15 +225,15 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
         return body | {"sampling_params": body["sampling_params"] | {"ignore_eos": True}}
 
     monkeypatch.setattr(sglang, "request_body", endless)
-    made: list[Client] = []
+    clients: list[Client] = []
 
     def make(server: SglangServer | str, **options: Any) -> Client:
-        made.append(Client(server if isinstance(server, str) else server.url, **options))
-        return made[-1]
+        clients.append(Client(server if isinstance(server, str) else server.url, **options))
+        return clients[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for item in clients:
+        item.close()
 
 
 class Reference:
@@ -257,18 +257,18 @@ class Reference:
         whole = torch.tensor([[*prompt, *ids]])
         with torch.no_grad():
             logits = self._of(path)(whole).logits[0, len(prompt) - 1 : -1] / temperature
-        told = torch.log_softmax(logits, -1)[torch.arange(len(ids)), whole[0, len(prompt) :]]
-        return told.numpy()  # type: ignore[no-any-return]
+        logprobs = torch.log_softmax(logits, -1)[torch.arange(len(ids)), whole[0, len(prompt) :]]
+        return logprobs.numpy()  # type: ignore[no-any-return]
 
     def experts(self, path: Path, ids: Sequence[int]) -> Any:
         """Which experts each position goes to, [positions, layers, topk], in no order."""
         routed = self._routed(path, ids)
-        return np.stack([one.topk(model.TOP_K).indices.numpy() for one in routed], axis=1)
+        return np.stack([layer.topk(model.TOP_K).indices.numpy() for layer in routed], axis=1)
 
     def nearest_tie(self, path: Path, ids: Sequence[int]) -> float:
         """By how little, at least, an expert was chosen before another: so little that the order of sums may
         decide it, and all that follows is otherwise. Infinite for a dense model."""
-        gaps = [one.topk(model.TOP_K + 1).values for one in self._routed(path, ids)]
+        gaps = [layer.topk(model.TOP_K + 1).values for layer in self._routed(path, ids)]
         return min((float((gap[:, -2] - gap[:, -1]).min()) for gap in gaps), default=np.inf)
 
     def _routed(self, path: Path, ids: Sequence[int]) -> list[Any]:
@@ -292,9 +292,9 @@ def reference() -> Reference:
     return Reference()
 
 
-def greatest_difference(made: Generation, wanted: Logprobs, start: int = 0) -> float:
+def greatest_difference(generation: Generation, wanted: Logprobs, start: int = 0) -> float:
     """Between a completion's logprobs from `start` on and those that they should be."""
-    assert made.logprobs is not None
-    found = made.logprobs[start : start + len(wanted)]
-    assert len(found) == len(wanted) > 0
-    return float(np.abs(found - wanted).max())
+    assert generation.logprobs is not None
+    actual = generation.logprobs[start : start + len(wanted)]
+    assert len(actual) == len(wanted) > 0
+    return float(np.abs(actual - wanted).max())

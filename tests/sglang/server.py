@@ -129,12 +129,12 @@ class SglangServer:
 
 def group_of(leader: int) -> list[Path]:
     """The processes of a group that run, in /proc; nobody may ever ask for those that have ended."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getpgid(int(process.name)) == leader and ") Z" not in (process / "stat").read_text():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def shared_files(group: int) -> set[Path]:

@@ -61,11 +61,11 @@ def server(models: dict[str, Path], tmp_path: Path) -> Iterator[SglangServer]:
 def _logprobs(server: SglangServer, **adapter: Any) -> tuple[list[int], torch.Tensor]:
     """Twelve tokens, and the logprob of each."""
     sampling = {"temperature": 0, "max_new_tokens": 12}
-    told = server.post(
+    reply = server.post(
         "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True} | adapter
     )
-    logprobs = [logprob for logprob, *_ in told["meta_info"]["output_token_logprobs"]]
-    return told["output_ids"], torch.tensor(logprobs)
+    logprobs = [logprob for logprob, *_ in reply["meta_info"]["output_token_logprobs"]]
+    return reply["output_ids"], torch.tensor(logprobs)
 
 
 def test_it_serves_what_was_trained(
@@ -73,8 +73,8 @@ def test_it_serves_what_was_trained(
 ) -> None:
     """With the adapter as the checkpoint, without it as the model that is beside it."""
     checkpoint, adapter = folders
-    told = server.post("/load_lora_adapter", {"lora_name": "mine", "lora_path": str(adapter)})
-    assert told["success"], told
+    reply = server.post("/load_lora_adapter", {"lora_name": "mine", "lora_path": str(adapter)})
+    assert reply["success"], reply
     chosen = []
     for path, named in ((models["dense"], {}), (checkpoint, {"lora_path": "mine"})):
         ids, logprobs = _logprobs(server, **named)

@@ -38,15 +38,15 @@ json.dump({"unknown": unknown, "parsed": parsed, "routers": routers}, sys.stdout
 
 def lines(module: str) -> list[tuple[dict[str, str], list[str]]]:
     """(variables, words behind the module) of each line of the page that starts such a program."""
-    found = []
+    parsed = []
     for block in FENCE.findall(PAGE):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             if module not in words:
                 continue
             variables = dict(word.split("=", 1) for word in words[: words.index("python")])
-            found.append((variables, words[words.index(module) + 1 :]))
-    return found
+            parsed.append((variables, words[words.index(module) + 1 :]))
+    return parsed
 
 
 def test_sglang_takes_every_line(models: dict[str, Path], tmp_path: Path) -> None:
@@ -59,26 +59,26 @@ def test_sglang_takes_every_line(models: dict[str, Path], tmp_path: Path) -> Non
     )
     assert len(flags) > 10
     words = [[str(models["dense"]) if w.startswith("./my-") else w for w in line] for _, line in servers]
-    asked = {"flags": flags, "lines": words, "routers": [line for _, line in routers]}
-    told = subprocess.run(
+    request = {"flags": flags, "lines": words, "routers": [line for _, line in routers]}
+    result = subprocess.run(
         [PYTHON, "-c", PARSE],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         env=environment(tmp_path),
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    answer = json.loads(told.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
     assert answer == {"unknown": [], "parsed": [str(models["dense"])] * 6, "routers": [30050]}
 
 
 def test_the_cpus_line_serves(models: dict[str, Path], tmp_path: Path) -> None:
     """As it stands, but for the model and the port; the proxy in front finds out that it is version 0."""
-    [(variables, words)] = [one for one in lines("sglang.launch_server") if "cpu" in one[1]]
+    [(variables, words)] = [line for line in lines("sglang.launch_server") if "cpu" in line[1]]
     port = str(free_port())
-    given = {"./my-model": str(models["dense"]), "30000": port}
-    command = [PYTHON, "-m", "sglang.launch_server", *(given.get(word, word) for word in words)]
+    values = {"./my-model": str(models["dense"]), "30000": port}
+    command = [PYTHON, "-m", "sglang.launch_server", *(values.get(word, word) for word in words)]
     # The wheel that is on PyPI is made for CUDA: the shim lets it start here.
     server = Process(tmp_path / "server", "page", command, environment(tmp_path) | variables)
     try:

@@ -24,11 +24,11 @@ PLAIN = Sampling(40, 1.0, 7)
 SEND = Path(__file__).parent / "programs" / "send_experts.py"
 
 
-def _check(made: Any, prompt: Any, start: int, path: Path, reference: Any) -> None:
+def _check(generation: Any, prompt: Any, start: int, path: Path, reference: Any) -> None:
     """As sets: the order among the chosen means nothing."""
-    whole = [*prompt, *made.completion_ids.tolist()]
-    experts = unpack(made.routed_experts)
-    assert made.routed_experts["start"] == start
+    whole = [*prompt, *generation.completion_ids.tolist()]
+    experts = unpack(generation.routed_experts)
+    assert generation.routed_experts["start"] == start
     assert experts.shape == (len(whole) - 1 - start, ROUTING.layers, ROUTING.topk)
     wanted = reference.experts(path, whole)[start:-1]
     assert np.array_equal(np.sort(experts, -1), np.sort(wanted, -1))
@@ -38,24 +38,24 @@ def test_experts_are_those_of_transformers(
     moe: SglangServer, client: Callable[..., Client], reference: Reference
 ) -> None:
     """Of every position and layer, whether its keys and values came out of the cache or not."""
-    one = client(moe, routed_experts=ROUTING)
+    session = client(moe, routed_experts=ROUTING)
     heard: list[int] = []
     for _ in range(2):
-        made = one.generate(PLAIN, lambda ids, _: heard.extend(ids))
-        _check(made, PROMPT, 0, moe.model, reference)
-    assert made.timings["cached_tokens"] == len(PROMPT) - 1
-    assert len(set(unpack(made.routed_experts).reshape(-1).tolist())) > 2
+        generation = session.generate(PLAIN, lambda ids, _: heard.extend(ids))
+        _check(generation, PROMPT, 0, moe.model, reference)
+    assert generation.timings["cached_tokens"] == len(PROMPT) - 1
+    assert len(set(unpack(generation.routed_experts).reshape(-1).tolist())) > 2
 
 
 def test_a_child_has_only_what_its_parent_has_not(
     moe: SglangServer, client: Callable[..., Client], reference: Reference
 ) -> None:
     """From the parent's last token on, which passes through the model only now."""
-    one = client(moe, routed_experts=ROUTING)
-    first = one.generate(PLAIN)
+    session = client(moe, routed_experts=ROUTING)
+    first = session.generate(PLAIN)
     prompt = [*PROMPT, *first.completion_ids.tolist(), 8, 9]
     known = len(prompt) - 2
-    second = one.generate(PLAIN, ids=prompt, known_tokens=known)
+    second = session.generate(PLAIN, ids=prompt, known_tokens=known)
     _check(second, prompt, known - 1, moe.model, reference)
     positions = len(unpack(first.routed_experts)) + len(unpack(second.routed_experts))
     assert positions == len(prompt) + len(second.completion_ids) - 1
@@ -69,15 +69,15 @@ def _paused(moe: Any, client: Any, changing: Any, mode: str) -> Any:
         changing.load(changing.next_model())
         moe.post("/continue_generation")
 
-    one = client(moe, routed_experts=ROUTING)
+    session = client(moe, routed_experts=ROUTING)
 
     def attempt() -> Any:
         changing.load(moe.model)
-        return one.meanwhile(Sampling(720, 1.0, 3), act)
+        return session.meanwhile(Sampling(720, 1.0, 3), act)
 
-    made, _ = amid(attempt)
-    assert len(made.version_spans) == 2
-    return made
+    generation, _ = amid(attempt)
+    assert len(generation.version_spans) == 2
+    return generation
 
 
 def test_experts_of_new_weights_are_not_those_of_old_tokens(
@@ -100,18 +100,18 @@ def test_experts_of_new_weights_are_not_those_of_old_tokens(
 
     monkeypatch.setattr(sglang, "part", heard)
     changing = weights(moe)
-    made = _paused(moe, client, changing, "retract")
-    assert (made.routed_experts, made.timings["num_retractions"]) == ({}, 1)
-    whole = [*PROMPT, *made.completion_ids.tolist()]
-    told = np.frombuffer(base64.b64decode(answers[0]["meta_info"]["routed_experts"]), "<i4")
-    found = np.sort(told.reshape(-1, ROUTING.layers, ROUTING.topk), -1)
+    generation = _paused(moe, client, changing, "retract")
+    assert (generation.routed_experts, generation.timings["num_retractions"]) == ({}, 1)
+    whole = [*PROMPT, *generation.completion_ids.tolist()]
+    routed = np.frombuffer(base64.b64decode(answers[0]["meta_info"]["routed_experts"]), "<i4")
+    experts = np.sort(routed.reshape(-1, ROUTING.layers, ROUTING.topk), -1)
     paths = (moe.model, changing.next_model())
     old, new = (np.sort(reference.experts(path, whole)[:-1], -1) for path in paths)
-    assert np.array_equal(found, new)
-    before = len(PROMPT) + made.version_spans[0].end - 1
-    assert not np.array_equal(found[:before], old[:before])
-    made = _paused(moe, client, changing, "abort")
-    assert len(unpack(made.routed_experts)) == len(PROMPT) + len(made.completion_ids) - 1
+    assert np.array_equal(experts, new)
+    before = len(PROMPT) + generation.version_spans[0].end - 1
+    assert not np.array_equal(experts[:before], old[:before])
+    generation = _paused(moe, client, changing, "abort")
+    assert len(unpack(generation.routed_experts)) == len(PROMPT) + len(generation.completion_ids) - 1
 
 
 def test_nobody_is_told_who_did_not_ask(
@@ -127,8 +127,8 @@ def test_nobody_is_told_who_did_not_ask(
 
 def _checksums(server: Any) -> dict[str, str]:
     [rank] = server.post("/weights_checker", {"action": "checksum"})["ranks"]
-    found: dict[str, str] = rank["checksums"]
-    return found
+    checksums: dict[str, str] = rank["checksums"]
+    return checksums
 
 
 def _send(server: Any, path: Path, version: int, form: str) -> Any:
@@ -144,12 +144,12 @@ def _send(server: Any, path: Path, version: int, form: str) -> Any:
         ) as sender,
     ):
         assert sender.stdout is not None
-        told = sender.stdout.readline()  # not to its end: what tends the shared files holds it open
+        line = sender.stdout.readline()  # not to its end: what tends the shared files holds it open
         status = sender.wait(120)
     for file in SHARED_MEMORY.glob(f"torch_{sender.pid}_*"):
         file.unlink(missing_ok=True)
     assert status == 0, server.process.tail()
-    return json.loads(told)
+    return json.loads(line)
 
 
 def test_names_that_a_server_does_not_know_are_passed_over(

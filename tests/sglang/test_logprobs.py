@@ -31,19 +31,22 @@ def test_logprobs_are_those_of_transformers(
 ) -> None:
     """Of softmax(logits / temperature), before top-p, top-k and min-p; if greedy, of softmax(logits)."""
     sampling, temperature = CASES[name]
-    made = client(server).generate(sampling)
-    ids = made.completion_ids.tolist()
-    assert greatest_difference(made, reference.logprobs(server.model, PROMPT, ids, temperature)) <= TOLERANCE
+    generation = client(server).generate(sampling)
+    ids = generation.completion_ids.tolist()
+    assert (
+        greatest_difference(generation, reference.logprobs(server.model, PROMPT, ids, temperature))
+        <= TOLERANCE
+    )
     other = 1.0 if temperature != 1.0 else 0.7
-    assert greatest_difference(made, reference.logprobs(server.model, PROMPT, ids, other)) > 0.1
-    assert (made.logprob_semantics["temperature"] or 1.0) == temperature
-    assert "altered" not in made.logprob_semantics
+    assert greatest_difference(generation, reference.logprobs(server.model, PROMPT, ids, other)) > 0.1
+    assert (generation.logprob_semantics["temperature"] or 1.0) == temperature
+    assert "altered" not in generation.logprob_semantics
 
 
 def test_greedy_requests_choose_the_likeliest(dense: SglangServer, client: Callable[..., Client]) -> None:
     """By temperature 0 or top-k 1: the same ids."""
-    one, other = (client(dense).generate(CASES[name][0]) for name in ("greedy", "top-k 1"))
-    assert one.completion_ids.tolist() == other.completion_ids.tolist()
+    first, other = (client(dense).generate(CASES[name][0]) for name in ("greedy", "top-k 1"))
+    assert first.completion_ids.tolist() == other.completion_ids.tolist()
 
 
 @pytest.mark.parametrize("name", ["greedy", "top-k 1", "temperature 0.7"])
@@ -54,16 +57,16 @@ def test_other_requests_of_a_batch_change_nothing(
     """Greedy or not, beside a greedy or a sampled request, that run in the same steps."""
     sampling, temperature = CASES[name]
     company, mine = client(dense), client(dense)
-    made: list[Any] = []
+    results: list[Any] = []
 
     def ask() -> None:
-        made.append(mine.generate(sampling))
+        results.append(mine.generate(sampling))
 
     _, heard = company.meanwhile(Sampling(300, beside, 1), ask, after=10)
     assert len(heard) == 300
-    [one] = made
-    wanted = reference.logprobs(dense.model, PROMPT, one.completion_ids.tolist(), temperature)
-    assert greatest_difference(one, wanted) <= TOLERANCE
+    [generation] = results
+    wanted = reference.logprobs(dense.model, PROMPT, generation.completion_ids.tolist(), temperature)
+    assert greatest_difference(generation, wanted) <= TOLERANCE
 
 
 def test_what_a_server_does_with_top_k_1_itself(dense: SglangServer, reference: Reference) -> None:
@@ -75,9 +78,9 @@ def test_what_a_server_does_with_top_k_1_itself(dense: SglangServer, reference: 
         return dense.post("/generate", body)
 
     def distance(answer: Any, temperature: float) -> float:
-        told = answer["meta_info"]["output_token_logprobs"]
+        entries = answer["meta_info"]["output_token_logprobs"]
         wanted = reference.logprobs(dense.model, PROMPT, answer["output_ids"], temperature)
-        return max(abs(one - entry[0]) for one, entry in zip(wanted, told, strict=True))
+        return max(abs(logprob - entry[0]) for logprob, entry in zip(wanted, entries, strict=True))
 
     assert distance(ask(40, temperature=0.7, top_k=1), 1.0) <= TOLERANCE
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

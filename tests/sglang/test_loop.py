@@ -74,17 +74,17 @@ def _agent(url: str, group: int, member: int) -> None:
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Starts `rollbook serve` in front of SGLang servers."""
-    made: list[Served] = []
+    proxies: list[Served] = []
 
     def start(model: Path, *servers: SglangServer) -> Served:
         urls = [word for server in servers for word in ("--engine-url", server.url)]
         options = ["--model", str(model), "--engine", "sglang", "--run", "loop", *urls]
-        made.append(Served(tmp_path / "store", options))
-        return made[-1]
+        proxies.append(Served(tmp_path / "store", options))
+        return proxies[-1]
 
     yield start
-    for one in made:
-        one.stop()
+    for proxy in proxies:
+        proxy.stop()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_five_versions_are_served_and_balance(
     jobs = [(g, m) for g in range(VERSIONS * GROUPS) for m in range(GROUP_SIZE)]
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda job: _agent(proxy.url, *job), jobs))
-    _, said = trainer.communicate(timeout=180)
-    assert trainer.returncode == 0, said.decode()
+    _, errors = trainer.communicate(timeout=180)
+    assert trainer.returncode == 0, errors.decode()
     proxy.stop()
     log = store.open(tmp_path / "store")
     _check_versions(log, [engine.url for engine in engines])
@@ -158,19 +158,19 @@ def _await_sync(log: Path, trainer: subprocess.Popen[bytes], engines: int) -> No
 def _check_versions(log: Store, urls: list[str]) -> None:
     """Both engines were given every version, verified, in order; a token's version was active before it."""
     activated: dict[str, list[tuple[int, str]]] = {url: [] for url in urls}
-    made: dict[int, str] = {}
+    digests: dict[int, str] = {}
     finished = 0
     for event in log.events():
         record = event.record
         if isinstance(record, PolicyActivated):
             activated[record.engine].append((record.policy_version, record.weights_digest))
         elif isinstance(record, StepCommitted):
-            made[record.policy_version] = record.digests["weights"]
+            digests[record.policy_version] = record.digests["weights"]
         finished += isinstance(record, SyncFinished)
     for history in activated.values():
         # The proxy has found out at its start that it is version 0, and then the trainer has given it that.
         assert [version for version, _ in history] == [0, *range(VERSIONS + 1)]
-        assert all(digest == made[version] for version, digest in history if version)
+        assert all(digest == digests[version] for version, digest in history if version)
     assert finished == len(urls) * (VERSIONS + 1)
 
 

@@ -39,16 +39,16 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Starts `rollbook serve` in front of a server, with the server's keys."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    made: list[Served] = []
+    proxies: list[Served] = []
 
     def start(path: Path, server: SglangServer, *options: str) -> Served:
         words = ["--model", str(path), "--engine", "sglang", "--engine-url", server.url, *options]
-        made.append(Served(tmp_path / "store", words))
-        return made[-1]
+        proxies.append(Served(tmp_path / "store", words))
+        return proxies[-1]
 
     yield start
-    for one in made:
-        one.stop()
+    for proxy in proxies:
+        proxy.stop()
 
 
 def ask(proxy: Served, name: str) -> None:
@@ -125,8 +125,8 @@ def test_a_server_that_is_not_what_one_thinks(
         assert engine_of(proxy)["policy_version"] == 0
         ask(proxy, "back")
         proxy.stop()
-    told = recorded(proxy)
-    assert {name: versions(one) for name, one in told.items()} == {
+    trajectories = recorded(proxy)
+    assert {name: versions(trajectory) for name, trajectory in trajectories.items()} == {
         "right": [0],
         "behind its back": [],
         "known by now": [],
@@ -135,8 +135,8 @@ def test_a_server_that_is_not_what_one_thinks(
         "back": [0],
     }
     for name, path in (("right", "dense"), ("back", "dense"), ("behind its back", "dense-next")):
-        _check(told[name], models[path], reference)
-    kept, drops = select(all_samples(told.values()), RecipeConfig(drop_zero_variance=False), GRPO, 0)
+        _check(trajectories[name], models[path], reference)
+    kept, drops = select(all_samples(trajectories.values()), RecipeConfig(drop_zero_variance=False), GRPO, 0)
     assert {sample.name for sample in kept} == {"right", "back"}
     assert {drop.rule for drop in drops} == {"no_version"}
     command = rollbook_command("tail", "--no-follow", "--store", proxy.path)
@@ -171,8 +171,8 @@ def test_another_model_in_the_same_run(
     changing.load(models["dense-next"])
     with pytest.raises(RuntimeError, match="is not version 0") as caught:
         serve(models["dense-next"], dense)
-    said = str(caught.value).partition("is not version 0")
-    assert "Use another --run, or the weights that version 0 is" in said[2]
+    parts = str(caught.value).partition("is not version 0")
+    assert "Use another --run, or the weights that version 0 is" in parts[2]
     assert "Traceback" not in str(caught.value)
     assert str(caught.value).count("recording run") == 1, "that of the first"
     ask(serve(models["dense-next"], dense, "--run", "another"), "second")
@@ -202,14 +202,14 @@ def test_a_sync_to_a_server_of_another_shape(
 
     weights(dense)
     wide = model.make(tmp_path / "wide", "dense", 9, tied=True, like=models["dense"], hidden=2 * model.HIDDEN)
-    made: dict[str, Callable[[], Transport]] = {
+    transports: dict[str, Callable[[], Transport]] = {
         "tensor": lambda: FromTensors(1 << 16),
         "distributed": lambda: ByBroadcast(1 << 16, "127.0.0.1", 30.0),
         "disk": lambda: FromDisk(wide),
     }
     records: list[Record] = []
     syncer = Syncer(
-        [EngineControl(dense.url)], made[transport](), lambda *r: records.extend(r), SyncOptions()
+        [EngineControl(dense.url)], transports[transport](), lambda *r: records.extend(r), SyncOptions()
     )
     shape = read_shape(wide)
     release = Release("actor", 1, "w", "", shape.head_dim, "run", tuple(weight_shapes(shape)), shape)
@@ -220,8 +220,8 @@ def test_a_sync_to_a_server_of_another_shape(
     finally:
         syncer.close()
     assert [record.KIND for record in records] == ["sync.started", "sync.failed"]
-    told = dense.post("/generate", {"input_ids": [20, 21], "sampling_params": {"max_new_tokens": 4}})
-    assert told["meta_info"]["weight_version"] == before
+    reply = dense.post("/generate", {"input_ids": [20, 21], "sampling_params": {"max_new_tokens": 4}})
+    assert reply["meta_info"]["weight_version"] == before
 
 
 class Relay:

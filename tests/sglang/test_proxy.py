@@ -75,8 +75,8 @@ def _said(whole: bytes, incremental: bool) -> tuple[list[int], list[float], Any]
     chunks = _chunks(whole)
     counted = chunks if incremental else chunks[-1:]
     ids = [i for chunk in counted for i in chunk["output_ids"]]
-    told = [e[0] for chunk in counted for e in chunk["meta_info"]["output_token_logprobs"]]
-    return ids, told, chunks[-1]["meta_info"]
+    logprobs = [e[0] for chunk in counted for e in chunk["meta_info"]["output_token_logprobs"]]
+    return ids, logprobs, chunks[-1]["meta_info"]
 
 
 Serve = Callable[..., tuple[Served, Tap, Any]]
@@ -105,9 +105,12 @@ def proxied(tmp_path: Path) -> Iterator[Serve]:
 
 def _trajectory(served: Served, turns: int) -> Trajectory:
     for _ in range(200):
-        found = {t.opened.name: t for t in fold(store.open(served.path).events()).values()}.get("one")
-        if found is not None and sum(t.delivered is not None for t in found.turns.values()) == turns:
-            return found
+        trajectory = {t.opened.name: t for t in fold(store.open(served.path).events()).values()}.get("one")
+        if (
+            trajectory is not None
+            and sum(t.delivered is not None for t in trajectory.turns.values()) == turns
+        ):
+            return trajectory
         time.sleep(0.05)
     raise AssertionError(f"no {turns} delivered turns:\n{served.log.read_text()}")
 
@@ -124,15 +127,15 @@ def _converse(client: Any) -> None:
     """Three turns, the second one streamed."""
     messages: list[Any] = [{"role": "user", "content": "What is 37 + 58?"}]
     for turn in range(3):
-        asked: Any = {"model": "m", "messages": messages, "max_tokens": 24, "temperature": 0.8}
+        request: Any = {"model": "m", "messages": messages, "max_tokens": 24, "temperature": 0.8}
         if turn == 1:
             text = "".join(
                 chunk.choices[0].delta.content or ""
-                for chunk in client.chat.completions.create(**asked, stream=True)
+                for chunk in client.chat.completions.create(**request, stream=True)
                 if chunk.choices
             )
         else:
-            text = client.chat.completions.create(**asked).choices[0].message.content or ""
+            text = client.chat.completions.create(**request).choices[0].message.content or ""
         messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
 
 
@@ -160,8 +163,8 @@ def test_a_rollout_again(
     messages: list[Any] = [{"role": "user", "content": "What is 37 + 58?"}]
     for _ in range(2):
         reply = client.chat.completions.create(model="m", messages=messages, max_tokens=16, temperature=0)
-        said = reply.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
     _trajectory(served, 2)
     httpx.post(f"{served.url}/v1/trajectories/one/finish", json={"reward": 1.0}).raise_for_status()
     served.stop()
@@ -186,12 +189,12 @@ def test_the_log_holds_what_the_server_said(
     name = _bound(served)
     _converse(client)
     trajectory = _trajectory(served, 3)
-    for turn, (asked, whole) in zip(trajectory.turns.values(), tap.said, strict=True):
+    for turn, (request, whole) in zip(trajectory.turns.values(), tap.said, strict=True):
         done = turn.completed
         assert done is not None
         ids, logprobs, meta = _said(whole, incremental)
-        assert trajectory.prompt_ids(turn).tolist() == asked["input_ids"]
-        assert (done.completion_ids.tolist(), asked["rid"]) == (ids, turn.turn_id)
+        assert trajectory.prompt_ids(turn).tolist() == request["input_ids"]
+        assert (done.completion_ids.tolist(), request["rid"]) == (ids, turn.turn_id)
         assert done.logprobs is not None
         assert done.logprobs.tolist() == np.float32(logprobs).tolist()
         assert meta["weight_versions"] == [{"version": name, "start": 0, "end": len(ids)}]
@@ -202,9 +205,9 @@ def test_the_log_holds_what_the_server_said(
         if incremental:
             raw = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
             stored = unpack(done.routed_experts)
-            assert done.routed_experts["start"] == asked["routed_experts_start_len"]
+            assert done.routed_experts["start"] == request["routed_experts_start_len"]
             assert np.array_equal(stored, raw.reshape(-1, ROUTING.layers, ROUTING.topk))
-            assert len(stored) + done.routed_experts["start"] == len(asked["input_ids"]) + len(ids) - 1
+            assert len(stored) + done.routed_experts["start"] == len(request["input_ids"]) + len(ids) - 1
         else:
             assert done.routed_experts == {}
 
@@ -216,9 +219,9 @@ def test_a_client_that_leaves_ends_the_servers_request(
     weights(dense)
     served, tap, client = proxied(dense)
     begun = time.monotonic()
-    asked: Any = {"model": "m", "max_tokens": 3000, "messages": [{"role": "user", "content": "Count."}]}
-    asked["extra_body"] = {"min_tokens": 3000}
-    with client.chat.completions.create(**asked, stream=True) as stream:
+    request: Any = {"model": "m", "max_tokens": 3000, "messages": [{"role": "user", "content": "Count."}]}
+    request["extra_body"] = {"min_tokens": 3000}
+    with client.chat.completions.create(**request, stream=True) as stream:
         for _, _chunk in zip(range(20), stream, strict=False):
             pass
     while not tap.said and time.monotonic() < begun + 30:

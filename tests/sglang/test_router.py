@@ -44,13 +44,13 @@ def routers(
     """Number of workers -> a router."""
     folder = tmp_path_factory.mktemp("routers")
     both = (servers["dense"], servers["second"])
-    made = {count: Router(folder, *both[:count]) for count in (1, 2)}
+    by_count = {count: Router(folder, *both[:count]) for count in (1, 2)}
     try:
-        for router in made.values():
+        for router in by_count.values():
             router.wait(router.ready, 60)
-        yield made
+        yield by_count
     finally:
-        for router in made.values():
+        for router in by_count.values():
             router.stop()
 
 
@@ -70,18 +70,18 @@ def test_generating_through_a_router(
     """Whole and streamed, logprobs and spans as the workers say them; every worker is asked, and known."""
     versions = {weights(worker).rename() for worker in router.workers}
     with caplog.at_level(logging.WARNING):
-        one = client(router.url)
+        session = client(router.url)
     assert caplog.messages == []  # the workers' versions are known
     seen = set()
     for stream in (False, True, False, True):
         heard: list[int] = []
         arguments = [lambda ids, _, into=heard: into.extend(ids)] if stream else []
-        made = one.generate(Sampling(40, 1.0, 7), *arguments)
-        ids = made.completion_ids.tolist()
+        generation = session.generate(Sampling(40, 1.0, 7), *arguments)
+        ids = generation.completion_ids.tolist()
         assert heard == (ids if stream else [])
         wanted = reference.logprobs(router.workers[0].model, PROMPT, ids, 1.0)
-        assert greatest_difference(made, wanted) <= TOLERANCE
-        [span] = made.version_spans
+        assert greatest_difference(generation, wanted) <= TOLERANCE
+        [span] = generation.version_spans
         assert (span.start, span.end) == (0, 40)
         seen.add(span.version)
     assert seen == versions
@@ -90,22 +90,22 @@ def test_generating_through_a_router(
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_through_a_router(router: Router, client: Callable[..., Client], stream: bool) -> None:
     """A router has no such route: the workers are told, and what there is comes back through it."""
-    one = client(router.url)
+    session = client(router.url)
 
     async def scenario() -> tuple[Generation, list[int]]:
         heard: list[int] = []
-        prompt = one.prompt()
+        prompt = session.prompt()
         arguments = (lambda ids, _: heard.extend(ids),) if stream else ()
-        task = asyncio.create_task(one.engine.generate(prompt, Sampling(3000, 1.0, 1), *arguments))
+        task = asyncio.create_task(session.engine.generate(prompt, Sampling(3000, 1.0, 1), *arguments))
         await asyncio.sleep(0.5)
-        await one.engine.abort(prompt.request_id)
+        await session.engine.abort(prompt.request_id)
         return await task, heard
 
-    made, heard = one.run(scenario())
-    assert made.finish_reason == "abort"
-    assert 1 <= len(made.completion_ids) < 3000
-    assert heard == (made.completion_ids.tolist() if stream else [])
-    assert made.version_spans[0].end == len(made.completion_ids)
+    generation, heard = session.run(scenario())
+    assert generation.finish_reason == "abort"
+    assert 1 <= len(generation.completion_ids) < 3000
+    assert heard == (generation.completion_ids.tolist() if stream else [])
+    assert generation.version_spans[0].end == len(generation.completion_ids)
 
 
 def test_a_pause_of_the_workers(
@@ -120,9 +120,9 @@ def test_a_pause_of_the_workers(
 
     def act() -> None:
         with ThreadPoolExecutor() as pool:  # at once: a request must not end where no pause has come yet
-            list(pool.map(lambda one: one.post("/pause_generation", {"mode": "abort"}), router.workers))
-        for one in changing:
-            served[one.load(one.next_model())] = one.next_model()
+            list(pool.map(lambda target: target.post("/pause_generation", {"mode": "abort"}), router.workers))
+        for target in changing:
+            served[target.load(target.next_model())] = target.next_model()
         for worker in router.workers:
             worker.post("/continue_generation")
 
@@ -130,15 +130,15 @@ def test_a_pause_of_the_workers(
 
     def attempt() -> Any:
         served.clear()
-        served.update({one.load(one.server.model): one.server.model for one in changing})
+        served.update({target.load(target.server.model): target.server.model for target in changing})
         return asking.meanwhile(LONG, act)
 
-    made, heard = amid(attempt)
-    ids = made.completion_ids.tolist()
+    generation, heard = amid(attempt)
+    ids = generation.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == 900
-    spans = made.version_spans
-    assert made.timings["resumed"] >= len(spans) - 1 >= 1
+    spans = generation.version_spans
+    assert generation.timings["resumed"] >= len(spans) - 1 >= 1
     if len(router.workers) == 1:
         assert [span.version for span in spans] == list(served)
     at = 0
@@ -147,7 +147,7 @@ def test_a_pause_of_the_workers(
         at = span.end
         prompt = [*PROMPT, *ids[: span.start]]
         wanted = reference.logprobs(served[span.version], prompt, ids[span.start : span.end], 1.0)
-        assert greatest_difference(made, wanted, span.start) <= TOLERANCE
+        assert greatest_difference(generation, wanted, span.start) <= TOLERANCE
     assert at == 900
 
 
@@ -159,11 +159,13 @@ def test_a_router_that_dies(
     router = Router(tmp_path, servers["dense"])
     try:
         router.wait(router.ready, 60)
-        one = client(router.url)
+        session = client(router.url)
 
         async def scenario() -> float:
             arguments = (lambda *_: None,) if stream else ()
-            task = asyncio.create_task(one.engine.generate(one.prompt(), Sampling(3000, 1.0, 1), *arguments))
+            task = asyncio.create_task(
+                session.engine.generate(session.prompt(), Sampling(3000, 1.0, 1), *arguments)
+            )
             await asyncio.sleep(0.5)
             router.process.kill()
             begun = time.monotonic()
@@ -171,6 +173,6 @@ def test_a_router_that_dies(
                 await task
             return time.monotonic() - begun
 
-        assert one.run(scenario()) < 20
+        assert session.run(scenario()) < 20
     finally:
         router.stop()

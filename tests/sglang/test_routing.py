@@ -45,13 +45,13 @@ def undecided(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def server(undecided: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """A server of it that tells where tokens went."""
-    made = SglangServer(undecided, tmp_path_factory.mktemp("servers"), "--enable-return-routed-experts")
+    started = SglangServer(undecided, tmp_path_factory.mktemp("servers"), "--enable-return-routed-experts")
     try:
-        made.start()
-        made.ready()
-        yield made
+        started.start()
+        started.ready()
+        yield started
     finally:
-        made.stop()
+        started.stop()
 
 
 def _agent(url: str, group: int, member: int) -> None:
@@ -60,8 +60,8 @@ def _agent(url: str, group: int, member: int) -> None:
     with httpx.Client(base_url=url, timeout=200) as http:
         messages: list[Any] = [{"role": "user", "content": f"{group} plus {member}"}]
         for _ in range(2):
-            asked = {"model": "any", "messages": messages, "max_tokens": 32}
-            reply = http.post(f"/t/{name}/group/{group}/v1/chat/completions", json=asked)
+            request = {"model": "any", "messages": messages, "max_tokens": 32}
+            reply = http.post(f"/t/{name}/group/{group}/v1/chat/completions", json=request)
             assert reply.status_code == 200, reply.text
             messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         done = http.post(f"/v1/trajectories/{name}/finish", json={"reward": member / 4})
@@ -82,7 +82,7 @@ def test_the_gap_is_gone_where_routing_is_replayed(
                 _agent(proxy.url, group, member)
     finally:
         proxy.stop()
-    found = {}
+    metrics = {}
     for replayed in (True, False):
         path = shutil.copytree(recorded, tmp_path / f"{replayed}")
         algorithm = {"name": "grpo", "groups": GROUPS, "group_size": GROUP_SIZE}
@@ -91,8 +91,8 @@ def test_the_gap_is_gone_where_routing_is_replayed(
         log = store.open(path)
         [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
         assert replay_step(log, 0).bit_for_bit
-        found[replayed] = done.metrics
-    assert found[True]["routing_replayed"] == 1.0
-    assert found[True]["engine_logprob_gap"] < 1e-4
-    assert found[False]["engine_logprob_gap"] > 0.01
-    assert found[True]["own_routing_logprob_gap"] == pytest.approx(found[False]["engine_logprob_gap"])
+        metrics[replayed] = done.metrics
+    assert metrics[True]["routing_replayed"] == 1.0
+    assert metrics[True]["engine_logprob_gap"] < 1e-4
+    assert metrics[False]["engine_logprob_gap"] > 0.01
+    assert metrics[True]["own_routing_logprob_gap"] == pytest.approx(metrics[False]["engine_logprob_gap"])

@@ -103,13 +103,13 @@ def test_an_engine_of_the_run_that_dies(models: dict[str, Path], tmp_path: Path)
     assert f"engine 127.0.0.1:{engine} was ended by SIGKILL" in (tmp_path / "run.log").read_text()
     assert not any(group_of(group) for group in groups)
     records = [event.record for event in log_of.events()]
-    assert [one.policy_version for one in records if isinstance(one, StepCommitted)] == [1, 2, 3, 4]
-    evaluated = [one for one in records if isinstance(one, EvalFinished)]
-    assert [(one.policy_version, one.oldest_version, one.newest_version) for one in evaluated] == [
-        (version, version, version) for version in (0, STEPS)
-    ]
-    given = [one.policy_version for one in records if isinstance(one, PolicyActivated)]
-    assert len(given) > len(set(given)), "one version was given twice: to the new engine too"
+    assert [record.policy_version for record in records if isinstance(record, StepCommitted)] == [1, 2, 3, 4]
+    evaluated = [record for record in records if isinstance(record, EvalFinished)]
+    assert [
+        (record.policy_version, record.oldest_version, record.newest_version) for record in evaluated
+    ] == [(version, version, version) for version in (0, STEPS)]
+    activated = [record.policy_version for record in records if isinstance(record, PolicyActivated)]
+    assert len(activated) > len(set(activated)), "one version was given twice: to the new engine too"
     assert not any(fold_ledger(log_of.events()).unaccounted().values())
 
 

@@ -16,26 +16,26 @@ from rollbook.engines.sglang.protocol import check_version
 
 def test_the_version_that_is_served(server: SglangServer) -> None:
     """It is told, and new enough."""
-    told = server.get("/server_info")
-    assert told["version"] == "0.5.23"
-    assert check_version(told, server.url) is None
+    info = server.get("/server_info")
+    assert info["version"] == "0.5.23"
+    assert check_version(info, server.url) is None
 
 
 def test_nothing_is_left_of_a_server(models: dict[str, Path], tmp_path: Path) -> None:
     """Stopped while it still starts: no process of its group, no file in shared memory, no listener."""
-    one = SglangServer(models["dense"], tmp_path)
-    one.start()
-    one.ready()
-    group = one.process.process.pid
+    server = SglangServer(models["dense"], tmp_path)
+    server.start()
+    server.ready()
+    group = server.process.process.pid
     shared = shared_files(group)
     assert len(group_of(group)) > 2
     assert len(shared) >= 2  # its load, and a semaphore
-    one.stop()
-    one.stop()
+    server.stop()
+    server.stop()
     assert group_of(group) == []
     assert [file for file in shared if file.exists()] == []
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{one.url}/health")
+        httpx.get(f"{server.url}/health")
 
 
 MAPS = """
@@ -74,10 +74,10 @@ def test_what_others_map_too_is_left(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     """With the end of its log, as soon as it has ended."""
-    one = SglangServer(tmp_path / "nothing", tmp_path)
-    one.start()
+    server = SglangServer(tmp_path / "nothing", tmp_path)
+    server.start()
     try:
         with pytest.raises(RuntimeError, match=r"(?s)sglang-\d+ ended with .*nothing"):
-            one.ready()
+            server.ready()
     finally:
-        one.stop()
+        server.stop()

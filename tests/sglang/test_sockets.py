@@ -15,16 +15,16 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """Where a process and those that it started listen for TCP."""
     root = psutil.Process(pid)
     return {
-        (one.laddr.ip.removeprefix("::ffff:"), one.laddr.port)
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
         for process in (root, *root.children(recursive=True))
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
 def test_where_it_listens(servers: dict[str, SglangServer]) -> None:
     """Its port is at the address that it was told; the store of its own ranks is on all interfaces."""
     server = servers["dense"]
-    found = listening(server.process.process.pid)
-    assert ("127.0.0.1", server.port) in found
-    assert len([ip for ip, _ in found if ip in EVERYWHERE]) == 1
+    addresses = listening(server.process.process.pid)
+    assert ("127.0.0.1", server.port) in addresses
+    assert len([ip for ip, _ in addresses if ip in EVERYWHERE]) == 1

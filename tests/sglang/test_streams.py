@@ -22,18 +22,18 @@ def test_a_stream_says_the_same_as_the_whole(
 ) -> None:
     """What is heard on the way, whole or only what is new, adds up to the answer that comes at once."""
     version = weights(server).rename()
-    one = client(server)
-    whole = one.generate(GREEDY)
+    session = client(server)
+    whole = session.generate(GREEDY)
     heard: list[tuple[list[int], list[float]]] = []
-    made = one.generate(GREEDY, lambda ids, logprobs: heard.append((list(ids), list(logprobs))))
+    generation = session.generate(GREEDY, lambda ids, logprobs: heard.append((list(ids), list(logprobs))))
     assert len(heard) > 1
     ids = list(itertools.chain.from_iterable(ids for ids, _ in heard))
-    logprobs = list(itertools.chain.from_iterable(told for _, told in heard))
-    assert ids == made.completion_ids.tolist() == whole.completion_ids.tolist()
-    assert made.logprobs.tolist() == pytest.approx(logprobs, abs=1e-7)
-    assert made.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=TOLERANCE)
-    assert made.version_spans == whole.version_spans == (VersionSpan("actor", version, 0, 80),)
-    assert (made.finish_reason, one.engine.policy_version()) == ("length", version)
+    logprobs = list(itertools.chain.from_iterable(values for _, values in heard))
+    assert ids == generation.completion_ids.tolist() == whole.completion_ids.tolist()
+    assert generation.logprobs.tolist() == pytest.approx(logprobs, abs=1e-7)
+    assert generation.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=TOLERANCE)
+    assert generation.version_spans == whole.version_spans == (VersionSpan("actor", version, 0, 80),)
+    assert (generation.finish_reason, session.engine.policy_version()) == ("length", version)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -41,7 +41,7 @@ def test_an_abort_in_the_middle(
     server: SglangServer, client: Callable[..., Client], reference: Reference, stream: bool
 ) -> None:
     """What there is comes back, with its logprobs and span; nobody goes on with it."""
-    one = client(server)
+    session = client(server)
 
     async def scenario() -> tuple[Generation, list[int]]:
         heard: list[int] = []
@@ -52,35 +52,35 @@ def test_an_abort_in_the_middle(
             if len(heard) >= 30:
                 enough.set()
 
-        prompt = one.prompt()
+        prompt = session.prompt()
         arguments = (hear,) if stream else ()
-        task = asyncio.create_task(one.engine.generate(prompt, Sampling(2000, 1.0, 1), *arguments))
+        task = asyncio.create_task(session.engine.generate(prompt, Sampling(2000, 1.0, 1), *arguments))
         await asyncio.wait_for(enough.wait(), 60) if stream else await asyncio.sleep(0.3)
-        await one.engine.abort(prompt.request_id)
+        await session.engine.abort(prompt.request_id)
         return await task, heard
 
-    made, heard = one.run(scenario())
-    ids = made.completion_ids.tolist()
-    assert made.finish_reason == "abort"
+    generation, heard = session.run(scenario())
+    ids = generation.completion_ids.tolist()
+    assert generation.finish_reason == "abort"
     assert 1 <= len(ids) < 2000
     assert heard == (ids if stream else [])
-    assert [(span.start, span.end) for span in made.version_spans] == [(0, len(ids))]
-    assert "resumed" not in made.timings
-    assert greatest_difference(made, reference.logprobs(server.model, PROMPT, ids, 1.0)) <= TOLERANCE
+    assert [(span.start, span.end) for span in generation.version_spans] == [(0, len(ids))]
+    assert "resumed" not in generation.timings
+    assert greatest_difference(generation, reference.logprobs(server.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
 def test_an_abort_ends_all_whose_ids_begin_so(dense: SglangServer, client: Callable[..., Client]) -> None:
     """So no id of a request may be the beginning of another's; what is ended so goes on by itself."""
-    one = client(dense)
+    session = client(dense)
 
     async def scenario() -> list[Generation]:
         prompts = [Prompt(token_ids(PROMPT), (), None, name) for name in ("turn-7", "turn-77", "other")]
-        tasks = [asyncio.create_task(one.engine.generate(p, Sampling(300, 1.0, 1))) for p in prompts]
+        tasks = [asyncio.create_task(session.engine.generate(p, Sampling(300, 1.0, 1))) for p in prompts]
         await asyncio.sleep(0.3)
-        await one.engine.abort("turn-7")
+        await session.engine.abort("turn-7")
         return list(await asyncio.gather(*tasks))
 
-    mine, namesake, other = one.run(scenario())
+    mine, namesake, other = session.run(scenario())
     assert mine.finish_reason == "abort"
     assert (namesake.finish_reason, namesake.timings["resumed"], len(namesake.completion_ids)) == (
         "length",

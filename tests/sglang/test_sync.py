@@ -39,13 +39,13 @@ def untied(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """A server of a dense model whose head is not its embedding, which takes a step after the other."""
     folder = tmp_path_factory.mktemp("untied")
     path = model.make(folder / "model", "dense", 5, tied=False, like=models["dense"])
-    made = SglangServer(path, folder, "--disable-overlap-schedule")
-    made.start()
+    started = SglangServer(path, folder, "--disable-overlap-schedule")
+    started.start()
     try:
-        made.ready()
-        yield made
+        started.ready()
+        yield started
     finally:
-        made.stop()
+        started.stop()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,15 +66,15 @@ class Trainer:
         from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors
 
         self.close()
-        made: Any = {
+        built: Any = {
             "disk": lambda: FromDisk(Path()),
             "tensor": lambda: FromTensors(BUCKET),
             "distributed": lambda: ByBroadcast(BUCKET, "127.0.0.1", TIMEOUT_S),
         }[transport]()
-        self._transport = made
+        self._transport = built
         engines = [EngineControl(server.url, TIMEOUT_S) for server in self.servers]
         self._syncer = Syncer(
-            engines, made, lambda *records: self.records.extend(records), SyncOptions(pause)
+            engines, built, lambda *records: self.records.extend(records), SyncOptions(pause)
         )
 
     def make(self) -> int:
@@ -100,8 +100,8 @@ class Trainer:
         head_dim = json.loads((self.path / "config.json").read_bytes())["head_dim"]
         weights = tensors or (lambda: iter(read_weights(self.path).items()))
         release = Release("actor", version, "w", "", head_dim, "run", tuple(names))
-        found: list[str] = self._syncer.sync(release, weights)
-        return found
+        urls: list[str] = self._syncer.sync(release, weights)
+        return urls
 
     def said(self) -> list[str]:
         """Kinds of what was written since this was last asked."""
@@ -118,27 +118,27 @@ class Trainer:
 @pytest.fixture
 def trainer(tmp_path: Path, weights: Callable[[SglangServer], Weights]) -> Iterator[Callable[..., Trainer]]:
     """Makes trainers of servers, which afterwards have what they were started with."""
-    made: list[Trainer] = []
+    trainers: list[Trainer] = []
 
     def make(*servers: SglangServer) -> Trainer:
         for server in servers:
             if server.model.name in ("dense", "moe"):
                 weights(server)
-        made.append(Trainer(tmp_path, list(servers)))
-        return made[-1]
+        trainers.append(Trainer(tmp_path, list(servers)))
+        return trainers[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for item in trainers:
+        item.close()
 
 
 def _generated(server: SglangServer) -> tuple[list[int], list[float], list[Any]]:
     """(ids, logprobs, version spans) of a completion."""
     params = {"max_new_tokens": LENGTH, "temperature": 1.0, "ignore_eos": True}
-    told = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
-    meta = told["meta_info"]
+    reply = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
+    meta = reply["meta_info"]
     logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-    return told["output_ids"], logprobs, meta["weight_versions"]
+    return reply["output_ids"], logprobs, meta["weight_versions"]
 
 
 def _check(server: SglangServer, path: Path, version: int, reference: Any) -> None:
@@ -169,7 +169,7 @@ def test_every_transport(
         version = ours.make()
         held = read_weights(ours.path)
         assert ours.sync(version, names=held) == [server.url]
-        [record] = [one for one in ours.records if isinstance(one, PolicyActivated)]
+        [record] = [entry for entry in ours.records if isinstance(entry, PolicyActivated)]
         assert ours.said() == ["sync.started", "policy.activated", "sync.finished"]
         assert record.held is not None
         assert (record.held["checksum"], record.held["tp_ranks"]) == ("sha256", [0])
@@ -278,8 +278,8 @@ def _in_place(old: Path, new: Path, ids: list[int], cut: int) -> list[float]:
         # The last token before the cut was sampled by the old weights, and passes through the new ones.
         held = before(torch.tensor([[*PROMPT, *ids[: cut - 1]]]), use_cache=True).past_key_values
         logits = after(torch.tensor([ids[cut - 1 : -1]]), past_key_values=held).logits[0]
-    told: list[float] = torch.log_softmax(logits, -1)[range(len(ids) - cut), ids[cut:]].tolist()
-    return told
+    logprobs: list[float] = torch.log_softmax(logits, -1)[range(len(ids) - cut), ids[cut:]].tolist()
+    return logprobs
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -305,44 +305,44 @@ def test_in_the_middle_of_a_request(
         versions.append(ours.make())
         return client(server).meanwhile(Sampling(720, 1.0, 3), partial(ours.sync, versions[-1]))
 
-    made, heard = amid(attempt)
+    generation, heard = amid(attempt)
     (first, second), old = versions[-2:], paths[-1]
-    ids = made.completion_ids.tolist()
+    ids = generation.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == 720
-    before, after = made.version_spans
+    before, after = generation.version_spans
     assert (before.version, before.start, before.end) == (first, 0, after.start)
     assert (after.version, after.end) == (second, 720)
     cut = before.end
     assert 60 <= cut < 720
-    told = made.logprobs.tolist()
+    logprobs = generation.logprobs.tolist()
     wanted = reference.logprobs(old, PROMPT, ids[:cut], 1.0).tolist()
     if pause == "in_place":
         wanted += _in_place(old, ours.path, ids, cut)
     else:
         wanted += reference.logprobs(ours.path, [*PROMPT, *ids[:cut]], ids[cut:], 1.0).tolist()
-    assert max(abs(a - b) for a, b in zip(told, wanted, strict=True)) <= TOLERANCE
+    assert max(abs(a - b) for a, b in zip(logprobs, wanted, strict=True)) <= TOLERANCE
 
 
 def test_a_grammar_that_is_compiled(
     dense: SglangServer, trainer: Callable[..., Trainer], reference: Reference
 ) -> None:
     """For its request SGLang flushes nothing, not even paused: it goes on until the grammar is there."""
-    ours, made = trainer(dense), []
+    ours, replies = trainer(dense), []
     ours.connect("tensor")
     ours.sync(first := ours.make())
     second = ours.make()
-    one = {"type": "string", "pattern": "^[a-z]{1,90}(foo|bar){0,60}$"}
-    fields = {f"k{number}": one for number in range(60)}
+    string = {"type": "string", "pattern": "^[a-z]{1,90}(foo|bar){0,60}$"}
+    fields = {f"k{number}": string for number in range(60)}
     schema = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "json_schema": schema}}
-    asking = threading.Thread(target=lambda: made.append(dense.post("/generate", body)))
+    asking = threading.Thread(target=lambda: replies.append(dense.post("/generate", body)))
     asking.start()
     while httpx.post(f"{dense.url}/flush_cache", timeout=30).status_code == 200:
         time.sleep(0.01)
     dense.post("/pause_generation", {"mode": "retract"})
     assert ours.sync(second) == [dense.url]
     asking.join(TIMEOUT_S)
-    spans = made[0]["meta_info"]["weight_versions"]
+    spans = replies[0]["meta_info"]["weight_versions"]
     assert {version_in(span["version"]) for span in spans} <= {first, second}
     _check(dense, ours.path, second, reference)

@@ -30,10 +30,10 @@ LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 
 
-def _cut(made: Generation, before: int | None, after: int) -> int:
+def _cut(generation: Generation, before: int | None, after: int) -> int:
     """Where the spans change from one version to the other; they cover all tokens."""
-    first, second = made.version_spans
-    assert (first.start, first.end, second.end) == (0, second.start, len(made.completion_ids))
+    first, second = generation.version_spans
+    assert (first.start, first.end, second.end) == (0, second.start, len(generation.completion_ids))
     assert (first.version, second.version) == (before, after)
     return first.end
 
@@ -50,35 +50,35 @@ def test_weights_loaded_in_the_middle(
 
     In place, keys and values of the old weights stay, so what comes after the change is of neither model.
     """
-    changing, one = weights(server), client(server)
-    told: list[int] = []
+    changing, session = weights(server), client(server)
+    versions: list[int] = []
 
     def act() -> None:
         server.post("/pause_generation", {"mode": mode})
-        told.append(changing.load(changing.next_model(), flush=mode != "in_place"))
+        versions.append(changing.load(changing.next_model(), flush=mode != "in_place"))
         server.post("/continue_generation")
 
     def attempt() -> tuple[Generation, list[int]]:
-        told[:] = [changing.load(server.model)]
-        return one.meanwhile(LONG, act)
+        versions[:] = [changing.load(server.model)]
+        return session.meanwhile(LONG, act)
 
-    made, heard = amid(attempt)
-    before, after = told
-    ids = made.completion_ids.tolist()
+    generation, heard = amid(attempt)
+    before, after = versions
+    ids = generation.completion_ids.tolist()
     assert heard == ids
-    assert (made.finish_reason, len(ids)) == ("length", LENGTH)
-    cut = _cut(made, before, after)
+    assert (generation.finish_reason, len(ids)) == ("length", LENGTH)
+    cut = _cut(generation, before, after)
     assert 60 <= cut < LENGTH
     old = reference.logprobs(server.model, PROMPT, ids[:cut], 1.0)
-    assert greatest_difference(made, old) <= TOLERANCE
+    assert greatest_difference(generation, old) <= TOLERANCE
     new = reference.logprobs(changing.next_model(), [*PROMPT, *ids[:cut]], ids[cut:], 1.0)
-    difference = greatest_difference(made, new, cut)
+    difference = greatest_difference(generation, new, cut)
     if mode == "in_place":
         assert difference > 0.01
     elif difference > TOLERANCE:
         assert reference.nearest_tie(changing.next_model(), [*PROMPT, *ids]) < TIE, difference
-    assert made.timings.get("resumed") == (1 if mode == "abort" else None)
-    assert made.timings.get("num_retractions") == (1 if mode == "retract" else None)
+    assert generation.timings.get("resumed") == (1 if mode == "abort" else None)
+    assert generation.timings.get("num_retractions") == (1 if mode == "retract" else None)
 
 
 @pytest.mark.parametrize("mode", [*MODES, None])
@@ -90,26 +90,26 @@ def test_a_version_that_is_only_renamed(
     mode: Any,
 ) -> None:
     """In the middle of a request, paused or not: two spans, and logprobs of the one model throughout."""
-    changing, one = weights(dense), client(dense)
-    told: list[int] = []
+    changing, session = weights(dense), client(dense)
+    versions: list[int] = []
 
     def act() -> None:
         if mode:
             dense.post("/pause_generation", {"mode": mode})
-        told.append(changing.rename())
+        versions.append(changing.rename())
         if mode:
             dense.post("/continue_generation")
 
     def attempt() -> tuple[Generation, list[int]]:
-        told[:] = [changing.rename()]
-        return one.meanwhile(LONG, act)
+        versions[:] = [changing.rename()]
+        return session.meanwhile(LONG, act)
 
-    made, heard = amid(attempt)
-    ids = made.completion_ids.tolist()
+    generation, heard = amid(attempt)
+    ids = generation.completion_ids.tolist()
     assert heard == ids
     assert len(ids) == LENGTH
-    assert 60 <= _cut(made, *told) < LENGTH
-    assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
+    assert 60 <= _cut(generation, *versions) < LENGTH
+    assert greatest_difference(generation, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -117,21 +117,27 @@ def test_what_goes_on_runs_to_its_end(
     dense: SglangServer, client: Callable[..., Client], stream: bool
 ) -> None:
     """Two seconds after a stream's end the server aborts what has its id: what goes on has another."""
-    one = client(dense)
+    session = client(dense)
     heard: list[int] = []
 
     async def scenario() -> Generation:
         arguments = (lambda ids, _: heard.extend(ids),) if stream else ()
-        task = asyncio.create_task(one.engine.generate(one.prompt(), Sampling(1200, 1.0, 1), *arguments))
+        task = asyncio.create_task(
+            session.engine.generate(session.prompt(), Sampling(1200, 1.0, 1), *arguments)
+        )
         await asyncio.sleep(0.5)
         await asyncio.to_thread(dense.post, "/pause_generation", {"mode": "abort"})
         await asyncio.to_thread(dense.post, "/continue_generation")
         return await task
 
-    made = one.run(scenario())
-    assert heard == (made.completion_ids.tolist() if stream else [])
-    assert (made.finish_reason, len(made.completion_ids), made.timings["resumed"]) == ("length", 1200, 1)
-    assert made.timings["engine_us"] > 3e6, "it was too quick for this test"
+    generation = session.run(scenario())
+    assert heard == (generation.completion_ids.tolist() if stream else [])
+    assert (generation.finish_reason, len(generation.completion_ids), generation.timings["resumed"]) == (
+        "length",
+        1200,
+        1,
+    )
+    assert generation.timings["engine_us"] > 3e6, "it was too quick for this test"
 
 
 def test_a_version_whose_naming_aborts(
@@ -141,19 +147,19 @@ def test_a_version_whose_naming_aborts(
     reference: Reference,
 ) -> None:
     """SGLang's default: all requests end, and go on from here."""
-    changing, one = weights(dense), client(dense)
-    told: list[int] = []
+    changing, session = weights(dense), client(dense)
+    versions: list[int] = []
 
     def attempt() -> tuple[Generation, list[int]]:
-        told[:] = [changing.rename()]
-        return one.meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
+        versions[:] = [changing.rename()]
+        return session.meanwhile(LONG, lambda: versions.append(changing.rename(abort=True)))
 
-    made, heard = amid(attempt)
-    ids = made.completion_ids.tolist()
+    generation, heard = amid(attempt)
+    ids = generation.completion_ids.tolist()
     assert heard == ids
-    assert (len(ids), made.timings.get("resumed"), len(made.version_spans)) == (LENGTH, 1, 2)
-    _cut(made, *told)
-    assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
+    assert (len(ids), generation.timings.get("resumed"), len(generation.version_spans)) == (LENGTH, 1, 2)
+    _cut(generation, *versions)
+    assert greatest_difference(generation, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
 def test_several_pauses_of_one_request(
@@ -166,32 +172,32 @@ def test_several_pauses_of_one_request(
     changing = weights(moe)
     paths = [moe.model, changing.next_model(), moe.model]
     versions: list[int] = []
-    one = client(moe, routed_experts=ROUTING)
+    session = client(moe, routed_experts=ROUTING)
 
     def act() -> None:
         for path in paths[1:]:
             moe.post("/pause_generation", {"mode": "abort"})
             versions.append(changing.load(path))
-            heard = len(one.heard)
+            heard = len(session.heard)
             moe.post("/continue_generation")
-            one.hears_more(heard)
+            session.hears_more(heard)
 
     def attempt() -> tuple[Generation, list[int]]:
         versions[:] = [changing.load(moe.model)]
-        return one.meanwhile(LONG, act)
+        return session.meanwhile(LONG, act)
 
-    made, heard = amid(attempt, spans=3)
-    ids = made.completion_ids.tolist()
+    generation, heard = amid(attempt, spans=3)
+    ids = generation.completion_ids.tolist()
     assert heard == ids
-    spans = made.version_spans
-    assert made.timings["resumed"] == 2
+    spans = generation.version_spans
+    assert generation.timings["resumed"] == 2
     assert [span.version for span in spans] == versions
-    experts = unpack(made.routed_experts)
+    experts = unpack(generation.routed_experts)
     assert experts.shape == (len(PROMPT) + len(ids) - 1, *experts.shape[1:])
     for span in spans:
         path = paths[versions.index(span.version)]
         new = reference.logprobs(path, [*PROMPT, *ids[: span.start]], ids[span.start : span.end], 1.0)
-        assert greatest_difference(made, new, span.start) <= TOLERANCE
+        assert greatest_difference(generation, new, span.start) <= TOLERANCE
         # The token that ends a span passes through the model only under the next weights.
         there = slice(len(PROMPT) + span.start - 1 if span.start else 0, len(PROMPT) + span.end - 1)
         wanted = reference.experts(path, [*PROMPT, *ids[: span.end]])[there]

@@ -38,8 +38,8 @@ from rollbook.store.wal.frame import EMPTY_CHAIN, MAGIC, ROW_FRAME, encode_frame
 @pytest.fixture
 def batch(story: dict[str, list[Event]]) -> pa.RecordBatch:
     """The story's first lane as one batch."""
-    found: pa.RecordBatch = encode(story["serve"], 0)
-    return found
+    encoded: pa.RecordBatch = encode(story["serve"], 0)
+    return encoded
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_pages_that_stand_for_gigabytes(tmp_path: Path) -> None:
     text = "a" * (1 << 20)
     repeated = pa.DictionaryArray.from_arrays(pa.array(np.zeros(4096, np.int32)), pa.array([text]))
     plain: dict[str, Any] = {"use_dictionary": False, "compression": "zstd"}
-    for column, options, said in (
+    for column, options, message in (
         (pa.array([text * 2]), plain, r"column x has a page of 2,097,1\d\d bytes, of 1,100,000"),
         (pa.array(["a", text * 2]), {"compression": "zstd"}, r"column x has a page of 2,097,1\d\d bytes"),
         (repeated, {"compression": "zstd"}, r"row group 0 takes up to 4,29\d,\d\d\d,\d\d\d bytes"),
@@ -219,7 +219,7 @@ def test_pages_that_stand_for_gigabytes(tmp_path: Path) -> None:
     ):
         pq.write_table(pa.table({"x": column}), tmp_path / "rows", **options)
         assert (tmp_path / "rows").stat().st_size < 1 << 16
-        with pytest.raises(pa.ArrowInvalid, match=said):
+        with pytest.raises(pa.ArrowInvalid, match=message):
             refuse_large_pages(tmp_path / "rows", 1_100_000, 1 << 31)
 
 
@@ -228,10 +228,10 @@ def test_pages_that_their_footer_does_not_know(tmp_path: Path) -> None:
     column = pa.table({"x": pa.array(["a" * 300_000])})
     pq.write_table(column, tmp_path / "rows", use_dictionary=False, compression="zstd")
     data = (tmp_path / "rows").read_bytes()
-    told, more = _zigzag(300_000 + 4 + 6), _zigzag((1 << 20) - 1)
-    assert data.count(told) == 1
-    assert len(told) == len(more)
-    (tmp_path / "rows").write_bytes(data.replace(told, more))
+    size, more = _zigzag(300_000 + 4 + 6), _zigzag((1 << 20) - 1)
+    assert data.count(size) == 1
+    assert len(size) == len(more)
+    (tmp_path / "rows").write_bytes(data.replace(size, more))
     with pytest.raises(
         pa.ArrowInvalid, match=r"1 values in pages of 1,048,\d+ bytes, and its footer says 1 in"
     ):
@@ -244,11 +244,11 @@ def test_pages_that_their_footer_does_not_know(tmp_path: Path) -> None:
 
 def _zigzag(number: int) -> bytes:
     """A number as thrift writes it."""
-    value, made = number << 1, []
+    value, coded = number << 1, []
     while value > 127:
-        made.append(value & 127 | 128)
+        coded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*made, value])
+    return bytes([*coded, value])
 
 
 def test_a_sealed_file_of_that_kind(sealed: Store, monkeypatch: pytest.MonkeyPatch) -> None:

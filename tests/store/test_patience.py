@@ -8,8 +8,8 @@ from rollbook.store.patience import Patience, Waiting, waits
 def test_a_wait_is_said_after_ten_seconds_and_each_minute() -> None:
     """Not sooner, and not more often."""
     patience = Patience(100.0)
-    said = [now for now in range(100, 260) if patience.due(float(now))]
-    assert said == [110, 170, 230]
+    due = [now for now in range(100, 260) if patience.due(float(now))]
+    assert due == [110, 170, 230]
     quick = Patience(0.0, after_s=1.0, again_s=2.0)
     assert [now for now in range(8) if quick.due(float(now))] == [1, 3, 5, 7]
 

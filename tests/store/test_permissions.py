@@ -42,12 +42,12 @@ def walked(folder: Path) -> dict[str, int]:
 def check_modes(folder: Path, share: str) -> dict[str, int]:
     """That all of it has the modes of `share`, and what there is."""
     modes = MODES[share]
-    found = walked(folder)
-    for name, mode in found.items():
+    present = walked(folder)
+    for name, mode in present.items():
         wanted = modes.folder if (folder / name).is_dir() else modes.file
         wanted = wanted & 0o660 if name == "SECRET" else wanted
         assert oct(mode) == oct(wanted), name
-    return found
+    return present
 
 
 def _whole_store(folder: Path) -> None:
@@ -90,10 +90,10 @@ def test_all_of_a_store_has_its_modes(tmp_path: Path, umask: int, share: str) ->
         closing(Catalog.of(log.path)) as catalog,
     ):
         catalog.record_lane("open", writer.recovered)
-        found = check_modes(folder, share)
-    assert found.keys() >= EXPECTED
+        present = check_modes(folder, share)
+    assert present.keys() >= EXPECTED
     endings = (".wal", "UNIT.json", "marks.parquet", "trajectories.4.parquet", "locations.arrow", ".lease")
-    assert {end for end in endings if any(name.endswith(end) for name in found)} == set(endings)
+    assert {end for end in endings if any(name.endswith(end) for name in present)} == set(endings)
 
 
 def test_a_store_from_before_keeps_its_modes(tmp_path: Path) -> None:

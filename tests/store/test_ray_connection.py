@@ -103,11 +103,11 @@ def test_strangers_are_refused(started: Path) -> None:
         "another": {TOKEN: "0" * 64, TOKEN_PATH: None},
     }
     joining = {name: _joins(**changes) for name, changes in cases.items()}
-    said = {name: process.communicate(timeout=120)[0] for name, process in joining.items()}
-    assert "in ['127.0.0.1']" in said["child"]
+    output = {name: process.communicate(timeout=120)[0] for name, process in joining.items()}
+    assert "in ['127.0.0.1']" in output["child"]
     for name in ("without", "another"):
         assert joining[name].returncode != 0
-        assert "ConnectionError: Ray cannot be reached or started:\n  " in said[name]
+        assert "ConnectionError: Ray cannot be reached or started:\n  " in output[name]
 
 
 def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: py
 
 def test_a_users_own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is joined as the user's variables say, none of which is changed; and what it answers is told."""
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     class Ray:
         class exceptions:
@@ -136,7 +136,7 @@ def test_a_users_own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @staticmethod
         def init(*words: str, **options: Any) -> None:
-            given.append({"words": words, **options})
+            calls.append({"words": words, **options})
             raise RuntimeError("no\n\n such token")
 
     monkeypatch.setitem(sys.modules, "ray", Ray)
@@ -145,7 +145,7 @@ def test_a_users_own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     with pytest.raises(ConnectionError, match=r"reached or started:\n  no\n  such token"):
         connect("rollbook")
-    assert given == [{"words": (), "namespace": "rollbook", "log_to_driver": False, "logging_level": 40}]
+    assert calls == [{"words": (), "namespace": "rollbook", "log_to_driver": False, "logging_level": 40}]
     assert dict(os.environ) == before
 
 

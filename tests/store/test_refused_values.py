@@ -77,7 +77,8 @@ def test_the_key_is_whole_and_the_users_own(values: Any, said: str) -> None:
         _Whole.model_validate_json(json.dumps(values))
     assert (
         "; ".join(
-            f"{one.key}: {describe_invalid(_Whole, one)}" for one in invalid_values(caught.value, values)
+            f"{invalid.key}: {describe_invalid(_Whole, invalid)}"
+            for invalid in invalid_values(caught.value, values)
         )
         == said
     )

@@ -25,10 +25,10 @@ def test_only_its_owner_may_read_the_file(tmp_path: Path) -> None:
 
 
 def test_two_stores_have_different_secrets(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
+    first, other = tmp_path / "one", tmp_path / "other"
+    first.mkdir()
     other.mkdir()
-    assert store_secret(one, "keys") != store_secret(other, "keys")
+    assert store_secret(first, "keys") != store_secret(other, "keys")
 
 
 def test_those_who_make_it_at_once_get_the_same(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def test_values_are_read(tmp_path: Path) -> None:
     (tmp_path / "store.toml").write_text(
         "[append]\nlinger_ms = 0\n[seal]\nrow_group = 8\n[remote]\nuri = 's3://b/p'"
     )
-    found = read_settings(tmp_path)
-    assert found.append == AppendSettings(linger_ms=0)
-    assert found.seal == SealSettings(row_group=8)
-    assert (found.remote.uri, found.remote.endpoint, found.catalog.url) == ("s3://b/p", None, None)
+    settings = read_settings(tmp_path)
+    assert settings.append == AppendSettings(linger_ms=0)
+    assert settings.seal == SealSettings(row_group=8)
+    assert (settings.remote.uri, settings.remote.endpoint, settings.catalog.url) == ("s3://b/p", None, None)
 
 
 def test_the_environment_names_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +41,8 @@ def test_the_environment_names_the_catalog(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "store.toml").write_text("[catalog]\nurl = 'sqlite:///a'\n[append]\ngroup_events = 7\n")
     assert read_settings(tmp_path).catalog.url == "sqlite:///a"
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:///b")
-    found = read_settings(tmp_path)
-    assert (found.catalog.url, found.append.group_events) == ("sqlite:///b", 7)
+    settings = read_settings(tmp_path)
+    assert (settings.catalog.url, settings.append.group_events) == ("sqlite:///b", 7)
 
 
 @pytest.mark.parametrize(

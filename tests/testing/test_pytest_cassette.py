@@ -93,12 +93,12 @@ def test_after():
 def recorded(store: Store) -> Store:
     """A store with one trajectory of two requests."""
     records: list[Any] = [kinds.TrajectoryOpened("id-task-1", "task-1")]
-    for number, (asked, said) in enumerate([("2+2?", "4"), ("sure?", "yes")]):
-        turn_id, messages = new_id(), [{"role": "user", "content": asked}]
+    for number, (question, answer) in enumerate([("2+2?", "4"), ("sure?", "yes")]):
+        turn_id, messages = new_id(), [{"role": "user", "content": question}]
         place = ("id-task-1", turn_id, f"r{number}", None, "first_turn", None, 0, messages)
         records.append(kinds.TurnRequested(*place, {"model": "m"}, "m", {}, {}, "c"))
         numbers = (None, None, NONE, NONE, None, (), 0, "", "stop")
-        reply = {"role": "assistant", "content": said}
+        reply = {"role": "assistant", "content": answer}
         records.append(kinds.TurnCompleted("id-task-1", turn_id, *numbers, reply, {}, [], {}))
     with store.writer("serve") as writer:
         writer.append([Event(record, "run") for record in records]).result(30)

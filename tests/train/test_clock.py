@@ -65,8 +65,8 @@ def test_a_step_says_where_its_time_went(recorded: Callable[..., Store]) -> None
 
 
 def _rows(log: Store, query: str) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = rb.connect(log.path).execute(query).fetchall()
-    return found
+    rows: list[tuple[Any, ...]] = rb.connect(log.path).execute(query).fetchall()
+    return rows
 
 
 def test_what_is_shown_of_it() -> None:

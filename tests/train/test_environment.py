@@ -83,8 +83,8 @@ def edited(copy: Path) -> list[Any]:
     words = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     done = _run(copy, "-c", ELSEWHERE, *words, OMP_DYNAMIC="true", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    found: list[Any] = orjson.loads(done.stdout)
-    return found
+    changes: list[Any] = orjson.loads(done.stdout)
+    return changes
 
 
 # What it tells of ---------------------------------------------------------------------------------
@@ -95,12 +95,16 @@ def test_an_edited_source_and_a_variable_are_named(here: Json, edited: list[Any]
     there, files, _ = edited
     set_elsewhere = {key: value for key, value in there["variables"].items() if key != "OMP_DYNAMIC"}
     now = here | {"variables": set_elsewhere}
-    found = differences(there, now)
-    assert [one.key for one in found] == ["sources.algorithms", "sources.fold", "variables.OMP_DYNAMIC"]
-    assert [(one.recorded, one.here) for one in found][2] == ("true", None)
-    assert {one.matters for one in found} == {"bits"}
+    changes = differences(there, now)
+    assert [change.key for change in changes] == [
+        "sources.algorithms",
+        "sources.fold",
+        "variables.OMP_DYNAMIC",
+    ]
+    assert [(change.recorded, change.here) for change in changes][2] == ("true", None)
+    assert {change.matters for change in changes} == {"bits"}
     by_file = differences(there | {"files": files}, now | {"files": file_digests()})
-    named = {one.key: one.here for one in by_file if one.key.startswith("files.")}
+    named = {change.key: change.here for change in by_file if change.key.startswith("files.")}
     assert list(named) == ["files.algorithms.surrogates.py", "files.fold.another.py"]
     assert named["files.fold.another.py"] is None
     assert named["files.algorithms.surrogates.py"] == file_digests()["algorithms"]["surrogates.py"]
@@ -127,9 +131,9 @@ def test_megatron_as_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     digests = []
     for text in ("x = 1\n", "x = 2\n", "x = 1\n"):
         (first / "loss.py").write_text(text)
-        found = type("Spec", (), {"origin": str(first / "__init__.py")})
+        spec = type("Spec", (), {"origin": str(first / "__init__.py")})
         with monkeypatch.context() as patch:
-            patch.setattr(source_digests.importlib.util, "find_spec", lambda name, found=found: found)
+            patch.setattr(source_digests.importlib.util, "find_spec", lambda name, spec=spec: spec)
             digests.append(source_digests.source_digests.__wrapped__()["megatron-core"])
     assert digests[0] == digests[2] != digests[1]
 
@@ -181,13 +185,15 @@ def test_threads_and_flags_are_those_of_now(here: Json) -> None:
         torch.set_num_threads(before + 1)
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         torch.set_flush_denormal(True)
-        found = {one.key: (one.recorded, one.here) for one in differences(here, fingerprint(CPU))}
+        changes = {
+            change.key: (change.recorded, change.here) for change in differences(here, fingerprint(CPU))
+        }
     finally:
         torch.set_flush_denormal(False)
         torch.backends.mkldnn.matmul.fp32_precision = precision
         torch.set_num_threads(before)
     counts = dict.fromkeys(("threads", "threading.omp", "threading.mkl"), (before, before + 1))
-    assert found == counts | {
+    assert changes == counts | {
         "flags.onednn_matmul": ("ieee", "bf16"),
         "flags.flush_denormals": (False, True),
     }
@@ -241,10 +247,10 @@ def test_a_processor_that_hides_instructions(tmp_path: Path, monkeypatch: pytest
 )
 def test_one_difference(recorded: Json, now: Json, key: str, matters: str) -> None:
     """Its key, its values, and what it may change."""
-    (found,) = differences(recorded, now)
-    assert (found.key, found.matters) == (key, matters)
-    assert str(found).startswith(f"{key}: recorded {found.recorded!r}, here {found.here!r}")
-    assert str(found).endswith("(not known to change bits)") == (matters == "nothing known")
+    (difference,) = differences(recorded, now)
+    assert (difference.key, difference.matters) == (key, matters)
+    assert str(difference).startswith(f"{key}: recorded {difference.recorded!r}, here {difference.here!r}")
+    assert str(difference).endswith("(not known to change bits)") == (matters == "nothing known")
 
 
 @pytest.mark.parametrize(
@@ -273,13 +279,13 @@ def test_fingerprints_of_earlier_releases(here: Json) -> None:
     missing = unrecorded(old, here)
     assert {"sources", "libraries", "instructions", "threading", "flags"} <= set(missing)
     assert "kernel" not in missing
-    assert [one.key for one in differences(old | {"processor": "abacus"}, here)] == ["processor"]
+    assert [each.key for each in differences(old | {"processor": "abacus"}, here)] == ["processor"]
     stores = [path for path in DATA.glob("format-*") if path.is_dir()]
     plans = [e.record for path in stores for e in rb.open(path).events_of([StepPlanned.KIND])]
     recorded = [plan.environment for plan in plans if isinstance(plan, StepPlanned)]
     assert len(recorded) > 5
-    for one in recorded:
-        assert [d.key for d in differences(one, here)] == sorted(one)
+    for each in recorded:
+        assert [d.key for d in differences(each, here)] == sorted(each)
 
 
 _NAMES = st.sampled_from(["a", "b", "variables", "parallel", "packages"])
@@ -292,9 +298,9 @@ _PRINTS = st.dictionaries(_NAMES, _VALUES | st.dictionaries(st.sampled_from("xyz
 def test_differences_of_any_two(one: Json, other: Json) -> None:
     """None to itself; each has two values, and its key once; equal values are none."""
     assert differences(one, one) == []
-    found = differences(one | {"form": 2}, other)
-    assert [d.key for d in found] == sorted({d.key for d in found})
-    assert all(d.recorded != d.here for d in found)
+    changes = differences(one | {"form": 2}, other)
+    assert [d.key for d in changes] == sorted({d.key for d in changes})
+    assert all(d.recorded != d.here for d in changes)
 
 
 # Where they are told ------------------------------------------------------------------------------
@@ -308,13 +314,13 @@ def test_a_resume_names_the_edited_file(recorded: Callable[..., Store], copy: Pa
     with fabric.killed_at(1, Killed):
         fabric.train(log, config)
     starts = [e.record for e in log.events_of([RunOpened.KIND]) if isinstance(e.record, RunOpened)]
-    assert [one.environment["files"] for one in starts] == [file_digests()]
+    assert [start.environment["files"] for start in starts] == [file_digests()]
     file = tmp_path / "config.toml"
     file.write_text(fabric.toml(config))
     done = _run(copy, "-m", "rollbook", "train", file, "--store", log.path)
     assert done.returncode == 2
-    said = " ".join(done.stderr.split())
-    assert "running step 0 again differs in losses. What may change bits here: " in said
-    assert "files.algorithms.surrogates.py: recorded " in said
-    assert "sources.algorithms: recorded " in said
-    assert "files.loop" not in said
+    err = " ".join(done.stderr.split())
+    assert "running step 0 again differs in losses. What may change bits here: " in err
+    assert "files.algorithms.surrogates.py: recorded " in err
+    assert "sources.algorithms: recorded " in err
+    assert "files.loop" not in err

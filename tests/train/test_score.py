@@ -34,12 +34,12 @@ def _rewards(log: Store, source: str) -> dict[str, float]:
 
 def _replies(name: str, **keys: Any) -> list[Any]:
     """Eight groups of four replies, of which the first two are good."""
-    made = []
+    records = []
     for group in range(8):
         for i in range(4):
             turn = fabric.T([5, 6 + group % 3], [GOOD if i < 2 else BAD, 21 + (group + i) % 4])
-            made += fabric.records(f"{name}{group}-{i}", [turn], group=f"{name}{group}", **keys)
-    return made
+            records += fabric.records(f"{name}{group}-{i}", [turn], group=f"{name}{group}", **keys)
+    return records
 
 
 def _several_paths(several: str, single: str) -> list[Any]:
@@ -52,15 +52,15 @@ def _several_paths(several: str, single: str) -> list[Any]:
 def rated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a recorded run and a reward model trained on its preferences."""
     log = rb.open(tmp_path_factory.mktemp("rated") / "store", create=True)
-    made = _replies("a")
-    made += [PreferenceAdded(f"a{g}-{i}", f"a{g}-{i + 2}") for g in range(8) for i in (0, 1)]
-    made += _replies("e", split="eval")
-    made += [
+    records = _replies("a")
+    records += [PreferenceAdded(f"a{g}-{i}", f"a{g}-{i + 2}") for g in range(8) for i in (0, 1)]
+    records += _replies("e", split="eval")
+    records += [
         PreferenceAdded("e0-0", "e0-2"),
         PreferenceAdded("e0-1", "e0-3"),
         PreferenceAdded("e1-2", "e1-0"),
     ]
-    fabric.append(log, made)
+    fabric.append(log, records)
     trained = (("reward", "score"), ("uncertain", "mean_deviation"), ("sharded", "score"))
     for policy, head in trained:
         fabric.train(
@@ -101,10 +101,10 @@ def _score(cli: Cli, log: Store, *more: object, policy: str = "reward", source: 
 def test_rewards_are_in_the_order_of_the_preferences(cli: Cli, store: Store) -> None:
     """Every finished trajectory gets one, good replies the greater ones; and no second one."""
     assert _score(cli, store) == {"scored": 64, "already_there": 0, "left_out": {}}
-    found = _rewards(store, "judge")
-    good = [value for name, value in found.items() if name[-1] in "01"]
-    bad = [value for name, value in found.items() if name[-1] in "23"]
-    assert len(found) == 64
+    rewards = _rewards(store, "judge")
+    good = [value for name, value in rewards.items() if name[-1] in "01"]
+    bad = [value for name, value in rewards.items() if name[-1] in "23"]
+    assert len(rewards) == 64
     assert min(good) > max(bad)
     head = store.head()
     assert _score(cli, store) == {"scored": 0, "already_there": 64, "left_out": {}}
@@ -128,9 +128,9 @@ def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) 
     alone = [score for path in paths for score in model.scores([path])]
     for most in (16384, 40, 1):
         monkeypatch.setattr("rollbook.train.reward_scores.BATCH_TOKENS", most)
-        found = model.scores(paths)
-        assert [s.mean for s in found] == pytest.approx([s.mean for s in alone], abs=1e-5)
-        assert [s.deviation for s in found] == pytest.approx([s.deviation for s in alone], abs=1e-5)
+        scores = model.scores(paths)
+        assert [s.mean for s in scores] == pytest.approx([s.mean for s in alone], abs=1e-5)
+        assert [s.deviation for s in scores] == pytest.approx([s.deviation for s in alone], abs=1e-5)
     assert len({round(s.mean, 4) for s in alone}) == 5
 
 
@@ -160,10 +160,10 @@ def test_a_policy_is_trained_by_them(cli: Cli, store: Store, algorithm: dict[str
     rows = connection.execute(query).fetchall()
     means = [row[0] for row in rows]
     assert [row[1] is not None for row in rows] == [has_critic] * 2
-    found = _rewards(store, "judge")
-    used = [[found[ref["trajectory_id"]] for ref in plan.samples] for plan in plans]
+    rewards = _rewards(store, "judge")
+    used = [[rewards[ref["trajectory_id"]] for ref in plan.samples] for plan in plans]
     assert means == pytest.approx([sum(values) / 16 for values in used])
-    assert not any(name.startswith("e") for name in found), "--split train leaves the others"
+    assert not any(name.startswith("e") for name in rewards), "--split train leaves the others"
     before, after = (_likelihood(store, version) for version in (0, 2))
     assert after[GOOD] - before[GOOD] > after[BAD] - before[BAD]
 
@@ -182,16 +182,16 @@ def _likelihood(log: Store, version: int) -> dict[int, float]:
 
 def test_what_cannot_be_scored(cli: Cli, store: Store) -> None:
     """It is left out by a reason, and the rest is scored by its last path."""
-    made = fabric.records("long", [fabric.T([5] * 60, [7] * 10)], reward=1.0)
-    made += fabric.records("odd", [fabric.T([5], [100])])
-    made += fabric.records("silent", [fabric.T(delivered=False)])
-    made += fabric.records("open", finished=False)
-    made += _several_paths("branched", "single")
-    fabric.append(store, made)
+    records = fabric.records("long", [fabric.T([5] * 60, [7] * 10)], reward=1.0)
+    records += fabric.records("odd", [fabric.T([5], [100])])
+    records += fabric.records("silent", [fabric.T(delivered=False)])
+    records += fabric.records("open", finished=False)
+    records += _several_paths("branched", "single")
+    fabric.append(store, records)
     erase_trajectory(store, "a0-0", "asked")
-    found = _score(cli, store)
+    counts = _score(cli, store)
     left = {"too_long": 1, "outside_vocabulary": 1, "nothing_sampled": 1, "erased": 1}
-    assert found == {"scored": 65, "already_there": 0, "left_out": left}
+    assert counts == {"scored": 65, "already_there": 0, "left_out": left}
     rewards = _rewards(store, "judge")
     assert not {"long", "odd", "silent", "open", "a0-0"} & set(rewards)
     assert rewards["branched"] == pytest.approx(rewards["single"], abs=1e-5)
@@ -231,13 +231,13 @@ def test_penalty_and_temperature(cli: Cli, store: Store) -> None:
 def test_a_model_that_gives_no_scores(cli: Cli, store: Store, tmp_path: Path) -> None:
     """A policy, a folder that is none, a run that is not there: each is named, and nothing is appended."""
     head = store.head()
-    for model, run, said in (
+    for model, run, words in (
         (fabric.model_folder(), "demo", "gives no scores: name a reward model"),
         (tmp_path / "none", "demo", "is not there: let the command name a Hugging Face model directory"),
         (store.path / "checkpoints/demo/reward/v00000008", "dem", "no run 'dem'; there are: demo"),
     ):
         code, _, err = cli("score", model, "--store", store.path, "--run", run, "--source", "judge")
-        assert (code, said in err) == (2, True), err
+        assert (code, words in err) == (2, True), err
     assert store.head() == head
 
 
@@ -250,9 +250,9 @@ def test_following_the_tail(cli: Cli, store: Store) -> None:
 
     timer = threading.Timer(1.0, finish)
     timer.start()
-    found = _score(cli, store, "--follow", 4)
+    counts = _score(cli, store, "--follow", 4)
     timer.join()
-    assert found == {"scored": 98, "already_there": 0, "left_out": {}}
+    assert counts == {"scored": 98, "already_there": 0, "left_out": {}}
     rewards = _rewards(store, "judge")
     assert len(rewards) == 98
     assert rewards["branched"] == pytest.approx(rewards["single"], abs=1e-5)

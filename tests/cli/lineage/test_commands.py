@@ -52,19 +52,19 @@ def refused(cli: Callable[..., tuple[int, str, str]], lineages: Store) -> Told:
 
 def test_a_trajectory(lineage: Told) -> None:
     """Both ways, a row each."""
-    said = lineage("trajectory", "one")
-    assert "run demo, split train, completed, written by serve" in said
-    assert re.search(rf"^actor v0 {A} \d{{4}}-\d\d-\d\d \S+ serve=0 read by itself$", said, re.MULTILINE)
-    assert re.search(rf"^actor v1 {A} .* {A}/1 by tensor finished 4096 0.25$", said, re.MULTILINE)
-    assert f"actor v1 {B} never {B}/1 by tensor failed timed out" in said
-    assert re.search(r"^agent 0.25 serve=\d+ step 0$", said, re.MULTILINE)
-    assert re.search(r"^judge 1 .*serve=\d+ no step that trained on it$", said, re.MULTILINE)
-    assert "turns, 7 sampled tokens (7 trained): 3" in said
-    assert "step attempt status sample place rank micro with loss version\n" in said
-    assert "actor 0 1 committed one.1 0 0 0 4 v0 to v1" in said
-    assert "descendants: v2 to v5, 4 versions, 1 of them abandoned" in said
-    assert "reward 0.75" in said
-    assert "actor v4 w2 v2 renumbered c/4" in said
+    output = lineage("trajectory", "one")
+    assert "run demo, split train, completed, written by serve" in output
+    assert re.search(rf"^actor v0 {A} \d{{4}}-\d\d-\d\d \S+ serve=0 read by itself$", output, re.MULTILINE)
+    assert re.search(rf"^actor v1 {A} .* {A}/1 by tensor finished 4096 0.25$", output, re.MULTILINE)
+    assert f"actor v1 {B} never {B}/1 by tensor failed timed out" in output
+    assert re.search(r"^agent 0.25 serve=\d+ step 0$", output, re.MULTILINE)
+    assert re.search(r"^judge 1 .*serve=\d+ no step that trained on it$", output, re.MULTILINE)
+    assert "turns, 7 sampled tokens (7 trained): 3" in output
+    assert "step attempt status sample place rank micro with loss version\n" in output
+    assert "actor 0 1 committed one.1 0 0 0 4 v0 to v1" in output
+    assert "descendants: v2 to v5, 4 versions, 1 of them abandoned" in output
+    assert "reward 0.75" in output
+    assert "actor v4 w2 v2 renumbered c/4" in output
 
 
 def test_an_adopted_and_a_dropped_one(lineage: Told) -> None:
@@ -77,33 +77,33 @@ def test_an_adopted_and_a_dropped_one(lineage: Told) -> None:
 
 def test_a_sample(lineage: Told) -> None:
     """The turns of its path."""
-    said = lineage("sample", "one.2")
-    assert "turns, 5 sampled tokens (5 trained): 2" in said
-    assert "one.1" not in said
+    output = lineage("sample", "one.2")
+    assert "turns, 5 sampled tokens (5 trained): 2" in output
+    assert "one.1" not in output
 
 
 def test_a_token(lineage: Told) -> None:
     """By its turn or its trajectory; what a step made of it, and why."""
-    said = lineage("token", "one:6")
-    assert said == lineage("token", "one.2:2")
-    assert "id 7, logprob -1.0000" in said
-    assert "\ntrained actor 0 1 committed one.2" in said
-    said = lineage("token", "three.0:2")
-    assert "no committed step trained on it" in said
-    assert "not trained: cut off actor 1 2 committed" in said
+    output = lineage("token", "one:6")
+    assert output == lineage("token", "one.2:2")
+    assert "id 7, logprob -1.0000" in output
+    assert "\ntrained actor 0 1 committed one.2" in output
+    output = lineage("token", "three.0:2")
+    assert "no committed step trained on it" in output
+    assert "not trained: cut off actor 1 2 committed" in output
 
 
 def test_a_step_and_a_version(lineage: Told) -> None:
     """From and to."""
-    said = lineage("step", 1)
-    assert "committed, attempt 2, planned at other=5,serve=" in said
-    assert "attempt status error\n1 failed out of memory" in said.replace("\n ", "\n")
-    assert re.search(r"^ ?0 three three.1 2 serve=\d+ ", said, re.MULTILINE)
-    assert re.search(r"^ ?2 3 actor v1 ", said, re.MULTILINE)
-    assert "steps that consumed samples with them: 1" in said
+    output = lineage("step", 1)
+    assert "committed, attempt 2, planned at other=5,serve=" in output
+    assert "attempt status error\n1 failed out of memory" in output.replace("\n ", "\n")
+    assert re.search(r"^ ?0 three three.1 2 serve=\d+ ", output, re.MULTILINE)
+    assert re.search(r"^ ?2 3 actor v1 ", output, re.MULTILINE)
+    assert "steps that consumed samples with them: 1" in output
     assert "samples dropped: 1 by staleness" in lineage("step", 0)
-    said = lineage("policy", 5)
-    assert "made from: v4 to v0, 4 versions" in said
+    output = lineage("policy", 5)
+    assert "made from: v4 to v0, 4 versions" in output
     assert "no earlier version" in lineage("policy", 0)
 
 
@@ -120,10 +120,10 @@ def test_long_lists_are_shortened(
         re.findall(r"^ +\d+ +\S+ .* train=|^ +\d+  \S+ +\S+ +\d+ +\S+=\d+ ", out, re.MULTILINE)
         for out in (short, full)
     ]
-    assert [len(found) for found in rows] == [8, 12]
-    _, said, _ = cli("lineage", "policy", 12, "--store", store)
-    assert "made from: v11 to v0, 12 versions" in said
-    assert [f"actor v{n} " in said.split("made from")[1] for n in (10, 8)] == [False, True]
+    assert [len(matches) for matches in rows] == [8, 12]
+    _, output, _ = cli("lineage", "policy", 12, "--store", store)
+    assert "made from: v11 to v0, 12 versions" in output
+    assert [f"actor v{n} " in output.split("made from")[1] for n in (10, 8)] == [False, True]
 
 
 @pytest.mark.more_but("words0-*", "words3-*")
@@ -180,8 +180,8 @@ def test_a_step_of_several_runs(cli: Callable[..., tuple[int, str, str]], tmp_pa
     """The runs are named; --run chooses."""
     log = rb.open(tmp_path / "store", create=True)
     for run in ("a", "b"):
-        made = [RunOpened("train", {}), fabric.planned(0, 0), fabric.committed(0, 1)]
-        fabric.append(log, made, f"train-{run}", run)
+        records = [RunOpened("train", {}), fabric.planned(0, 0), fabric.committed(0, 1)]
+        fabric.append(log, records, f"train-{run}", run)
     for what in (("step", 0), ("policy", 1)):
         code, _, err = cli("lineage", *what, "--store", log.path)
         assert (code, "runs a, b each have a" in " ".join(err.split())) == (2, True)

@@ -31,12 +31,12 @@ def recorded(store: Store) -> Store:
     records: list[Any] = []
     for name in ("task-1", "task-2"):
         key, turn_id, messages = f"id-of-{name}", new_id(), [{"role": "user", "content": name}]
-        asked = (key, turn_id, f"r-{name}", None, "first_turn", None, 0, messages, {"model": "m"}, "m")
+        request = (key, turn_id, f"r-{name}", None, "first_turn", None, 0, messages, {"model": "m"}, "m")
         numbers = (None, None, NONE, NONE, None, (), 0, "", "stop")
         reply = {"role": "assistant", "content": f"answer to {name}"}
         records += [
             kinds.TrajectoryOpened(key, name),
-            kinds.TurnRequested(*asked, {}, {}, "c"),
+            kinds.TurnRequested(*request, {}, {}, "c"),
             kinds.TurnCompleted(key, turn_id, *numbers, reply, {}, [], {}),
         ]
     records.append(kinds.RewardAssigned("id-of-task-2", None, 1.0))
@@ -126,8 +126,8 @@ def test_it_prints_what_is_asked_and_what_was_not_recorded(
         f"import sys; sys.argv = {['rollbook', *words]}\nfrom rollbook.__main__ import main; main()"
     )
     try:
-        told = _lines(process.stdout)
-        listening = next(told)
+        lines = _lines(process.stdout)
+        listening = next(lines)
         assert (listening["event"], listening["requests"]) == ("listening", 1)
         asks = [
             {"model": "m", "messages": [{"role": "user", "content": text}]} for text in ("task-1", "task-9")
@@ -135,12 +135,12 @@ def test_it_prints_what_is_asked_and_what_was_not_recorded(
         replies = [httpx.post(f"{listening['url']}/v1/chat/completions", json=ask) for ask in asks]
         assert [r.status_code for r in replies] == [200, 404]
         assert replies[0].json()["choices"][0]["message"]["content"] == "answer to task-1"
-        answered, missed = next(told), next(told)
+        answered, missed = next(lines), next(lines)
         assert (answered["event"], answered["trajectory"], answered["turn"]) == ("answered", "task-1", 1)
         assert (missed["event"], missed["nearest"]["turn"]) == ("not recorded", 1)
         assert missed["nearest"]["differences"][0]["diff"][3:] == ["-task-1", "+task-9"]
         process.send_signal(signal.SIGINT)
-        stopped = next(told)
+        stopped = next(lines)
         assert (stopped["event"], stopped["used"], len(stopped["misses"])) == ("stopped", 1, 1)
         assert process.wait(30) == 130
     finally:

@@ -40,14 +40,14 @@ def test_the_head_counts_each_token_once(facts: TrajectoryFacts) -> None:
 
 def test_rewards_in_force_are_the_trajectorys(tale: list[Event]) -> None:
     """The last of a source that is not superseded, by whomever; as `Trajectory.reward` has it."""
-    given = [
+    rewards = [
         kinds.RewardAssigned("T-1", None, 0.9),
         kinds.RewardAssigned("T-1", None, 0.1, "judge", "r-0"),
         kinds.RewardAssigned("T-1", "turn-aaaa0001", 2.0),
     ]
     late = [
         Event(record, "demo", f"r-{i}", tale[-1].time_us, "serve", len(tale) + i)
-        for i, record in enumerate(given)
+        for i, record in enumerate(rewards)
     ]
     facts, trajectory = facts_of([*tale, *late]), fold([*tale, *late])["T-1"]
     assert facts.rewards == (Reward("agent", 1.0), Reward("judge", 0.1))
@@ -154,8 +154,8 @@ def test_json_has_arrays_only_if_asked(facts: TrajectoryFacts) -> None:
     assert answer["spans"][1] == {"policy": "actor", "version": 4, "start": 2, "end": 4}
     assert answer["reply"]["parts"][0]["text"] == "y is unused"
     assert "completion_ids" not in answer
-    told = facts.as_json(tokens=True)["turns"][1]["answer"]
-    assert (told["completion_ids"], told["logprobs"]) == (
+    full = facts.as_json(tokens=True)["turns"][1]["answer"]
+    assert (full["completion_ids"], full["logprobs"]) == (
         [9, 10, 11, 12],
         [pytest.approx(x) for x in (-0.05, -0.5, -2, -5)],
     )

@@ -25,11 +25,14 @@ def log(tmp_path: Path) -> Store:
     and has a reward model."""
     log = rb.open(tmp_path / "store", create=True)
     for run, steps in (("a", 4), ("b", 2)):
-        made: list[Any] = [RunOpened("train", {})]
+        records: list[Any] = [RunOpened("train", {})]
         for step in range(steps):
             metrics = {"reward": float(step), "loss": -0.5 * step, "entropy": 1.0 if run == "a" else None}
-            made += [fabric.planned(step, step), replace(fabric.committed(step, step + 1), metrics=metrics)]
-        fabric.append(log, made, lane="train", run=run)
+            records += [
+                fabric.planned(step, step),
+                replace(fabric.committed(step, step + 1), metrics=metrics),
+            ]
+        fabric.append(log, records, lane="train", run=run)
     held: list[Any] = []
     for version, rewards in ((1, (0.0, 0.5)), (4, (0.75, 0.75))):
         for i, reward in enumerate(rewards):
@@ -43,13 +46,13 @@ def log(tmp_path: Path) -> Store:
 
 
 def _run(*words: object) -> tuple[int, str]:
-    said = CliRunner().invoke(app, [str(word) for word in words])
-    return said.exit_code, said.output or str(said.exception)
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output or str(result.exception)
 
 
 def _read(log: Store, **wanted: Any) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    asked = Wanted(**({"runs": [], "policy": "actor", "metrics": [], "by": "step", "first": 0} | wanted))
-    return {(c.run, c.metric): c.points for c in read_curves(log, log.head(), asked)}
+    selection = Wanted(**({"runs": [], "policy": "actor", "metrics": [], "by": "step", "first": 0} | wanted))
+    return {(c.run, c.metric): c.points for c in read_curves(log, log.head(), selection)}
 
 
 def test_the_curves_are_the_logs(log: Store) -> None:
@@ -72,21 +75,21 @@ def test_what_is_marked(log: Store) -> None:
     for step in (4, 5):
         planned = replace(fabric.planned(step, step), phase="another")
         fabric.append(log, [planned, fabric.committed(step, step + 1)], lane="train", run="a")
-    asked = Wanted(runs=["a"], policy="actor", metrics=["reward", "loss"], by="step", first=0)
-    found = {curve.metric: curve for curve in read_curves(log, log.head(), asked)}
-    assert (found["reward"].begun, found["loss"].begun, found[HELD_OUT].begun) == ((4,), (4,), ())
-    assert (found["reward"].partial, found[HELD_OUT].partial) == (frozenset(), frozenset({4}))
+    selection = Wanted(runs=["a"], policy="actor", metrics=["reward", "loss"], by="step", first=0)
+    curves = {curve.metric: curve for curve in read_curves(log, log.head(), selection)}
+    assert (curves["reward"].begun, curves["loss"].begun, curves[HELD_OUT].begun) == ((4,), (4,), ())
+    assert (curves["reward"].partial, curves[HELD_OUT].partial) == (frozenset(), frozenset({4}))
 
 
 def test_some_of_them(log: Store) -> None:
     """By run, metric, policy, version, and from a place on; runs in the order they are named in."""
-    found = _read(log, runs=["b", "a"], metrics=["reward", "reward"], first=1, by="version")
-    assert found == {
+    curves = _read(log, runs=["b", "a"], metrics=["reward", "reward"], first=1, by="version")
+    assert curves == {
         ("b", "reward"): [(1, 1.0)],
         ("a", "reward"): [(1, 1.0), (2, 2.0), (3, 3.0)],
         ("a", HELD_OUT): [(1, 0.25), (4, 0.75)],
     }
-    assert next(iter(found)) == ("b", "reward")
+    assert next(iter(curves)) == ("b", "reward")
     assert _read(log, policy="reward") == {("a", "reward"): [(0, 0.5)]}
     assert _read(log, runs=["b"], first=2) == {}
 

@@ -65,9 +65,9 @@ def test_a_training_that_became_another_says_so(capsys: pytest.CaptureFixture[st
     """Its steps count anew, which a bar at 0 does not explain."""
     with TrainingProgress() as progress:
         progress.begun(TrainingStart("r", "dpo", None, 12, 12, 0, 9, other=12))
-    said = " ".join(capsys.readouterr().err.split())
-    assert "12 steps of this policy were committed by other configurations" in said
-    assert "count anew, 0 of 9 are done; it goes on from version 12" in said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "12 steps of this policy were committed by other configurations" in printed
+    assert "count anew, 0 of 9 are done; it goes on from version 12" in printed
 
 
 def test_an_evaluation_that_is_not_whole_says_so() -> None:

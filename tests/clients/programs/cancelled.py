@@ -35,9 +35,9 @@ def responses() -> str:
 
 def messages() -> str:
     """What had come of a message."""
-    asked = [{"role": "user", "content": ASKED}]
+    conversation = [{"role": "user", "content": ASKED}]
     text = ""
-    with Anthropic().messages.stream(model=MODEL, max_tokens=512, messages=asked) as events:
+    with Anthropic().messages.stream(model=MODEL, max_tokens=512, messages=conversation) as events:
         for count, piece in enumerate(events.text_stream):
             text += piece
             if count == ENOUGH:

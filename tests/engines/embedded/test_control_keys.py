@@ -90,8 +90,8 @@ def test_without_keys_it_is_this_hosts(served: InProcess) -> None:
     assert _post(served, "pause_generation", None, "192.0.2.1").status_code == 403
     assert _post(served, "pause_generation", None).status_code == 200
     assert _post(served, "continue_generation", None, "::1").status_code == 200
-    told = [(r.action, r.by, r.asked, r.error) for r in _controlled(served)]
-    assert told == [("pause_generation", None, {}, None), ("continue_generation", None, {}, None)]
+    controls = [(r.action, r.by, r.asked, r.error) for r in _controlled(served)]
+    assert controls == [("pause_generation", None, {}, None), ("continue_generation", None, {}, None)]
 
 
 def test_it_is_controlled_for_its_own_run(served: InProcess) -> None:

@@ -58,10 +58,10 @@ def _prompt(served: Any, text: str = "What is 37 plus 58?") -> Prompt:
 
 
 def _generate(served: Any, *samplings: Sampling, prompt: Prompt | None = None) -> list[Generation]:
-    asked = prompt or _prompt(served)
+    sent = prompt or _prompt(served)
 
     async def all_at_once() -> list[Generation]:
-        return list(await asyncio.gather(*(served.engine.generate(asked, s) for s in samplings)))
+        return list(await asyncio.gather(*(served.engine.generate(sent, s) for s in samplings)))
 
     return served.run(all_at_once())
 
@@ -102,14 +102,14 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass(
 
 def test_greedy_takes_the_most_probable_token(steady: InProcess, tiny_model: Path) -> None:
     """Temperature 0 is arg max at every place, whatever the seed."""
-    one, two = _generate(steady, Sampling(16, 0.0, 1), Sampling(16, 0.0, 2))
-    assert one.completion_ids.tolist() == two.completion_ids.tolist()
+    first, second = _generate(steady, Sampling(16, 0.0, 1), Sampling(16, 0.0, 2))
+    assert first.completion_ids.tolist() == second.completion_ids.tolist()
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     prompt = _prompt(steady).ids
-    ids = torch.tensor([[*prompt.tolist(), *one.completion_ids.tolist()]])
+    ids = torch.tensor([[*prompt.tolist(), *first.completion_ids.tolist()]])
     with torch.no_grad():
         best = model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1)
-    assert one.completion_ids.tolist() == best.tolist()
+    assert first.completion_ids.tolist() == best.tolist()
 
 
 def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: InProcess) -> None:
@@ -126,10 +126,10 @@ def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: InProcess) -> No
 def test_the_end_of_turn_token_finishes_with_stop(steady: InProcess) -> None:
     """A completion that ends in the end-of-turn token stopped; any other ran out of tokens."""
     stop = steady.turn_runner.bridges.tokenizer.stop_ids
-    made = _generate(steady, *(Sampling(60, 3.0, seed) for seed in range(48)))
-    reasons = {g.finish_reason for g in made}
+    generations = _generate(steady, *(Sampling(60, 3.0, seed) for seed in range(48)))
+    reasons = {g.finish_reason for g in generations}
     assert reasons == {"stop", "length"}
-    for g in made:
+    for g in generations:
         ended = int(g.completion_ids[-1]) in stop
         assert g.finish_reason == ("stop" if ended else "length")
         assert ended or len(g.completion_ids) == 60
@@ -330,8 +330,11 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(
         return list(await asyncio.gather(*running)), list(await asyncio.gather(*late))
 
     early, late = served.run(scenario())
-    for made, model, version, temperature in ((early, tiny_model, 0, 0.5), (late, other_model, 1, 1.0)):
-        for g in made:
+    for generations, model, version, temperature in (
+        (early, tiny_model, 0, 0.5),
+        (late, other_model, 1, 1.0),
+    ):
+        for g in generations:
             assert [s.version for s in g.version_spans] == [version]
             expected = _forward(model, prompt.ids, g.completion_ids, temperature)
             assert np.abs(g.logprobs - expected).max() < 1e-5
@@ -349,9 +352,9 @@ def test_pausing_holds_requests_until_it_continues(steady: InProcess) -> None:
         assert (await steady.client.post("/engine/continue_generation")).status_code == 200
         return await asyncio.wait_for(waiting, 20)
 
-    made = steady.run(scenario())
-    assert made.timings["held_us"] > 250_000
-    assert len(made.completion_ids) <= 4
+    generation = steady.run(scenario())
+    assert generation.timings["held_us"] > 250_000
+    assert len(generation.completion_ids) <= 4
 
 
 def test_an_update_while_paused_stays_paused(served: InProcess, other_model: Path) -> None:
@@ -378,13 +381,13 @@ def test_sglangs_generate_speaks_sglangs_form(steady: InProcess) -> None:
     (direct,) = _generate(steady, Sampling(6, 1.0, 21), prompt=prompt)
     params = {"max_new_tokens": 6, "temperature": 1.0, "sampling_seed": 21}
     body = {"input_ids": prompt.ids.tolist(), "sampling_params": params, "return_logprob": True}
-    made = steady.post("/engine/generate", json=body).json()
-    assert made["output_ids"] == direct.completion_ids.tolist()
-    meta = made["meta_info"]
+    answer = steady.post("/engine/generate", json=body).json()
+    assert answer["output_ids"] == direct.completion_ids.tolist()
+    meta = answer["meta_info"]
     assert meta["prompt_tokens"] == len(prompt.ids)
-    assert [t for _, t, _ in meta["output_token_logprobs"]] == made["output_ids"]
+    assert [t for _, t, _ in meta["output_token_logprobs"]] == answer["output_ids"]
     assert np.allclose([p for p, _, _ in meta["output_token_logprobs"]], direct.logprobs, atol=1e-5)
-    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(made["output_ids"])}]
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(answer["output_ids"])}]
 
 
 @pytest.mark.parametrize(
@@ -448,8 +451,8 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path, tiny_model: Path
 
 def _said(folder: Path, run: str, digest: str) -> Path:
     """The folder, which says that it is version 12 of a run."""
-    said = {"run": run, "policy": "actor", "policy_version": 12, "weights_digest": digest}
-    (folder / "rollbook.json").write_text(json.dumps(said))
+    origin = {"run": run, "policy": "actor", "policy_version": 12, "weights_digest": digest}
+    (folder / "rollbook.json").write_text(json.dumps(origin))
     return folder
 
 

@@ -69,10 +69,10 @@ def test_a_pause_changes_nothing(renewed: InProcess, pace: Pace, mode: str) -> N
         for tokens in (10, 40):
             await pace.until(renewed, tokens)
             await _post(renewed, "/pause_generation", mode=mode)
-            counts = [len(one.ids) for one in renewed.engine._live.values()]
+            counts = [len(request.ids) for request in renewed.engine._live.values()]
             assert max(counts) < 120
             await asyncio.sleep(0.05)
-            assert [len(one.ids) for one in renewed.engine._live.values()] == counts
+            assert [len(request.ids) for request in renewed.engine._live.values()] == counts
             await _post(renewed, "/continue_generation")
         return undisturbed, list(await asyncio.gather(*running))
 
@@ -90,7 +90,7 @@ def test_what_is_heard_on_the_way_is_what_comes(renewed: InProcess, pace: Pace) 
 
     async def scenario() -> Generation:
         ids = _prompt(renewed).ids
-        made = asyncio.create_task(
+        generation = asyncio.create_task(
             renewed.engine.generate(
                 Prompt(ids, (), None, "r"), Sampling(60, 1.0, 3), lambda new, _: heard.extend(new)
             )
@@ -98,10 +98,10 @@ def test_what_is_heard_on_the_way_is_what_comes(renewed: InProcess, pace: Pace) 
         await pace.until(renewed, 5)
         await _post(renewed, "/pause_generation", mode="retract")
         await _post(renewed, "/continue_generation")
-        return await made
+        return await generation
 
-    made = renewed.run(scenario())
-    assert heard == made.completion_ids.tolist()
+    generation = renewed.run(scenario())
+    assert heard == generation.completion_ids.tolist()
 
 
 def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: InProcess, pace: Pace) -> None:
@@ -120,16 +120,16 @@ def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: InProcess, 
         answer = await _post(renewed, "/pause_generation")
         await renewed.engine.updates._call(renewed.engine._manager.go_on)
         assert answer == {"message": "Generation paused successfully.", "status": "ok"}
-        made = await asyncio.gather(*running)
+        generations = await asyncio.gather(*running)
         await asyncio.sleep(0.05)
         assert not fresh.done()
         await _post(renewed, "/continue_generation")
-        return list(made), await fresh
+        return list(generations), await fresh
 
-    made, fresh = renewed.run(scenario())
-    assert {g.finish_reason for g in made} <= {"abort", "stop"}
-    assert "abort" in {g.finish_reason for g in made}
-    assert all(0 < len(g.completion_ids) < 120 for g in made)
+    generations, fresh = renewed.run(scenario())
+    assert {g.finish_reason for g in generations} <= {"abort", "stop"}
+    assert "abort" in {g.finish_reason for g in generations}
+    assert all(0 < len(g.completion_ids) < 120 for g in generations)
     assert fresh.finish_reason in ("length", "stop")
     (span,) = fresh.version_spans
     assert span.end == len(fresh.completion_ids)
@@ -141,8 +141,8 @@ def test_who_comes_during_a_pause_waits(renewed: InProcess, pace: Pace, mode: st
     """`ready` holds, /v1/loads tells who runs and who waits, and nobody is lost."""
 
     async def loads() -> tuple[int, int]:
-        told = (await renewed.client.get("/engine/v1/loads")).json()["loads"]
-        return told[0]["num_running_reqs"], told[0]["num_waiting_reqs"]
+        reported = (await renewed.client.get("/engine/v1/loads")).json()["loads"]
+        return reported[0]["num_running_reqs"], reported[0]["num_waiting_reqs"]
 
     async def scenario() -> None:
         assert await loads() == (0, 0)
@@ -193,14 +193,14 @@ def test_a_paused_request_can_be_aborted(renewed: InProcess, pace: Pace, mode: s
         await asyncio.sleep(0)
         for seed in (1, 2):
             await renewed.engine.abort(f"r{seed}")
-        made = await asyncio.wait_for(running, 30)
+        generation = await asyncio.wait_for(running, 30)
         with pytest.raises(EngineError, match="aborted before a token came"):
             await asyncio.wait_for(fresh, 30)
         await _post(renewed, "/continue_generation")
-        return made
+        return generation
 
-    made = renewed.run(scenario())
-    assert (made.finish_reason, len(made.completion_ids) >= 5) == ("abort", True)
+    generation = renewed.run(scenario())
+    assert (generation.finish_reason, len(generation.completion_ids) >= 5) == ("abort", True)
 
 
 def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: InProcess, pace: Pace) -> None:
@@ -214,11 +214,11 @@ def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: InProces
         await _post(renewed, "/pause_generation", mode="retract")
         assert (await _post(renewed, "/flush_cache")).startswith("Cache flushed.")
         await _post(renewed, "/continue_generation")
-        made = await asyncio.gather(*running)
+        paused = await asyncio.gather(*running)
         assert (await renewed.client.get("/engine/flush_cache")).status_code == 405  # a GET changes nothing
         undisturbed = await asyncio.gather(*_start(renewed))
-        for one, other in zip(made, undisturbed, strict=True):
-            assert one.completion_ids.tolist() == other.completion_ids.tolist()
+        for generation, other in zip(paused, undisturbed, strict=True):
+            assert generation.completion_ids.tolist() == other.completion_ids.tolist()
 
     renewed.run(scenario())
 
@@ -252,28 +252,30 @@ def test_draws_go_on_where_the_cache_ran_out(tiny_model: Path, in_process: Calla
 
     squeezed = small.run(scenario(small))
     assert offloads > 0
-    for one, other in zip(squeezed, large.run(scenario(large)), strict=True):
-        assert one.completion_ids.tolist() == other.completion_ids.tolist()
-        assert np.abs(one.logprobs - other.logprobs).max() < 1e-5
+    for generation, other in zip(squeezed, large.run(scenario(large)), strict=True):
+        assert generation.completion_ids.tolist() == other.completion_ids.tolist()
+        assert np.abs(generation.logprobs - other.logprobs).max() < 1e-5
 
 
 # Other weights ------------------------------------------------------------------------------------
 
 
-def _check(made: Generation, prompt: Any, models: dict[int, Path], forward: Any, *, kept: bool) -> float:
+def _check(
+    generation: Generation, prompt: Any, models: dict[int, Path], forward: Any, *, kept: bool
+) -> float:
     """Every span's logprobs are its version's; `kept`: over the keys and values that were there."""
-    spans = made.version_spans
+    spans = generation.version_spans
     assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])]
-    assert spans[-1].end == len(made.completion_ids)
+    assert spans[-1].end == len(generation.completion_ids)
     assert all(s.end > s.start for s in spans)
     assert all(a.version != b.version for a, b in itertools.pairwise(spans))
     worst = 0.0
     for span in spans:
         before = [(models[s.version], s.end) for s in spans if s.end <= span.end]
         used = before if kept else [(models[span.version], span.end)]
-        expected = forward(used, prompt, made.completion_ids[: span.end])
+        expected = forward(used, prompt, generation.completion_ids[: span.end])
         part = slice(span.start, span.end)
-        worst = max(worst, float(np.abs(made.logprobs[part] - expected[part]).max()))
+        worst = max(worst, float(np.abs(generation.logprobs[part] - expected[part]).max()))
     return worst
 
 
@@ -297,25 +299,25 @@ def test_each_span_has_its_versions_logprobs(
         for version, tokens in ((1, 15), (2, 60)):
             await pace.until(renewed, tokens)
             await _post(renewed, "/pause_generation", mode=mode)
-            stood.append({name: len(one.ids) for name, one in renewed.engine._live.items()})
+            stood.append({name: len(request.ids) for name, request in renewed.engine._live.items()})
             if mode == "in_place":
-                told = {"model_path": str(models[version]), "weight_version": str(version)}
-                answer = await _post(renewed, "/update_weights_from_disk", status=400, **told)
+                update = {"model_path": str(models[version]), "weight_version": str(version)}
+                answer = await _post(renewed, "/update_weights_from_disk", status=400, **update)
                 assert "flush_cache" in answer["message"]
                 assert renewed.engine.policy_version() == version - 1
             await _update(renewed, models[version], version, flush_cache=mode == "retract")
             await _post(renewed, "/continue_generation")
         return list(await asyncio.gather(*running))
 
-    made = renewed.run(scenario())
-    assert any([s.version for s in g.version_spans] == [0, 1, 2] for g in made)
+    generations = renewed.run(scenario())
+    assert any([s.version for s in g.version_spans] == [0, 1, 2] for g in generations)
     prompt = _prompt(renewed).ids
-    for seed, g in zip(SEEDS, made, strict=True):
+    for seed, g in zip(SEEDS, generations, strict=True):
         assert _check(g, prompt, models, forward, kept=mode == "in_place") < 1e-5
         for span, counts in zip(g.version_spans[:-1], stood, strict=False):
             assert span.end == counts[f"r{seed}"]
     # The versions are apart: labelled otherwise, the check fails.
-    longest = max(made, key=lambda g: len(g.version_spans))
+    longest = max(generations, key=lambda g: len(g.version_spans))
     assert _check(longest, prompt, {0: models[1], 1: models[2], 2: models[0]}, forward, kept=False) > 1e-2
 
 
@@ -336,7 +338,7 @@ def test_no_later_prompt_reads_what_old_weights_cached(
     assert (len(prompt.ids) > 256) is (repeats == 50)
 
     async def scenario() -> tuple[Generation, Generation, Any]:
-        made = asyncio.create_task(
+        generation = asyncio.create_task(
             renewed.engine.generate(Prompt(prompt.ids, (), None, "r"), Sampling(100, 1.0, 8))
         )
         await pace.until(renewed, 5)
@@ -344,14 +346,14 @@ def test_no_later_prompt_reads_what_old_weights_cached(
         await _update(renewed, other_model, 1, flush_cache=False)
         await _post(renewed, "/continue_generation")
         early = await renewed.engine.generate(Prompt(prompt.ids, (), None), Sampling(8, 1.0, 1))
-        long = np.concatenate([prompt.ids, (await made).completion_ids])
+        long = np.concatenate([prompt.ids, (await generation).completion_ids])
         assert len(long) > 260
         return early, await renewed.engine.generate(Prompt(long, (), None), Sampling(8, 1.0, 1)), long
 
     early, late, long = renewed.run(scenario())
-    for made, ids in ((early, prompt.ids), (late, long)):
-        expected = forward([(other_model, len(made.completion_ids))], ids, made.completion_ids)
-        assert np.abs(made.logprobs - expected).max() < 1e-5
+    for generation, ids in ((early, prompt.ids), (late, long)):
+        expected = forward([(other_model, len(generation.completion_ids))], ids, generation.completion_ids)
+        assert np.abs(generation.logprobs - expected).max() < 1e-5
 
 
 def test_an_update_while_aborted(
@@ -370,8 +372,8 @@ def test_an_update_while_aborted(
 
     early, late = renewed.run(scenario())
     prompt = _prompt(renewed).ids
-    for made, version in ((early, 0), (late, 1)):
-        for g in made:
+    for generations, version in ((early, 0), (late, 1)):
+        for g in generations:
             assert [s.version for s in g.version_spans] == [version]
             assert _check(g, prompt, {0: tiny_model, 1: other_model}, forward, kept=False) < 1e-5
 
@@ -381,12 +383,12 @@ def test_the_log_has_the_spans(renewed: Any, pace: Any, other_model: Path) -> No
 
     async def scenario() -> Any:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "seed": 4}
-        asked = asyncio.create_task(renewed.client.post("/t/long/v1/chat/completions", json=body))
+        request = asyncio.create_task(renewed.client.post("/t/long/v1/chat/completions", json=body))
         await pace.until(renewed, 10)
         await _post(renewed, "/pause_generation", mode="retract")
         await _update(renewed, other_model, 3)
         await _post(renewed, "/continue_generation")
-        return await asked
+        return await request
 
     assert renewed.run(scenario()).status_code == 200
     (turn,) = renewed.trajectories()["long"].turns.values()
@@ -414,9 +416,9 @@ def test_closing_while_paused(tiny_model: Path, pace: Pace, mode: str) -> None:
         await asyncio.wait_for(Served.engine.close(), 20)
         return await asyncio.wait_for(running, 30)
 
-    made = asyncio.run(scenario())
-    assert len(made.completion_ids) >= 5
-    assert (made.finish_reason == "abort") is (mode == "retract")
+    generation = asyncio.run(scenario())
+    assert len(generation.completion_ids) >= 5
+    assert (generation.finish_reason == "abort") is (mode == "retract")
 
 
 # Memory -------------------------------------------------------------------------------------------
@@ -432,15 +434,15 @@ def test_the_cache_is_given_away_and_taken_again(renewed: InProcess, pace: Pace)
         undisturbed = await asyncio.gather(*_start(renewed))
         running, whole = _start(renewed), size()
         await pace.until(renewed, 10)
-        said = await _post(renewed, "/release_memory_occupation", status=400, tags=["kv_cache"])
-        assert "pause with mode retract" in said["message"]
+        refusal = await _post(renewed, "/release_memory_occupation", status=400, tags=["kv_cache"])
+        assert "pause with mode retract" in refusal["message"]
         await _post(renewed, "/pause_generation", mode="retract")
         for tags in (["weights"], None, ["kv_cache", "weights"]):  # weights it keeps; twice does no harm
             await _post(renewed, "/release_memory_occupation", tags=tags)
             assert size() == (whole if tags == ["weights"] else 0)
         assert (await renewed.client.get("/engine/server_info")).json()["asleep"] is True
-        said = await _post(renewed, "/continue_generation", status=400)
-        assert "resume_memory_occupation() comes before continuing" in said["message"]
+        refusal = await _post(renewed, "/continue_generation", status=400)
+        assert "resume_memory_occupation() comes before continuing" in refusal["message"]
         await _post(renewed, "/resume_memory_occupation", tags=["kv_cache"])
         assert size() == whole > 0
         await _post(renewed, "/continue_generation")

@@ -51,11 +51,11 @@ def _from_a_process(strategy: str, file: Path) -> list[tuple[str, torch.Tensor]]
 
 def test_tensors_in_shared_memory_of_another_process(tmp_path: Path) -> None:
     """As SGLang's own serializer sends them, views and bfloat16 too."""
-    one, two, three = _from_a_process("file_system", tmp_path / "sent")
-    assert [one[0], two[0], three[0]] == ["a", "b", "c"]
-    assert one[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert two[1].tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
-    assert (three[1].dtype, three[1].tolist()) == (torch.bfloat16, [1, 1])
+    first, second, third = _from_a_process("file_system", tmp_path / "sent")
+    assert [first[0], second[0], third[0]] == ["a", "b", "c"]
+    assert first[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert second[1].tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert (third[1].dtype, third[1].tolist()) == (torch.bfloat16, [1, 1])
 
 
 def test_file_descriptors_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -64,19 +64,19 @@ def test_file_descriptors_are_refused_with_the_remedy(tmp_path: Path) -> None:
         _from_a_process("file_descriptor", tmp_path / "sent")
 
 
-def _sent(found: Any) -> list[str]:
-    return [base64.b64encode(pickle.dumps(found)).decode()]
+def _sent(tensors: Any) -> list[str]:
+    return [base64.b64encode(pickle.dumps(tensors)).decode()]
 
 
 def test_pickled_tensors_and_views_are_read() -> None:
     """Plain pickles of tensors, parameters and views."""
     whole = torch.arange(6, dtype=torch.float16).reshape(2, 3)
     sent = [("a", whole), ("b", torch.nn.Parameter(whole.float())), ("c", whole.T), ("d", torch.zeros(0))]
-    found = read_sent(_sent(sent))
-    assert [name for name, _ in found] == ["a", "b", "c", "d"]
-    for (_, one), (_, other) in zip(found, sent, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    tensors = read_sent(_sent(sent))
+    assert [name for name, _ in tensors] == ["a", "b", "c", "d"]
+    for (_, tensor), (_, other) in zip(tensors, sent, strict=True):
+        assert tensor.dtype == other.dtype
+        assert torch.equal(tensor, other)
 
 
 class _Runs:

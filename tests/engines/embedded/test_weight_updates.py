@@ -91,9 +91,9 @@ def sent(tensors: Any) -> list[str]:
 def _post(served: Any, route: str, *, status: int = 200, **body: Any) -> Any:
     answer = served.post(f"/engine{route}", json=body)
     assert answer.status_code == status, answer.text
-    told = answer.json()
-    assert told.get("success", True) is (status == 200)
-    return told
+    content = answer.json()
+    assert content.get("success", True) is (status == 200)
+    return content
 
 
 def _info(served: Any) -> Any:
@@ -132,16 +132,16 @@ def test_any_architecture_is_loaded_served_and_updated(
     served = in_process(EmbeddedEngine(first), load_chat_tokenizer(tiny_model))
 
     def check(model: Path) -> None:
-        made = _generate(served)
-        expected = forward([(model, len(made.completion_ids))], range(5, 25), made.completion_ids)
-        assert np.abs(made.logprobs - expected).max() < 1e-5
-        told = _post(served, "/weights_checker", action="checksum")
+        generation = _generate(served)
+        expected = forward([(model, len(generation.completion_ids))], range(5, 25), generation.completion_ids)
+        assert np.abs(generation.logprobs - expected).max() < 1e-5
+        reported = _post(served, "/weights_checker", action="checksum")
         tensors = read_weights(model)
-        assert told["ranks"][0]["checksums"] == {
+        assert reported["ranks"][0]["checksums"] == {
             name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
             for name, tensor in tensors.items()
         }
-        assert told["digest"] == digest_tensors(tensors)
+        assert reported["digest"] == digest_tensors(tensors)
 
     check(first)
     answer = _post(served, "/update_weights_from_disk", model_path=str(second), weight_version="1")
@@ -171,15 +171,15 @@ def test_the_experts_of_a_mixture_have_the_names_of_the_files(tmp_path: Path) ->
 
 def test_the_form_of_the_checksums(renewed: InProcess, tiny_model: Path) -> None:
     """SGLang's: per tensor, per rank over sorted names, per engine; our own digest beside them."""
-    told = renewed.run(renewed.client.get("/engine/weights_checker")).json()
-    assert (told["success"], told["message"]) == (True, "Success.")
-    (rank,) = told["ranks"]
-    found = rank["checksums"]
-    assert found == checksums(read_weights(tiny_model))
-    assert "lm_head.weight" not in found  # it is tied
-    text = "".join(name + found[name] for name in sorted(found))
+    answer = renewed.run(renewed.client.get("/engine/weights_checker")).json()
+    assert (answer["success"], answer["message"]) == (True, "Success.")
+    (rank,) = answer["ranks"]
+    by_name = rank["checksums"]
+    assert by_name == checksums(read_weights(tiny_model))
+    assert "lm_head.weight" not in by_name  # it is tied
+    text = "".join(name + by_name[name] for name in sorted(by_name))
     assert rank["per_gpu_checksum"] == hashlib.sha256(text.encode()).hexdigest()
-    assert told["per_engine_checksum"] == hashlib.sha256(rank["per_gpu_checksum"].encode()).hexdigest()
+    assert answer["per_engine_checksum"] == hashlib.sha256(rank["per_gpu_checksum"].encode()).hexdigest()
     (place,) = rank["parallelism_info"]
     assert place == {
         "role": "target",
@@ -193,14 +193,14 @@ def test_the_form_of_the_checksums(renewed: InProcess, tiny_model: Path) -> None
 
 def test_server_info_names_the_engine_its_ranks_and_weights(renewed: InProcess, tiny_model: Path) -> None:
     """The kind, so that a client can tell it from SGLang, its ranks and its weights."""
-    told = renewed.run(renewed.client.get("/engine/server_info")).json()
-    assert (told["engine"], told["tp_size"], told["dp_size"], told["device"]) == (
+    server = renewed.run(renewed.client.get("/engine/server_info")).json()
+    assert (server["engine"], server["tp_size"], server["dp_size"], server["device"]) == (
         "rollbook-embedded",
         1,
         1,
         "cpu",
     )
-    assert (told["weight_version"], told["paused"]) == ("0", None)
+    assert (server["weight_version"], server["paused"]) == ("0", None)
     info = _info(renewed)
     assert (info["model_path"], info["weights"], info["failure"]) == (str(tiny_model), "whole", None)
 
@@ -253,10 +253,14 @@ def test_a_session_lets_running_requests_end_and_holds_the_others(
         await post("/end_weight_update")
         return [await early, await late]
 
-    for made, model, version in zip(renewed.run(scenario()), (tiny_model, other_model), (0, 9), strict=True):
-        assert [s.version for s in made.version_spans] == [version]
-        expected = forward([(model, len(made.completion_ids))], prompt.ids, made.completion_ids, 0.5)
-        assert np.abs(made.logprobs - expected).max() < 1e-5
+    for generation, model, version in zip(
+        renewed.run(scenario()), (tiny_model, other_model), (0, 9), strict=True
+    ):
+        assert [s.version for s in generation.version_spans] == [version]
+        expected = forward(
+            [(model, len(generation.completion_ids))], prompt.ids, generation.completion_ids, 0.5
+        )
+        assert np.abs(generation.logprobs - expected).max() < 1e-5
     renewed.settled()
     *_, last = (e.record for e in renewed.store.events() if isinstance(e.record, PolicyActivated))
     assert (last.policy_version, last.path) == (9, "tensors")
@@ -288,12 +292,12 @@ def test_tensors_in_mid_generation(
         await post("/continue_generation")
         return await running
 
-    made = renewed.run(scenario())
-    old, new = made.version_spans
-    assert (old.version, new.version, new.end) == (0, 1, len(made.completion_ids))
-    before = forward([(tiny_model, old.end)], prompt.ids, made.completion_ids[: old.end], 0.9)
-    after = forward([(other_model, new.end)], prompt.ids, made.completion_ids, 0.9)[old.end :]
-    assert np.abs(made.logprobs - np.concatenate([before, after])).max() < 1e-5
+    generation = renewed.run(scenario())
+    old, new = generation.version_spans
+    assert (old.version, new.version, new.end) == (0, 1, len(generation.completion_ids))
+    before = forward([(tiny_model, old.end)], prompt.ids, generation.completion_ids[: old.end], 0.9)
+    after = forward([(other_model, new.end)], prompt.ids, generation.completion_ids, 0.9)[old.end :]
+    assert np.abs(generation.logprobs - np.concatenate([before, after])).max() < 1e-5
 
 
 def test_narrow_tensors_are_widened(renewed: InProcess, other_model: Path) -> None:
@@ -400,19 +404,19 @@ def test_weights_are_named_once_they_are_verified(
         return [e.record for e in renewed.store.events() if isinstance(e.record, PolicyActivated)]
 
     earlier = len(activations())
-    made = renewed.run(scenario())
+    generation = renewed.run(scenario())
     assert [(a.policy_version, a.path) for a in activations()[earlier:]] == [(6, "tensors")]
-    old, new = made.version_spans
+    old, new = generation.version_spans
     assert (old.version, new.version) == (0, 6)
-    before = forward([(tiny_model, old.end)], prompt.ids, made.completion_ids[: old.end], 0.9)
-    after = forward([(other_model, new.end)], prompt.ids, made.completion_ids, 0.9)[old.end :]
-    assert np.abs(made.logprobs - np.concatenate([before, after])).max() < 1e-5
+    before = forward([(tiny_model, old.end)], prompt.ids, generation.completion_ids[: old.end], 0.9)
+    after = forward([(other_model, new.end)], prompt.ids, generation.completion_ids, 0.9)[old.end :]
+    assert np.abs(generation.logprobs - np.concatenate([before, after])).max() < 1e-5
 
 
 def test_a_directory_that_names_no_version(renewed: InProcess, other_model: Path) -> None:
     """Serving it at once would be under a wrong name: a 400; while paused it waits for its name."""
-    told = _post(renewed, "/update_weights_from_disk", status=400, model_path=str(other_model))
-    assert "weight_version" in told["message"]
+    refusal = _post(renewed, "/update_weights_from_disk", status=400, model_path=str(other_model))
+    assert "weight_version" in refusal["message"]
     _post(renewed, "/pause_generation")
     _post(renewed, "/update_weights_from_disk", model_path=str(other_model), flush_cache=False)
     assert _info(renewed)["weights"] == "unnamed"
@@ -432,8 +436,8 @@ def test_naming_aborts_what_has_tokens_unless_told_otherwise(renewed: InProcess,
         await renewed.client.post("/engine/update_weight_version", json={"new_version": "8"})
         return await running
 
-    made = renewed.run(scenario())
-    assert (made.finish_reason, [s.version for s in made.version_spans]) == ("abort", [0])
+    generation = renewed.run(scenario())
+    assert (generation.finish_reason, [s.version for s in generation.version_spans]) == ("abort", [0])
     assert renewed.engine.policy_version() == 8
 
 
@@ -478,12 +482,12 @@ def test_a_client_that_leaves_in_the_middle(renewed: InProcess, other_model: Pat
     """An update whose caller is gone goes on to its end."""
 
     async def scenario() -> None:
-        asked = asyncio.create_task(renewed.engine.updates.update_from_disk(other_model, 5))
+        update = asyncio.create_task(renewed.engine.updates.update_from_disk(other_model, 5))
         while renewed.engine.gate.open.is_set():
             await asyncio.sleep(0)
-        asked.cancel()
+        update.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await update
         await asyncio.wait_for(renewed.engine.ready(), 20)
 
     renewed.run(scenario())

@@ -109,11 +109,11 @@ def test_a_conversation_keeps_its_ids(proxied: Make, ids_of: Callable[[str], lis
     odd = [5, 6, *ids_of("odd ids")]
     proxy, app = proxied(odd, ids_of("bye"))
     first = proxy.ask(f"/t/t{CHAT}", asked("chat"))
-    said = first.json["choices"][0]["message"]
-    more = [*asked("chat")["messages"], said, {"role": "user", "content": "go on"}]
+    message = first.json["choices"][0]["message"]
+    more = [*asked("chat")["messages"], message, {"role": "user", "content": "go on"}]
     proxy.ask(f"/t/t{CHAT}", {"messages": more})
-    one, two = app.seen
-    assert two["input_ids"][: len(one["input_ids"]) + len(odd)] == [*one["input_ids"], *odd]
+    before, after = app.seen
+    assert after["input_ids"][: len(before["input_ids"]) + len(odd)] == [*before["input_ids"], *odd]
     trajectory = proxy.trajectories()["t"]
     for turn, seen in zip(trajectory.turns.values(), app.seen, strict=True):
         _check(trajectory, turn, seen)
@@ -245,10 +245,10 @@ NAMED = {"0": 0, "12": 12, "9" * 18: 10**18 - 1, "ours/actor/7/mark": 7} | dict.
 
 def test_names_say_whose_weights_they_are() -> None:
     """Run, policy and version, and a mark that no second name has."""
-    one, other = (weight_name("ours", "actor", 7) for _ in range(2))
-    assert one != other
-    told = read_name(one)
-    assert told == NamedWeights("ours", "actor", 7, one[-MARK_LENGTH:])
+    first, other = (weight_name("ours", "actor", 7) for _ in range(2))
+    assert first != other
+    parsed = read_name(first)
+    assert parsed == NamedWeights("ours", "actor", 7, first[-MARK_LENGTH:])
     assert [version_in(name) for name in NAMED] == list(NAMED.values())
 
 
@@ -368,8 +368,8 @@ class Raw:
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     """A loop for the raw server and the engine that asks it."""
-    with asyncio.Runner() as one:
-        yield one
+    with asyncio.Runner() as loop:
+        yield loop
 
 
 @pytest.fixture(scope="module")
@@ -437,12 +437,14 @@ def test_packets_may_be_cut_anywhere(
     text += f"data: [DONE]{feed}{feed}" if done else ""
     answers.reply, answers.sizes = text.encode(), sizes
     heard: list[Any] = []
-    made = runner.run(engine.generate(PROMPT, SAMPLING, lambda i, p: heard.append((list(i), list(p or ())))))
-    assert made.completion_ids.tolist() == ids
+    generation = runner.run(
+        engine.generate(PROMPT, SAMPLING, lambda i, p: heard.append((list(i), list(p or ()))))
+    )
+    assert generation.completion_ids.tolist() == ids
     assert [i for some, _ in heard for i in some] == ids
     assert [p for _, some in heard for p in some] == [-0.5 - i / 8 for i in ids]
-    assert made.logprobs.tolist() == [-0.5 - i / 8 for i in ids]
-    assert made.version_spans == (VersionSpan("actor", 4, 0, len(ids)),)
+    assert generation.logprobs.tolist() == [-0.5 - i / 8 for i in ids]
+    assert generation.version_spans == (VersionSpan("actor", 4, 0, len(ids)),)
     assert answers.bodies[-1]["rid"] == "rid"
 
 
@@ -487,8 +489,8 @@ def test_an_answer_that_is_none_is_the_engines_fault(
 ) -> None:
     """Whatever comes instead: an EngineError, which clients see as a 502, and never half a turn."""
     answers, engine = raw
-    found = NOT_ANSWERS[what]
-    data = found if isinstance(found, bytes) else orjson.dumps(found)
+    content = NOT_ANSWERS[what]
+    data = content if isinstance(content, bytes) else orjson.dumps(content)
     answers.reply, answers.sizes = (b"data: " + data + b"\n\n" if stream else data), [1 << 20]
     asked_ = (
         engine.generate(PROMPT, SAMPLING, lambda i, p: None) if stream else engine.generate(PROMPT, SAMPLING)
@@ -509,8 +511,8 @@ def test_a_logprob_that_is_null(runner: Any, raw: Any) -> None:
         data = orjson.dumps(answer)
         answers.reply, answers.sizes = (b"data: " + data + b"\n\n" if stream else data), [1 << 20]
         extra = (lambda i, p: heard.append(p),) if stream else ()
-        made = runner.run(engine.generate(PROMPT, SAMPLING, *extra))
-        assert np.isnan(made.logprobs).tolist() == [True, False]
+        generation = runner.run(engine.generate(PROMPT, SAMPLING, *extra))
+        assert np.isnan(generation.logprobs).tolist() == [True, False]
     [[first, second]] = heard
     assert np.isnan(first)
     assert second == -1.0
@@ -546,8 +548,8 @@ def test_the_answer_of_an_older_server() -> None:
     """Without spans, the one version it names is of all tokens."""
     answer = _whole(weight_version="3")
     del answer["meta_info"]["weight_versions"]
-    made = join_parts(PROMPT, SAMPLING, [part(answer, PROMPT, "critic", None, version_in)], {})
-    assert made.version_spans == (VersionSpan("critic", 3, 0, 2),)
+    generation = join_parts(PROMPT, SAMPLING, [part(answer, PROMPT, "critic", None, version_in)], {})
+    assert generation.version_spans == (VersionSpan("critic", 3, 0, 2),)
 
 
 # Aborts ---------------------------------------------------------------------------------------------
@@ -656,13 +658,13 @@ def test_rollbook_serve_answers_from_a_server(
             assert http.post("/v1/trajectories/t/finish", json={"reward": 1}).json()["turns"] == 2
         served.stop()
     (trajectory,) = fold(store.open(served.path).events()).values()
-    one, two = trajectory.turns.values()
-    for turn, seen in zip((one, two), app.seen, strict=True):
+    first, second = trajectory.turns.values()
+    for turn, seen in zip((first, second), app.seen, strict=True):
         assert turn.completed.version_spans == ()  # whatever it calls its weights: nobody has compared them
         _check(trajectory, turn, seen | {"weight_versions": []})
     assert "is never trained" in served.log.read_text()
-    assert (one.delivered, two.delivered) == ("sent", None)
-    assert two.completed.finish_reason == "abort"
-    assert 0 < len(two.completed.completion_ids) < len(ids)
+    assert (first.delivered, second.delivered) == ("sent", None)
+    assert second.completed.finish_reason == "abort"
+    assert 0 < len(second.completed.completion_ids) < len(ids)
     assert "Traceback" not in served.log.read_text()
     assert "leaked" not in served.log.read_text()  # DuckDB's module counts what is left of it at the end

@@ -84,8 +84,8 @@ def _generate(run: Any, app: Pausing, sampling: Sampling, heard: Any, prompt: Pr
                 pausing.cancel()
                 await engine.close()
 
-    made: Generation = run(scenario())
-    return made
+    generation: Generation = run(scenario())
+    return generation
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -99,28 +99,33 @@ def test_a_request_that_a_pause_ended_goes_on(
     """
     app = Pausing(3, 4, incremental=incremental, late_abort_s=0.01)
     heard: list[int] = []
-    told: list[float] = []
+    heard_logprobs: list[float] = []
 
     def hear(ids: Any, logprobs: Any) -> None:
         heard.extend(ids)
-        told.extend(logprobs)
+        heard_logprobs.extend(logprobs)
 
-    made = _generate(run, app, SAMPLING, hear if stream else ignore_tokens)
+    generation = _generate(run, app, SAMPLING, hear if stream else ignore_tokens)
     sizes = [len(seen["output_ids"]) for seen in app.seen]
     assert len(sizes) == 3
-    assert sum(sizes) == len(made.completion_ids) >= 3 + 4
+    assert sum(sizes) == len(generation.completion_ids) >= 3 + 4
     first, second = sizes[0], sizes[0] + sizes[1]
     wanted = [i for seen in app.seen for i in seen["output_ids"]]
-    assert made.completion_ids.tolist() == wanted
-    assert made.logprobs is not None
-    assert made.logprobs.tolist() == np.float32([p for seen in app.seen for p in seen["logprobs"]]).tolist()
-    assert made.version_spans == (
+    assert generation.completion_ids.tolist() == wanted
+    assert generation.logprobs is not None
+    assert (
+        generation.logprobs.tolist()
+        == np.float32([p for seen in app.seen for p in seen["logprobs"]]).tolist()
+    )
+    assert generation.version_spans == (
         VersionSpan("actor", 4, 0, first),
         VersionSpan("actor", 5, first, second),
         VersionSpan("actor", 6, second, sum(sizes)),
     )
-    assert (heard, told) == ((wanted, [p for s in app.seen for p in s["logprobs"]]) if stream else ([], []))
-    assert made.timings["resumed"] == 2
+    assert (heard, heard_logprobs) == (
+        (wanted, [p for s in app.seen for p in s["logprobs"]]) if stream else ([], [])
+    )
+    assert generation.timings["resumed"] == 2
     assert [seen["input_ids"] for seen in app.seen] == [
         [1, 2, 3],
         [1, 2, 3, *wanted[:first]],
@@ -134,9 +139,9 @@ def test_a_request_that_a_pause_ended_goes_on(
 def test_a_constrained_request_does_not_go_on(run: Callable[[Any], Any]) -> None:
     """A grammar would begin anew in the middle of its text: what there is is the answer."""
     app = Pausing(3)
-    made = _generate(run, app, replace(SAMPLING, constraint={"regex": "a+"}), ignore_tokens)
-    assert (made.finish_reason, len(app.seen)) == ("abort", 1)
-    assert len(made.completion_ids) >= 3
+    generation = _generate(run, app, replace(SAMPLING, constraint={"regex": "a+"}), ignore_tokens)
+    assert (generation.finish_reason, len(app.seen)) == ("abort", 1)
+    assert len(generation.completion_ids) >= 3
 
 
 def test_a_client_that_left_is_not_gone_on_with(run: Callable[[Any], Any]) -> None:
@@ -151,14 +156,14 @@ def test_a_client_that_left_is_not_gone_on_with(run: Callable[[Any], Any]) -> No
             while not (app.running and next(iter(app.running.values())).made >= 2):
                 await asyncio.sleep(0.001)
             await engine.abort("rid")
-            made = await task
+            generation = await task
             assert (engine._asked, engine._ended) == ({}, set())
             await engine.close()
-            return made
+            return generation
 
-    made = run(scenario())
-    assert (made.finish_reason, len(app.seen)) == ("abort", 1)
-    assert "resumed" not in made.timings
+    generation = run(scenario())
+    assert (generation.finish_reason, len(app.seen)) == ("abort", 1)
+    assert "resumed" not in generation.timings
 
 
 def test_an_abort_of_what_has_gone_on(run: Callable[[Any], Any]) -> None:
@@ -175,14 +180,14 @@ def test_an_abort_of_what_has_gone_on(run: Callable[[Any], Any]) -> None:
             while "1-rid" not in app.running:
                 await asyncio.sleep(0.001)
             await engine.abort("rid")
-            made = await task
+            generation = await task
             await pausing
             await engine.close()
-            return made
+            return generation
 
-    made = run(scenario())
-    assert (made.finish_reason, made.timings["resumed"], len(app.seen)) == ("abort", 1, 2)
-    assert len(made.completion_ids) < 12
+    generation = run(scenario())
+    assert (generation.finish_reason, generation.timings["resumed"], len(app.seen)) == ("abort", 1, 2)
+    assert len(generation.completion_ids) < 12
 
 
 # The parts, without a server -----------------------------------------------------------------------
@@ -231,12 +236,12 @@ def test_parts_are_joined_with_spans_and_counts() -> None:
         _part([7, 8, 9], "stop", (VersionSpan("actor", 2, 0, 3),), cached_tokens=5, num_retractions=2),
     ]
     sampling = replace(SAMPLING, frequency_penalty=0.5)
-    made = join_parts(PROMPT, sampling, parts, {"engine_us": 3})
-    assert made.completion_ids.tolist() == [5, 6, 7, 8, 9]
-    assert made.version_spans == (VersionSpan("actor", 1, 0, 1), VersionSpan("actor", 2, 1, 5))
-    assert made.timings == {"engine_us": 3, "cached_tokens": 2, "num_retractions": 3, "resumed": 2}
-    assert made.logprob_semantics["altered"] == ["frequency_penalty"]
-    assert (made.finish_reason, made.routed_experts) == ("stop", {})
+    joined = join_parts(PROMPT, sampling, parts, {"engine_us": 3})
+    assert joined.completion_ids.tolist() == [5, 6, 7, 8, 9]
+    assert joined.version_spans == (VersionSpan("actor", 1, 0, 1), VersionSpan("actor", 2, 1, 5))
+    assert joined.timings == {"engine_us": 3, "cached_tokens": 2, "num_retractions": 3, "resumed": 2}
+    assert joined.logprob_semantics["altered"] == ["frequency_penalty"]
+    assert (joined.finish_reason, joined.routed_experts) == ("stop", {})
     with pytest.raises(EngineError, match="without a token"):
         join_parts(PROMPT, SAMPLING, [_part([])], {})
 
@@ -268,11 +273,11 @@ def test_experts_are_asked_for_where_the_parent_ends() -> None:
     child = replace(PROMPT, known_tokens=2)
     assert request_body(child, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 1
     assert "return_routed_experts" not in request_body(child, SAMPLING, False)
-    made = join_parts(
+    joined = join_parts(
         child, SAMPLING, [part(_answer([7, 8], _ids(3)), child, "actor", ROUTING, version_in)], {}
     )
-    assert made.routed_experts["start"] == 1
-    assert np.array_equal(unpack(made.routed_experts), _ids(3))
+    assert joined.routed_experts["start"] == 1
+    assert np.array_equal(unpack(joined.routed_experts), _ids(3))
 
 
 def test_experts_of_parts_are_one() -> None:
@@ -281,9 +286,9 @@ def test_experts_of_parts_are_one() -> None:
     rest, _ = remaining_request(PROMPT, SAMPLING, [first])
     assert request_body(rest, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 4
     second = part(_answer([9], _ids(1, 24)), rest, "actor", ROUTING, version_in)
-    made = join_parts(PROMPT, SAMPLING, [first, second], {})
-    assert (made.routed_experts["start"], made.routed_experts["shape"]) == (0, [5, 2, 3])
-    assert np.array_equal(unpack(made.routed_experts), _ids(5))
+    joined = join_parts(PROMPT, SAMPLING, [first, second], {})
+    assert (joined.routed_experts["start"], joined.routed_experts["shape"]) == (0, [5, 2, 3])
+    assert np.array_equal(unpack(joined.routed_experts), _ids(5))
     silent = part(_answer([9], None), rest, "actor", ROUTING, version_in)
     assert join_parts(PROMPT, SAMPLING, [first, silent], {}).routed_experts == {}
 
@@ -298,9 +303,9 @@ def _told(versions: tuple[str, ...], retractions: int) -> Any:
 @pytest.mark.parametrize("versions", [("1", "2"), ("somebody's", "2")])
 def test_experts_of_other_weights_are_not_taken(versions: tuple[str, str]) -> None:
     """What was retracted to new weights: they chose all, also those of the tokens that the old ones made."""
-    made = part(_told(versions, 1), PROMPT, "actor", ROUTING, version_in)
-    assert made.experts is None
-    assert join_parts(PROMPT, SAMPLING, [made], {}).routed_experts == {}
+    retracted = part(_told(versions, 1), PROMPT, "actor", ROUTING, version_in)
+    assert retracted.experts is None
+    assert join_parts(PROMPT, SAMPLING, [retracted], {}).routed_experts == {}
     for kept in (_told(versions, 0), _told(("1",), 1)):
         assert np.array_equal(part(kept, PROMPT, "actor", ROUTING, version_in).experts, _ids(4))
 
@@ -368,8 +373,8 @@ def _started(run: Any, url: str, **options: Any) -> SglangEngine:
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.9.post1", "0.4.99", "0.5.18.dev3+g12"])
 def test_a_server_that_is_too_old(run: Callable[[Any], Any], version: str) -> None:
     """It is named, and so is the oldest that will do."""
-    told = rf"SGLang {re.escape(version)}.*0\.5\.19"
-    with _serving(version) as url, pytest.raises(EngineError, match=told):
+    message = rf"SGLang {re.escape(version)}.*0\.5\.19"
+    with _serving(version) as url, pytest.raises(EngineError, match=message):
         _started(run, url)
 
 
@@ -413,9 +418,9 @@ SENT = {"top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "max_new_to
 def test_a_server_with_sampling_parameters_of_its_own(run: Callable[[Any], Any], key: str, form: Any) -> None:
     """Those that no request sets would be sampled with, and recorded by nobody."""
     app = ScriptedSGLang(options=Options(preferred=form(SENT | {key: 1})))
-    with serving(app) as url, pytest.raises(EngineError, match="--preferred-sampling-params") as told:
+    with serving(app) as url, pytest.raises(EngineError, match="--preferred-sampling-params") as caught:
         _started(run, url)
-    assert str(told.value).startswith(f"{url} samples with {key} of its own")
+    assert str(caught.value).startswith(f"{url} samples with {key} of its own")
 
 
 @pytest.mark.parametrize("preferred", [None, "", "null", {}, "{}", SENT, json.dumps(SENT)])
@@ -443,8 +448,8 @@ def test_a_worker_with_sampling_parameters_of_its_own(run: Callable[[Any], Any],
             "/get_model_info": {"weight_version": "3"} | ({} if reached else preferring),
             "/workers": {"workers": [{"url": worker}]},
         }
-        found = answers.get(scope["path"])
-        await reply(send, 404 if found is None else 200, found or {})
+        content = answers.get(scope["path"])
+        await reply(send, 404 if content is None else 200, content or {})
 
     own = ScriptedSGLang(options=Options(preferred=preferring["preferred_sampling_params"]))
     with serving(app) as url, serving(own) as there:
@@ -457,8 +462,8 @@ def test_top_k_1_is_greedy() -> None:
     """Asked for as temperature 0, of which the server's logprobs are always those of softmax(logits)."""
     sampling = replace(SAMPLING, temperature=0.7, top_k=1)
     assert sampling_params(sampling)["temperature"] == 0
-    made = join_parts(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor", None, version_in)], {})
-    assert made.logprob_semantics["temperature"] == 0
+    joined = join_parts(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor", None, version_in)], {})
+    assert joined.logprob_semantics["temperature"] == 0
     assert sampling_params(replace(sampling, top_k=2))["temperature"] == 0.7
 
 

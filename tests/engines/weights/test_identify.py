@@ -80,8 +80,8 @@ def exported(folder: Path, seed: int, run: str = "run", version: int = 3) -> tup
     """A model that some store exported as a version of a run; and its digest."""
     path = make_model(folder, seed)
     digest = digest_tensors(read_weights(path))
-    said = {"run": run, "policy": "actor", "policy_version": version, "weights_digest": digest}
-    (path / "rollbook.json").write_text(json.dumps(said))
+    origin = {"run": run, "policy": "actor", "policy_version": version, "weights_digest": digest}
+    (path / "rollbook.json").write_text(json.dumps(origin))
     return path, digest
 
 
@@ -121,8 +121,8 @@ class World:
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared elsewhere is compared in a thread: a process takes seconds to import torch."""
 
-    async def compared(asked: Any) -> Any:
-        return await asyncio.to_thread(answer, orjson.loads(orjson.dumps(asked)))
+    async def compared(query: Any) -> Any:
+        return await asyncio.to_thread(answer, orjson.loads(orjson.dumps(query)))
 
     if "elsewhere" not in request.node.name:
         monkeypatch.setattr(identify, "compare_elsewhere", compared)
@@ -151,18 +151,20 @@ async def activated(*_: Any) -> None:
 
 async def asked(engine: Any, name: str) -> Any:
     """A completion's versions."""
-    made = await engine.generate(Prompt(token_ids([1, 2]), (), None, name), SAMPLING)
-    return [span.version for span in made.version_spans]
+    generation = await engine.generate(Prompt(token_ids([1, 2]), (), None, name), SAMPLING)
+    return [span.version for span in generation.version_spans]
 
 
 # Comparing ----------------------------------------------------------------------------------------
 
 
-def held_by(world: World, dtype: str = "float32", told: str | None = None, path: Path | None = None) -> Held:
+def held_by(
+    world: World, dtype: str = "float32", reported: str | None = None, path: Path | None = None
+) -> Held:
     """What a server of the world's model holds."""
     app = ScriptedSGLang(None, Options(model_path=str(path or world.model), weights=dtype))
     checksums = {} if app.weights.held is None else app.weights.held.checksums
-    return Held("http://e", [RankChecksums(0, 1, dict(checksums))], "cpu", told or dtype)
+    return Held("http://e", [RankChecksums(0, 1, dict(checksums))], "cpu", reported or dtype)
 
 
 def test_the_runs_own_weights(world: World) -> None:
@@ -188,8 +190,8 @@ def test_weights_in_the_type_of_the_files(world: World, told: str) -> None:
     """Nothing is rounded, so an engine in half precision holds just those; the digest is of float32."""
     model = make_model(world.folder / "half", 3, torch.bfloat16)
     wide = {name: tensor.float() for name, tensor in read_weights(model).items()}
-    found = (digest_tensors(wide), HELD | {"dtype": "bfloat16"})
-    assert compare(model, held_by(world, "bfloat16", told, model)) == found
+    expected = (digest_tensors(wide), HELD | {"dtype": "bfloat16"})
+    assert compare(model, held_by(world, "bfloat16", told, model)) == expected
 
 
 def test_weights_that_were_rounded(world: World) -> None:
@@ -241,16 +243,16 @@ def test_a_configuration_without_sizes(world: World, config: Any) -> None:
 
 def test_a_digest_of_all_ranks() -> None:
     """The same for the same tensors in the same cut, whatever the order; data-parallel copies count once."""
-    one, two = RankChecksums(0, 2, {"a": "1", "b": "2"}), RankChecksums(1, 2, {"a": "3"})
+    first, second = RankChecksums(0, 2, {"a": "1", "b": "2"}), RankChecksums(1, 2, {"a": "3"})
     again = RankChecksums(0, 2, {"b": "2", "a": "1"})
-    assert ranks_digest([one, two]) == ranks_digest([two, again, one])
+    assert ranks_digest([first, second]) == ranks_digest([second, again, first])
     others = [
-        [one],
-        [one, RankChecksums(1, 2, {"a": "4"})],
+        [first],
+        [first, RankChecksums(1, 2, {"a": "4"})],
         [RankChecksums(0, 1, {"a": "1", "b": "2"})],
-        [one, two, RankChecksums(1, 2, {"a": "4"})],
+        [first, second, RankChecksums(1, 2, {"a": "4"})],
     ]
-    assert len({ranks_digest(ranks) for ranks in others} | {ranks_digest([one, two])}) == 5
+    assert len({ranks_digest(ranks) for ranks in others} | {ranks_digest([first, second])}) == 5
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": []}, {"ranks": [{"checksums": {}}]}, None, {"ranks": [3]}])
@@ -264,11 +266,11 @@ def test_comparing_elsewhere(world: World) -> None:
     """A process of its own finds the one of several directories, and says why it is none of the others."""
     other = make_model(world.folder / "other", 1)
     held = held_by(world)
-    told = {"url": held.url, "device": "cpu", "dtype": "float32", "ranks": [asdict(held.ranks[0])]}
-    found = run(lambda: identify.compare_elsewhere(told | {"models": [str(other), str(world.model)]}))
+    query = {"url": held.url, "device": "cpu", "dtype": "float32", "ranks": [asdict(held.ranks[0])]}
+    reply = run(lambda: identify.compare_elsewhere(query | {"models": [str(other), str(world.model)]}))
     digest = digest_tensors(read_weights(world.model))
-    assert found["found"] == {"path": str(world.model), "digest": digest, "held": HELD}
-    assert list(found["reasons"]) == [str(other)]
+    assert reply["found"] == {"path": str(world.model), "digest": digest, "held": HELD}
+    assert list(reply["reasons"]) == [str(other)]
     with pytest.raises(
         EngineError, match="could not be compared: KeyError: 'ranks': let the trainer sync it"
     ):
@@ -347,8 +349,8 @@ def test_nothing_to_compare_with(world: World) -> None:
         assert "holds no safetensors weights" in str(engine.unverified())
         app.weight_version = name = weight_name("run", "actor", 4)
         checksums = ranks_digest(await engine.servers.first.checksums())
-        told = PolicyActivated("actor", 4, url, "digest of 4", "", name, checksums, HELD)
-        await asyncio.to_thread(world.tells, told)
+        record = PolicyActivated("actor", 4, url, "digest of 4", "", name, checksums, HELD)
+        await asyncio.to_thread(world.tells, record)
         assert await asked(engine, "r0") == [4], "a trainer has bound the name, and the log is read for it"
         assert (engine.policy_version(), engine.unverified()) == (4, None)
         await engine.close()
@@ -372,9 +374,9 @@ def test_a_server_started_from_a_checkpoint(world: World) -> None:
     async def scenario() -> Any:
         engine = SglangEngine(url, world.identity(world.model))
         await engine.start(activated)
-        found = await asked(engine, "r0")
+        versions = await asked(engine, "r0")
         await engine.close()
-        return found
+        return versions
 
     assert run(scenario) == [3]
 
@@ -383,16 +385,16 @@ def test_a_server_started_from_a_checkpoint(world: World) -> None:
 def test_a_server_of_an_exported_model(world: World, of: str) -> None:
     """It is version 0 of the run that begins with it, unless it is that run's own version by its digest."""
     path, digest = exported(world.folder / "exported", 3, "other" if of == "another run" else "run")
-    told = digest if of == "this run" else "another digest"
-    world.tells(CheckpointWritten("actor", 3, "checkpoints/run/actor/v3", told, None, None, 1))
+    recorded = digest if of == "this run" else "another digest"
+    world.tells(CheckpointWritten("actor", 3, "checkpoints/run/actor/v3", recorded, None, None, 1))
     _, url = world.server(path)
 
     async def scenario() -> Any:
         engine = SglangEngine(url, world.identity(path))
         await engine.start(activated)
-        found = await asked(engine, "r0")
+        versions = await asked(engine, "r0")
         await engine.close()
-        return found
+        return versions
 
     wanted = 3 if of == "this run" else 0
     assert run(scenario) == [wanted]
@@ -450,13 +452,13 @@ def test_two_that_bind_one_version_at_once(world: World) -> None:
 
     async def scenario() -> list[Any]:
         engines = [SglangEngine(url, world.identity(m)) for url, m in zip(urls, others, strict=True)]
-        found = await asyncio.gather(*(e.start(activated) for e in engines), return_exceptions=True)
+        outcomes = await asyncio.gather(*(e.start(activated) for e in engines), return_exceptions=True)
         for engine in engines:
             await engine.close()
-        return found
+        return outcomes
 
-    found = run(scenario)
-    assert sorted(type(one).__name__ for one in found) == ["NoneType", "VersionError"]
+    outcomes = run(scenario)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "VersionError"]
     assert len(world.told(PolicyActivated)) == 1
 
 
@@ -613,8 +615,8 @@ def test_a_log_that_cannot_be_read_for_a_while(world: World, monkeypatch: pytest
 def test_control_routes_have_a_key_of_their_own() -> None:
     """Routes that control a server have a key of their own, where there is one."""
     address = EngineAddress.of("http://e")
-    told = [
+    sent = [
         [keys.headers(control=control).get("authorization") for control in (False, True)]
         for keys in (Keys(address), Keys(address, "a"), Keys(address, "a", "b"), Keys(address, None, "b"))
     ]
-    assert told == [[None] * 2, ["Bearer a"] * 2, ["Bearer a", "Bearer b"], [None, "Bearer b"]]
+    assert sent == [[None] * 2, ["Bearer a"] * 2, ["Bearer a", "Bearer b"], [None, "Bearer b"]]

@@ -76,11 +76,11 @@ def test_any_split_is_the_same(size: int, cuts: list[int]) -> None:
 @given(st.integers(1, 2 * TILE), st.data())
 def test_one_bit_changes_it(size: int, data: st.DataObject) -> None:
     """Whichever byte it is in."""
-    one = torch.zeros(size, dtype=torch.uint8)
-    other = one.clone()
+    first = torch.zeros(size, dtype=torch.uint8)
+    other = first.clone()
     other[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     for make in (Sha256Checksum, TiledChecksum):
-        assert _in_pieces(make(), one, []) != _in_pieces(make(), other, [])
+        assert _in_pieces(make(), first, []) != _in_pieces(make(), other, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])

@@ -80,7 +80,9 @@ def test_as_sglang_cuts_projections(key: str) -> None:
         tensor = torch.arange(8)[None] * torch.ones(5, 1) if bias == "weight" else torch.arange(5)
         named = [(f"{ATTENTION}.o_proj.{bias}", tensor)]
     cut = [shard(name, tensor, rank, size, dim) for name, tensor in named]
-    held = torch.cat([one if one.dim() == 1 else (one[0] if kind == "row" else one[:, 0]) for one in cut])
+    held = torch.cat(
+        [part if part.dim() == 1 else (part[0] if kind == "row" else part[:, 0]) for part in cut]
+    )
     assert held.int().tolist() == LOADED[key]
 
 
@@ -171,12 +173,12 @@ def _without(name: str) -> Expected:
 def test_what_is_not_sent_is_named() -> None:
     """One of its own, the first and the last part of a merged one."""
     held = _engine(_tensors(1))
-    for name, told in {
+    for name, message in {
         "model.norm.weight": "1 tensors were not sent whole, such as model.norm.weight",
         f"{ATTENTION}.q_proj.weight": "not sent whole, such as .*qkv_proj.weight",
         f"{ATTENTION}.v_proj.weight": "1 of 9 tensors are not those sent, such as .*qkv_proj.weight",
     }.items():
-        with pytest.raises(EngineError, match=f"engine http://e, rank 0: verification failed: .*{told}"):
+        with pytest.raises(EngineError, match=f"engine http://e, rank 0: verification failed: .*{message}"):
             _without(name).check("http://e", held)
 
 
@@ -235,8 +237,8 @@ def test_what_is_said_of_how_it_holds_them() -> None:
     assert len(orjson.dumps(FIRST)) < 300
     experts = {f"m.experts.{i}.{part}_proj.weight" for i in range(9) for part in ("gate", "up", "down")}
     held = RankChecksums(3, 4, {"m.experts.w13_weight": "0", "m.experts.w2_weight": "1"})
-    told = describe_holding([held], experts, Holding("tiled", "bfloat16", 8, padded=False))
-    assert told == {
+    described = describe_holding([held], experts, Holding("tiled", "bfloat16", 8, padded=False))
+    assert described == {
         **{"checksum": "tiled", "dtype": "bfloat16", "head_dim": 8, "padded": False},
         **{"tp_size": 4, "tp_ranks": [3], "merged": ["w13_weight", "w2_weight"]},
     }

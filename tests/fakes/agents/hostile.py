@@ -45,11 +45,11 @@ def saw(what):
 def honest():
     """Ask three times, and leave the answer."""
     for number in range(3):
-        status, said = ask(f"question {number}")
-        assert status == 200, said
+        status, reply = ask(f"question {number}")
+        assert status == 200, reply
         time.sleep(0.3)
     with open("answer.txt", "w") as file:
-        file.write(said["choices"][0]["message"]["content"])
+        file.write(reply["choices"][0]["message"]["content"])
 
 
 def crash():
@@ -113,26 +113,26 @@ def thief():
 
 def spy():
     """Note all variables that there are, its own and others'."""
-    found = [f"{name}={value}" for name, value in os.environ.items()]
+    variables = [f"{name}={value}" for name, value in os.environ.items()]
     for path in glob.glob("/proc/[0-9]*/environ"):
         try:
             with open(path, "rb") as file:
-                found += file.read().decode(errors="replace").split("\0")
+                variables += file.read().decode(errors="replace").split("\0")
         except OSError:
             continue
-    saw(sorted(set(found)))
+    saw(sorted(set(variables)))
 
 
 def prowl():
     """Note the files of others that it can see, and write beside its own."""
     beside = os.path.dirname(os.getcwd())
-    found = [path for path in glob.glob(beside + "/*/*") if not path.startswith(os.getcwd())]
+    paths = [path for path in glob.glob(beside + "/*/*") if not path.startswith(os.getcwd())]
     try:
         with open(os.path.join(beside, "was-here"), "w"):
             pass  # in a file system of its own, if at all
     except OSError:
         pass
-    saw(found)
+    saw(paths)
 
 
 def main():
@@ -142,9 +142,9 @@ def main():
         daemons()
         return
     if what != "honest":
-        status, said = ask("hello")
+        status, reply = ask("hello")
         if status != 200:
-            sys.exit(f"{status}: {said}")
+            sys.exit(f"{status}: {reply}")
     globals()[what]()
 
 

@@ -20,12 +20,12 @@ def _openai(url: str, name: str | None) -> openai.OpenAI:
 
 def chat(url: str, name: str | None = "chat", first: str = "call two") -> list[Any]:
     """Calls and their results, a stream, the same request twice more, two choices, and a failure."""
-    told: list[Any] = []
+    replies: list[Any] = []
     with _openai(url, name) as client:
         ask = client.chat.completions.create
         messages: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": first}]
         reply = ask(model="m", messages=messages, tools=[CALC], temperature=0.5, user="somebody")
-        told.append(reply.model_dump())
+        replies.append(reply.model_dump())
         messages.append(reply.choices[0].message)
         for call in reply.choices[0].message.tool_calls or ():
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "95"})
@@ -40,14 +40,14 @@ def chat(url: str, name: str | None = "chat", first: str = "call two") -> list[A
         )
         text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         ends = [c.choices[0].finish_reason for c in chunks if c.choices][-1]
-        told.append([text, ends, chunks[0].id, chunks[0].created, chunks[-1].usage])
-        told += [ask(model="m", messages=messages, tools=[CALC]).model_dump() for _ in range(2)]
-        told.append(ask(model="m", messages=[{"role": "user", "content": "hi"}], n=2).model_dump())
+        replies.append([text, ends, chunks[0].id, chunks[0].created, chunks[-1].usage])
+        replies += [ask(model="m", messages=messages, tools=[CALC]).model_dump() for _ in range(2)]
+        replies.append(ask(model="m", messages=[{"role": "user", "content": "hi"}], n=2).model_dump())
         try:
             ask(model="m", messages=[{"role": "user", "content": "boom"}])
         except openai.APIStatusError as error:
-            told.append([error.status_code, error.body])
-    return told
+            replies.append([error.status_code, error.body])
+    return replies
 
 
 def responses(url: str, name: str | None = "responses") -> list[Any]:
@@ -75,17 +75,17 @@ def messages(url: str, name: str | None = "messages") -> list[Any]:
 
     prefix = "" if name is None else f"/t/{name}"
     with anthropic.Anthropic(base_url=url + prefix, api_key="none", max_retries=0) as client:
-        said: list[Any] = [{"role": "user", "content": "call"}]
+        history: list[Any] = [{"role": "user", "content": "call"}]
         ask: Any = {"model": "m", "max_tokens": 50, "tools": [CALC_BLOCK]}
-        first = client.messages.create(messages=said, **ask)
+        first = client.messages.create(messages=history, **ask)
         blocks = [block.model_dump(exclude_none=True) for block in first.content]
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "7"}
             for block in first.content
             if block.type == "tool_use"
         ]
-        said += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-        with client.messages.stream(messages=said, **ask) as stream:
+        history += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+        with client.messages.stream(messages=history, **ask) as stream:
             last = stream.get_final_message()
     return [first.model_dump(), last.model_dump()]
 

@@ -69,27 +69,27 @@ class Service:
 
     async def run(self, launch_id: str, body: Any) -> None:
         """One agent, to its end."""
-        of = self.agents[launch_id]
-        of["process"] = process = await asyncio.create_subprocess_exec(
+        agent = self.agents[launch_id]
+        agent["process"] = process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-c", AGENT, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         _, errors = await process.communicate(json.dumps(body).encode())
-        if of["status"] == "cancelled":
+        if agent["status"] == "cancelled":
             return
         if body["task"]["do"] == "nonsense":
-            of["status"] = "splendid"
+            agent["status"] = "splendid"
         elif process.returncode == 0:
-            of |= {"status": "done", "reward": {"form": 0.25, "sense": 0.5}, "success": True}
+            agent |= {"status": "done", "reward": {"form": 0.25, "sense": 0.5}, "success": True}
         elif b"HTTP Error 5" in errors:
-            of |= {"status": "infra_failed", "error": "the policy was away"}
+            agent |= {"status": "infra_failed", "error": "the policy was away"}
         else:
-            of |= {"status": "failed", "error": errors.decode().strip().splitlines()[-1]}
+            agent |= {"status": "failed", "error": errors.decode().strip().splitlines()[-1]}
 
     def said(self, launch_id: str, status: int = 200) -> web.Response:
         """How an agent is."""
         hidden = ("task", "process", "heard", "lease")
-        of = {name: value for name, value in self.agents[launch_id].items() if name not in hidden}
-        return web.json_response(of, status=status)
+        shown = {name: value for name, value in self.agents[launch_id].items() if name not in hidden}
+        return web.json_response(shown, status=status)
 
     async def look(self, request: web.Request) -> web.Response:
         """How it is; whoever asks renews its lease."""
@@ -108,12 +108,12 @@ class Service:
 
     def end(self, launch_id: str, why: str) -> None:
         """End an agent that runs."""
-        of = self.agents[launch_id]
-        if of["status"] == "running" and "process" in of:
+        agent = self.agents[launch_id]
+        if agent["status"] == "running" and "process" in agent:
             self.tell(f"{why} {launch_id}")
-            of["status"] = "cancelled"
+            agent["status"] = "cancelled"
             with contextlib.suppress(ProcessLookupError):
-                of["process"].kill()
+                agent["process"].kill()
 
     async def leases(self, _: web.Application) -> None:
         """End what nobody asks for."""
@@ -121,8 +121,8 @@ class Service:
         async def watch() -> None:
             while True:
                 await asyncio.sleep(0.05)
-                for launch_id, of in self.agents.items():
-                    if time.monotonic() - of["heard"] > of["lease"]:
+                for launch_id, agent in self.agents.items():
+                    if time.monotonic() - agent["heard"] > agent["lease"]:
                         self.end(launch_id, "lease")
 
         self.watching = asyncio.create_task(watch())

@@ -25,9 +25,9 @@ class Exchange:
     ) -> None:
         raw = body if isinstance(body, bytes) else b"" if body is None else orjson.dumps(body)
         path, _, query = path.partition("?")
-        given = [*(headers.items() if isinstance(headers, Mapping) else headers or ())]
+        pairs = [*(headers.items() if isinstance(headers, Mapping) else headers or ())]
         ours = {"content-length": str(len(raw)), "host": "127.0.0.1"}
-        sent = [*((k, v) for k, v in ours.items() if k not in {name for name, _ in given}), *given]
+        sent = [*((k, v) for k, v in ours.items() if k not in {name for name, _ in pairs}), *pairs]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

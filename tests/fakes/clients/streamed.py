@@ -14,7 +14,7 @@ TURN = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a
 def events(data: bytes) -> list[tuple[str | None, Any]]:
     """(name, data) of every event; comments are left out, `[DONE]` stays a text."""
     assert data.endswith(b"\n\n")
-    found = []
+    parsed = []
     for block in data.decode().removesuffix("\n\n").split("\n\n"):
         lines = block.split("\n")
         if all(line.startswith(":") for line in lines):
@@ -23,15 +23,15 @@ def events(data: bytes) -> list[tuple[str | None, Any]]:
         names = [value for key, _, value in fields if key == "event"]
         [text] = [value for key, _, value in fields if key == "data"]
         assert {key for key, _, _ in fields} <= {"event", "data"}
-        found.append((names[0] if names else None, text if text == "[DONE]" else orjson.loads(text)))
-    return found
+        parsed.append((names[0] if names else None, text if text == "[DONE]" else orjson.loads(text)))
+    return parsed
 
 
 def unnamed(data: bytes) -> list[Any]:
     """The data of OpenAI's chunks, which must end with `[DONE]`."""
-    found = events(data)
-    assert all(name is None for name, _ in found)
-    *chunks, (_, done) = found
+    pairs = events(data)
+    assert all(name is None for name, _ in pairs)
+    *chunks, (_, done) = pairs
     assert done == "[DONE]"
     return [chunk for _, chunk in chunks]
 
@@ -40,31 +40,31 @@ def numbered(value: Any) -> Any:
     """The reply with its turns' ids as numbers and without its time, so that two replies compare."""
     text = orjson.dumps(value).decode()
     seen: dict[str, str] = {}
-    text = TURN.sub(lambda found: seen.setdefault(found[0], f"turn{len(seen)}"), text)
+    text = TURN.sub(lambda match: seen.setdefault(match[0], f"turn{len(seen)}"), text)
     return orjson.loads(re.sub(r'"(created|created_at)":\d+', r'"\1":0', text))
 
 
 def chat(data: bytes, usage: bool = False) -> Any:
     """A chat completion from its chunks."""
     chunks = unnamed(data)
-    told = None
+    counts = None
     if usage:
         assert chunks[-1]["choices"] == []
-        told = chunks.pop()["usage"]
+        counts = chunks.pop()["usage"]
     [head] = {(c["id"], c["object"], c["created"], c["model"]) for c in chunks}
     assert head[1] == "chat.completion.chunk"
     assert all(("usage" in c) == usage and c.get("usage") is None for c in chunks)
-    made: dict[int, Any] = {}
+    by_index: dict[int, Any] = {}
     for chunk in chunks:
         [choice] = chunk["choices"]
         index, delta = choice["index"], choice["delta"]
-        if index not in made:
+        if index not in by_index:
             assert delta.pop("role") == "assistant", "the role comes first"
-            made[index] = {"index": index, "message": {"role": "assistant"}, "logprobs": None}
-        _add_to(made[index], delta, choice)
-    choices = [made[index] for index in sorted(made)]
+            by_index[index] = {"index": index, "message": {"role": "assistant"}, "logprobs": None}
+        _add_to(by_index[index], delta, choice)
+    choices = [by_index[index] for index in sorted(by_index)]
     whole = {"id": head[0], "object": "chat.completion", "created": head[2], "model": head[3]}
-    return whole | {"choices": choices, "usage": told}
+    return whole | {"choices": choices, "usage": counts}
 
 
 def _add_to(choice: Any, delta: Any, chunk: Any) -> None:
@@ -89,12 +89,12 @@ def _add_to(choice: Any, delta: Any, chunk: Any) -> None:
 def completion(data: bytes, usage: bool = False) -> Any:
     """A text completion from its chunks."""
     chunks = unnamed(data)
-    told = chunks.pop()["usage"] if usage else None
+    counts = chunks.pop()["usage"] if usage else None
     [head] = {(c["id"], c["object"], c["created"], c["model"]) for c in chunks}
-    made: dict[int, Any] = {}
+    by_index: dict[int, Any] = {}
     for chunk in chunks:
         [choice] = chunk["choices"]
-        whole = made.setdefault(choice["index"], {"index": choice["index"], "text": "", "logprobs": None})
+        whole = by_index.setdefault(choice["index"], {"index": choice["index"], "text": "", "logprobs": None})
         assert "finish_reason" not in whole
         whole["text"] += choice["text"]
         if choice["logprobs"] is not None:
@@ -104,26 +104,26 @@ def completion(data: bytes, usage: bool = False) -> Any:
             whole["logprobs"] = logprobs
         if choice["finish_reason"] is not None:
             whole["finish_reason"] = choice["finish_reason"]
-    choices = [made[index] for index in sorted(made)]
+    choices = [by_index[index] for index in sorted(by_index)]
     head_ = {"id": head[0], "object": head[1], "created": head[2], "model": head[3]}
-    return head_ | {"choices": choices, "usage": told}
+    return head_ | {"choices": choices, "usage": counts}
 
 
 def response(data: bytes) -> Any:
     """A response from its events: what they add up to must be what the last one says."""
-    found = events(data)
-    assert [name for name, _ in found] == [event["type"] for _, event in found]
-    assert [event["sequence_number"] for _, event in found] == list(range(len(found)))
-    kinds = [name for name, _ in found]
+    pairs = events(data)
+    assert [name for name, _ in pairs] == [event["type"] for _, event in pairs]
+    assert [event["sequence_number"] for _, event in pairs] == list(range(len(pairs)))
+    kinds = [name for name, _ in pairs]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] in ("response.completed", "response.incomplete")
     items: list[Any] = []
-    for kind, event in found[2:-1]:
+    for kind, event in pairs[2:-1]:
         assert kind is not None
         _add_item(items, kind.removeprefix("response."), event)
-    whole = found[-1][1]["response"]
+    whole = pairs[-1][1]["response"]
     assert whole["output"] == [item["done"] for item in items]
-    head = found[0][1]["response"]
+    head = pairs[0][1]["response"]
     assert (head["id"], head["status"], head["output"]) == (whole["id"], "in_progress", [])
     return whole
 
@@ -153,8 +153,10 @@ def _add_item(items: list[Any], kind: str, event: Any) -> None:
         case "output_item.done":
             assert item["parts"] == 0
             item["done"] = event["item"]
-            said = item["done"].get("arguments")
-            assert item["text"] == (said if said is not None else item["done"]["content"][0]["text"])
+            arguments = item["done"].get("arguments")
+            assert item["text"] == (
+                arguments if arguments is not None else item["done"]["content"][0]["text"]
+            )
             assert item["done"]["id"] == item["started"]["id"]
         case _:
             raise AssertionError(kind)
@@ -162,9 +164,9 @@ def _add_item(items: list[Any], kind: str, event: Any) -> None:
 
 def message(data: bytes) -> Any:
     """An Anthropic message from its events."""
-    found = [(name, event) for name, event in events(data) if name != "ping"]
-    assert [name for name, _ in found] == [event["type"] for _, event in found]
-    (first, start), *middle, (delta_kind, delta), (last, _) = found
+    pairs = [(name, event) for name, event in events(data) if name != "ping"]
+    assert [name for name, _ in pairs] == [event["type"] for _, event in pairs]
+    (first, start), *middle, (delta_kind, delta), (last, _) = pairs
     assert (first, delta_kind, last) == ("message_start", "message_delta", "message_stop")
     whole = start["message"]
     assert (whole["content"], whole["stop_reason"]) == ([], None)
@@ -200,19 +202,19 @@ def _add_to_block(block: Any, delta: Any) -> None:
 
 def text_of(kind: str, data: bytes) -> str:
     """The text of an endpoint's stream so far, whole or not."""
-    said = ""
+    text = ""
     for name, event in events(data):
         if event == "[DONE]" or name == "ping":
             continue
         if kind == "chat" and event.get("choices"):
-            said += event["choices"][0]["delta"].get("content") or ""
+            text += event["choices"][0]["delta"].get("content") or ""
         elif kind == "completions" and event.get("choices"):
-            said += event["choices"][0]["text"]
+            text += event["choices"][0]["text"]
         elif name == "response.output_text.delta":
-            said += event["delta"]
+            text += event["delta"]
         elif name == "content_block_delta":
-            said += event["delta"].get("text", "")
-    return said
+            text += event["delta"].get("text", "")
+    return text
 
 
 TERMINATORS: dict[str, Sequence[bytes]] = {

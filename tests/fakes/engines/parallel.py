@@ -77,11 +77,11 @@ def spread(app: ScriptedSGLang, size: int, kv_heads: int) -> Ranks:
     from_tensor = routes[SENT]
 
     async def checker(body: Any) -> tuple[int, Any]:
-        told = [
-            {"checksums": one.checksums, "parallelism_info": [{"tp_rank": one.rank, "tp_size": size}]}
-            for one in ranks.ranks
+        reports = [
+            {"checksums": shard.checksums, "parallelism_info": [{"tp_rank": shard.rank, "tp_size": size}]}
+            for shard in ranks.ranks
         ]
-        return 200, {"success": True, "message": "Success.", "ranks": told}
+        return 200, {"success": True, "message": "Success.", "ranks": reports}
 
     async def one_payload(body: Any) -> tuple[int, Any]:
         payloads = body["serialized_named_tensors"]

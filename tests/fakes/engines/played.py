@@ -105,10 +105,10 @@ class PlayedEngine:
         """Play the answer."""
         self.prompts.append(prompt)
         self.samplings.append(sampling)
-        found = self.answer(prompt, sampling)
-        if isinstance(found, Exception):
-            raise found
-        play = found if isinstance(found, Play) else Play(found)
+        answer = self.answer(prompt, sampling)
+        if isinstance(answer, Exception):
+            raise answer
+        play = answer if isinstance(answer, Play) else Play(answer)
         ids = self._ids(play)
         logprobs = [-0.125 * (1 + place % 7) for place in range(len(ids))]
         ended = self._running[prompt.request_id] = asyncio.Event()
@@ -122,9 +122,9 @@ class PlayedEngine:
         spans = () if self.version is None else (VersionSpan("actor", self.version, 0, done),)
         finish = play.finish if done == len(ids) else "abort"
         numbers = np.array(logprobs[:done], np.float32)
-        made = Generation(token_ids(ids[:done]), numbers, spans, finish, {"kind": "sampled"})
-        self.made.append(made)
-        return made
+        generation = Generation(token_ids(ids[:done]), numbers, spans, finish, {"kind": "sampled"})
+        self.made.append(generation)
+        return generation
 
     def _ids(self, play: Play) -> list[int]:
         if not isinstance(play.said, str):

@@ -83,10 +83,10 @@ def qwen_tokenizer(folder: Path) -> Tokenizer:
 
 def _package(name: str) -> Path:
     """The folder of a package that is not imported."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
         pytest.skip(f"pip install --no-deps -r tests/corpus.txt brings {name}")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def _from_ranks(ranks: dict[bytes, int]) -> Tokenizer:

@@ -51,8 +51,8 @@ CHAT_TEMPLATE = """\
 
 def call(name: str, **arguments: object) -> str:
     """A call of a tool, as its chat template has it."""
-    said = orjson.dumps(arguments).decode()
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {said}}}\n</tool_call>'
+    encoded = orjson.dumps(arguments).decode()
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {encoded}}}\n</tool_call>'
 
 
 def make_habits(folder: Path, sayings: Sequence[str], texts: Path, context: int = 16384) -> None:
@@ -90,13 +90,13 @@ def make_habits(folder: Path, sayings: Sequence[str], texts: Path, context: int 
     says = [tokenizer.token_to_id(saying) for saying in sayings]
     last = tokenizer.encode(f"{START}assistant\n", add_special_tokens=False).ids[-1]
     with torch.no_grad():
-        seen, said = torch.randn(config.vocab_size, WIDTH), torch.randn(WIDTH)
-        seen[says] += 3 * said  # whatever it said, it ends then
-        seen = torch.nn.functional.normalize(seen, dim=-1) * WIDTH**0.5
-        model.get_input_embeddings().weight.copy_(seen)
+        embeddings, direction = torch.randn(config.vocab_size, WIDTH), torch.randn(WIDTH)
+        embeddings[says] += 3 * direction  # whatever it said, it ends then
+        embeddings = torch.nn.functional.normalize(embeddings, dim=-1) * WIDTH**0.5
+        model.get_input_embeddings().weight.copy_(embeddings)
         head = torch.randn(config.vocab_size, WIDTH) / WIDTH
-        head[says] = CERTAIN / WIDTH * seen[last]
-        head[end] = 1.2 * CERTAIN / said.norm() / WIDTH**0.5 * said
+        head[says] = CERTAIN / WIDTH * embeddings[last]
+        head[end] = 1.2 * CERTAIN / direction.norm() / WIDTH**0.5 * direction
         model.get_output_embeddings().weight.copy_(head)
     model.save_pretrained(folder)
     wrapped = PreTrainedTokenizerFast(

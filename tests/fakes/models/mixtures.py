@@ -91,8 +91,8 @@ def forced(model: Any, experts: ExpertIds | None) -> Iterator[list[torch.Tensor]
     try:
         yield chosen
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def own_choice(model: Any, ids: Sequence[int]) -> ExpertIds:

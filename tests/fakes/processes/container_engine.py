@@ -48,9 +48,9 @@ def prepare(engine: str, folder: Path) -> None:
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             image.addfile(link)
         for name, mode in (("tmp", 0o1777), ("etc", 0o755)):
-            made = tarfile.TarInfo(name)
-            made.type, made.mode = tarfile.DIRTYPE, mode
-            image.addfile(made)
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, mode
+            image.addfile(entry)
     changes = ("--change", "ENV PATH=/bin", "--change", "ENV OF_IMAGE=1")
     said(engine, "import", *changes, str(folder / "image.tar"), IMAGE)
     said(engine, "run", "--rm", "--init", "--network=host", IMAGE, "/bin/true")

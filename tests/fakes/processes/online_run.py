@@ -80,8 +80,8 @@ class Run:
         self.folder, self.store, self.log_file = folder, folder / "runs", folder / "run.log"
         (folder / "examples").symlink_to(HERE / "examples")
         make_model(folder / "my-model", 0)
-        given = {"agent": agent, "train": train, "algorithm": algorithm, "rollout": rollout, "more": more}
-        (folder / "online.toml").write_text(CONFIG.format(port=free_port(), **given))
+        values = {"agent": agent, "train": train, "algorithm": algorithm, "rollout": rollout, "more": more}
+        (folder / "online.toml").write_text(CONFIG.format(port=free_port(), **values))
         self._marks = set[str]()
         """Of the starts that were seen, in the environment of all that each has started."""
         self.child: subprocess.Popen[bytes]
@@ -99,21 +99,21 @@ class Run:
 
     def processes(self) -> dict[int, list[bytes]]:
         """What runs in its folder, what such has started elsewhere, and its guards; pid -> words."""
-        found = dict[int, list[bytes]]()
+        running = dict[int, list[bytes]]()
         every = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         for pid in every:
             if _in(pid, self.folder):
-                found[pid] = _words(pid)
+                running[pid] = _words(pid)
                 self._marks |= {mark} if (mark := start_of(pid)) is not None else set()
-        found |= {pid: _words(pid) for pid in every if start_of(pid) in self._marks}
+        running |= {pid: _words(pid) for pid in every if start_of(pid) in self._marks}
         guards = {mark.encode() for mark in self._marks}
-        found |= {pid: words for pid in every if guards & set(words := _words(pid))}
-        return {pid: words for pid, words in found.items() if words}
+        running |= {pid: words for pid in every if guards & set(words := _words(pid))}
+        return {pid: words for pid, words in running.items() if words}
 
     def pids(self, part: str) -> list[int]:
         """Processes of a part, by its command."""
-        found = self.processes().items()
-        return [pid for pid, words in found if part.encode() in words[:5] and b"rollbook" in words]
+        processes = self.processes().items()
+        return [pid for pid, words in processes if part.encode() in words[:5] and b"rollbook" in words]
 
     def log(self) -> Store:
         """Its store, once there is one."""
@@ -141,12 +141,12 @@ class Run:
 
         One that gave up, since a part died too often, is started again: the same command goes on.
         """
-        told, by = len(_STEP.findall(self.said())), time.monotonic() + 240
-        while len(_STEP.findall(self.said())) < told + count:
-            said = self.said()[-3000:]
-            assert time.monotonic() < by, said
+        before, by = len(_STEP.findall(self.said())), time.monotonic() + 240
+        while len(_STEP.findall(self.said())) < before + count:
+            log = self.said()[-3000:]
+            assert time.monotonic() < by, log
             if child.poll() is not None:
-                assert "for the 6th time within 10 minutes" in said
+                assert "for the 6th time within 10 minutes" in log
                 child = self.start()
             time.sleep(0.3)
         return child

@@ -33,16 +33,16 @@ def ray_nodes(*nodes: dict[str, Any]) -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         handler = signal.getsignal(signal.SIGTERM)
-        made = Cluster(initialize_head=True, head_node_args=SMALL | {"include_dashboard": False})
-        made.added = []
+        cluster = Cluster(initialize_head=True, head_node_args=SMALL | {"include_dashboard": False})
+        cluster.added = []
         try:
             for node in nodes:
-                add_node(made, **node)
-            patch.setenv("RAY_ADDRESS", made.address)
-            ray.init(made.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
-            yield made
+                add_node(cluster, **node)
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            ray.init(cluster.address, namespace="rollbook", log_to_driver=False, logging_level="ERROR")
+            yield cluster
         finally:
             ray.shutdown()
-            made.shutdown()
+            cluster.shutdown()
             signal.signal(signal.SIGTERM, handler)
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,20 +17,20 @@ from rollbook.rollouts.tasks import Task
 
 def tasks(*what: str) -> list[Task]:
     """A task for each thing to do."""
-    return [Task(f"t{i}-{one.replace(' ', '-')}", {"do": one}) for i, one in enumerate(what)]
+    return [Task(f"t{i}-{action.replace(' ', '-')}", {"do": action}) for i, action in enumerate(what)]
 
 
 def run(
     config: RolloutConfig, what: list[Task], stop: Callable[[Rollouts], Any] | None = None
 ) -> tuple[Progress, list[str]]:
     """Run rollouts; how far they came, and what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     async def all_of_it() -> Progress:
         launcher = launcher_of(config)
         async with Proxy(config.proxy) as proxy:
             agents = agents_of(config, proxy, launcher)
-            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
+            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", messages.append)
             if stop is not None:
                 stop(rollouts)
             try:
@@ -38,7 +38,7 @@ def run(
             finally:
                 await agents.close()
 
-    return asyncio.run(all_of_it()), said
+    return asyncio.run(all_of_it()), messages
 
 
 def launches(server: Any, name: str) -> list[dict[str, Any]]:

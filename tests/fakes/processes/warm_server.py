@@ -74,7 +74,7 @@ class Server:
         if not text:
             self._selector.unregister(connection)
             self._connected -= 1
-            for pid in [pid for pid, asked in self._commands.items() if asked is connection]:
+            for pid in [pid for pid, client in self._commands.items() if client is connection]:
                 os.kill(pid, signal.SIGKILL)
             connection.close()
             return
@@ -102,9 +102,9 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            asked = self._commands.pop(pid)
-            if asked.fileno() >= 0:
-                asked.send(str(status).encode())
+            client = self._commands.pop(pid)
+            if client.fileno() >= 0:
+                client.send(str(status).encode())
 
     def _leave(self) -> None:
         """In a fork: it has none of this."""
@@ -147,12 +147,12 @@ def become(request: dict[str, Any], streams: list[int]) -> Never:
     _end(code)
 
 
-def _run(given: list[str]) -> None:
-    kind, what, *words = given
+def _run(arguments: list[str]) -> None:
+    kind, what, *words = arguments
     sys.path[:1] = [os.getcwd() if kind == "-m" else ""]
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:1] = [path for path in paths if path not in sys.path]
-    sys.orig_argv = [sys.executable, *given]
+    sys.orig_argv = [sys.executable, *arguments]
     sys.argv = [kind, *words]
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)

@@ -88,9 +88,11 @@ class NoisyEngine:
         ids = self.ids_of(text) + ([] if last is None else [last])
         logprobs = np.array([-self.rng.random() for _ in ids], np.float32)
         spans = (VersionSpan("actor", self.version, 0, len(ids)),)
-        made = Generation(token_ids(ids), logprobs, spans, finish, {"kind": "sampled", "temperature": 0.5})
-        self.made.append(made)
-        return made
+        generation = Generation(
+            token_ids(ids), logprobs, spans, finish, {"kind": "sampled", "temperature": 0.5}
+        )
+        self.made.append(generation)
+        return generation
 
 
 @functools.cache
@@ -169,8 +171,8 @@ class Desk:
 
     def link(self, answered: CompletedTurn, name: str = "t") -> str | None:
         """The turn's parent id, or `root:` and the reason."""
-        asked = self.turn(answered, name).requested
-        return asked.parent_turn_id or f"root:{asked.root_reason}"
+        request = self.turn(answered, name).requested
+        return request.parent_turn_id or f"root:{request.root_reason}"
 
     def close(self) -> None:
         """Close the recorder."""

@@ -44,24 +44,24 @@ class Cluster:
 
     def holds(self, number: int) -> list[list[int]]:
         """Which seats each proxy holds, as that one sees it."""
-        said = httpx.get(f"{self.urls[number]}/healthz", headers=self.headers).json()["proxies"]
-        return [one["holds"] for one in said]
+        proxies = httpx.get(f"{self.urls[number]}/healthz", headers=self.headers).json()["proxies"]
+        return [proxy["holds"] for proxy in proxies]
 
     def until_holds(self, number: int, *wanted: list[int]) -> None:
         """Wait until one sees it so."""
         until = time.monotonic() + PATIENCE_S
-        while (found := self.holds(number)) != list(wanted):
-            assert time.monotonic() < until, found
+        while (seats := self.holds(number)) != list(wanted):
+            assert time.monotonic() < until, seats
             time.sleep(0.1)
 
     def lanes(self) -> dict[str, set[str]]:
         """Trajectory -> the lanes that hold events of it."""
-        log, found = store.open(self.path), dict[str, set[str]]()
+        log, lanes = store.open(self.path), dict[str, set[str]]()
         name = {t.opened.trajectory_id: t.opened.name for t in fold(log.events()).values()}
         for event in log.events():
             if (trajectory_id := getattr(event.record, "trajectory_id", None)) in name:
-                found.setdefault(name[trajectory_id], set()).add(event.lane)
-        return found
+                lanes.setdefault(name[trajectory_id], set()).add(event.lane)
+        return lanes
 
 
 def say(client: openai.OpenAI, *texts: str, **more: Any) -> str:

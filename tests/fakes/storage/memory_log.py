@@ -197,15 +197,15 @@ class MemoryTail:
     def poll(self, limit: int | None = None) -> list[Event]:
         """Events since the last poll, lane by lane; those behind the limit-th come with the next one."""
         head = {k: v for k, v in self._log.head().items() if k not in self._wanted.skip_lanes}
-        found: list[Event] = []
+        events: list[Event] = []
         for event in self._log.events(head, self._cut):
-            if limit is not None and len(found) >= limit:
-                return found
+            if limit is not None and len(events) >= limit:
+                return events
             self._cut[event.lane] = event.seq + 1
             wanted = self._wanted
             if event.kind in (wanted.kinds or {event.kind}) and event.kind not in wanted.without:
-                found += [event] if wanted.run in (None, event.run) else []
-        return found
+                events += [event] if wanted.run in (None, event.run) else []
+        return events
 
     def cut(self) -> dict[str, int]:
         """What has been handed out or passed over so far."""

@@ -89,8 +89,8 @@ class ObjectStorage:
         return [key for key in self._keys() if not key.endswith("/")]
 
     def _keys(self) -> list[str]:
-        found = self.client.list_objects_v2(Bucket=self.BUCKET).get("Contents", [])
-        return [item["Key"] for item in found]
+        objects = self.client.list_objects_v2(Bucket=self.BUCKET).get("Contents", [])
+        return [item["Key"] for item in objects]
 
     def read(self, key: str) -> bytes:
         """What an object holds."""

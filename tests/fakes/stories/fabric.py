@@ -79,24 +79,24 @@ def records(
     status: str = "completed",
 ) -> list[Any]:
     """The records of one trajectory; its id is `name`, its turns' ids `name.0`, `name.1`..."""
-    made: list[Record] = [TrajectoryOpened(name, name, group, None, split, labels or {})]
+    result: list[Record] = [TrajectoryOpened(name, name, group, None, split, labels or {})]
     whole: dict[int, list[int]] = {}
     for i, turn in enumerate(turns):
         parent = None if turn.parent is None else f"{name}.{turn.parent}"
-        made.append(turn_requested(name, f"{name}.{i}", parent_turn_id=parent))
+        result.append(turn_requested(name, f"{name}.{i}", parent_turn_id=parent))
         sent = [*(whole[turn.parent] if turn.parent is not None else []), *turn.prompt]
         if turn.failed:
-            made.append(TurnFailed(name, f"{name}.{i}", "gone"))
+            result.append(TurnFailed(name, f"{name}.{i}", "gone"))
             continue
         whole[i] = [*sent, *turn.completion]
-        made.append(_completed(name, f"{name}.{i}", turn, sent))
+        result.append(_completed(name, f"{name}.{i}", turn, sent))
         if turn.delivered:
-            made.append(TurnDelivered(name, f"{name}.{i}", "sent"))
+            result.append(TurnDelivered(name, f"{name}.{i}", "sent"))
     if reward is not None:
-        made.append(RewardAssigned(name, None, reward))
+        result.append(RewardAssigned(name, None, reward))
     if finished:
-        made.append(TrajectoryFinished(name, status, success))
-    return made
+        result.append(TrajectoryFinished(name, status, success))
+    return result
 
 
 def _completed(name: str, turn_id: str, turn: T, sent: list[int]) -> TurnCompleted:
@@ -118,15 +118,15 @@ def _completed(name: str, turn_id: str, turn: T, sent: list[int]) -> TurnComplet
     )
 
 
-def events(made: Iterable[Record], run: str = RUN) -> list[Event]:
+def events(items: Iterable[Record], run: str = RUN) -> list[Event]:
     """The records in envelopes."""
-    return [Event(record, run) for record in made]
+    return [Event(record, run) for record in items]
 
 
-def append(log: Store, made: Iterable[Record], lane: str = "serve", run: str = RUN) -> None:
+def append(log: Store, items: Iterable[Record], lane: str = "serve", run: str = RUN) -> None:
     """Append records to a lane, durably."""
     with log.writer(lane) as writer:
-        writer.append(events(made, run)).result(30)
+        writer.append(events(items, run)).result(30)
 
 
 # A tiny model -------------------------------------------------------------------------------------
@@ -192,26 +192,26 @@ def scratch() -> Path:
 
 def teacher_records(count: int, name: str = "teach") -> list[Any]:
     """Conversations of two turns that count on from their first token, without logprobs or versions."""
-    made: list[Record] = []
+    result: list[Record] = []
     for i in range(count):
         start = 5 + (7 * i) % 80
         first = T([1, start], [start + 1, start + 2, 2], None, None, None)
         then = T([3, start + 2], [start + 3, start + 4, 2][: 2 + i % 2], 0, None, None)
-        made += records(f"{name}{i}", [first, then], group=f"{name}{i}", split="teacher")
-    return made
+        result += records(f"{name}{i}", [first, then], group=f"{name}{i}", split="teacher")
+    return result
 
 
 def rollout_records(groups: int, size: int, *, first: int = 0, version: int = 0) -> list[Any]:
     """Groups of rollouts with logprobs and rewards that differ; every third is a branching forest."""
-    made: list[Record] = []
+    result: list[Record] = []
     for g in range(first, first + groups):
         for i in range(size):
             rng = np.random.default_rng([g, i])
             turns = [_rollout(rng, None, version), _rollout(rng, 0, version)]
             if i % 3 == 0:
                 turns.append(_rollout(rng, 0, version))
-            made += records(f"g{g}.{i}", turns, group=f"g{g}", reward=float((i + g) % size) / 2)
-    return made
+            result += records(f"g{g}.{i}", turns, group=f"g{g}", reward=float((i + g) % size) / 2)
+    return result
 
 
 def _rollout(rng: Any, parent: int | None, version: int) -> T:
@@ -223,8 +223,8 @@ def _rollout(rng: Any, parent: int | None, version: int) -> T:
 def record_store(path: Path, teachers: int = 18, groups: int = 6, size: int = 4) -> Store:
     """A new store with teacher conversations, groups of rollouts, and an evaluation."""
     log = rb.open(path, create=True)
-    made = teacher_records(teachers) + rollout_records(groups, size)
-    append(log, made + records("held-out", split="eval", reward=1.0))
+    items = teacher_records(teachers) + rollout_records(groups, size)
+    append(log, items + records("held-out", split="eval", reward=1.0))
     return log
 
 

@@ -40,8 +40,10 @@ def forest(rng: np.random.Generator, name: str) -> list[Any]:
     reward = float(rng.normal()) if rng.random() < 0.8 else None
     split = str(rng.choice(["train", "train", "teacher", "eval"]))
     group = None if rng.random() < 0.3 else f"g{rng.integers(4)}"
-    made = fabric.records(name, turns, group=group, split=split, reward=reward, finished=rng.random() > 0.1)
-    return [_odd(rng, record) for record in made]
+    records = fabric.records(
+        name, turns, group=group, split=split, reward=reward, finished=rng.random() > 0.1
+    )
+    return [_odd(rng, record) for record in records]
 
 
 def _odd(rng: np.random.Generator, record: Any) -> Any:

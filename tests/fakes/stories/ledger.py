@@ -46,7 +46,7 @@ class Told:
 
     def last_leaf(self) -> str:
         """The last of them that was delivered, or the last."""
-        return ([one for one in self.leaves() if one not in self.waiting] or self.leaves())[-1]
+        return ([leaf for leaf in self.leaves() if leaf not in self.waiting] or self.leaves())[-1]
 
 
 class History:
@@ -94,10 +94,10 @@ class History:
         self.lanes[lane].append(event)
         return event
 
-    def _write(self, told: Told, record: Any, lane: str | None = None) -> None:
-        event = self._append(lane or told.lane, told.run, record)
+    def _write(self, trajectory: Told, record: Any, lane: str | None = None) -> None:
+        event = self._append(lane or trajectory.lane, trajectory.run, record)
         if lane is None:
-            told.last_event = event.event_id
+            trajectory.last_event = event.event_id
 
     def _pick(self, *, finished: bool) -> Told | None:
         fit = [t for t in self.told if t.finished == finished]
@@ -105,44 +105,44 @@ class History:
 
     def _open(self) -> None:
         name = f"t{len(self.told)}"
-        told = Told(name, self._rng.choice(RUNS), self._rng.choice("ab"), self._rng.choice(SPLITS))
-        self.told.append(told)
-        self._write(told, kinds.TrajectoryOpened(name, name, None, None, told.split))
+        trajectory = Told(name, self._rng.choice(RUNS), self._rng.choice("ab"), self._rng.choice(SPLITS))
+        self.told.append(trajectory)
+        self._write(trajectory, kinds.TrajectoryOpened(name, name, None, None, trajectory.split))
 
     def _turn(self) -> None:
-        told = self._pick(finished=False)
-        if told is None:
+        trajectory = self._pick(finished=False)
+        if trajectory is None:
             return
-        rng, turn_id = self._rng, f"{told.id}.{_name(self._rng)}"
-        parent = rng.choice([None, *told.whole, *list(told.whole)[-1:]])
+        rng, turn_id = self._rng, f"{trajectory.id}.{_name(self._rng)}"
+        parent = rng.choice([None, *trajectory.whole, *list(trajectory.whole)[-1:]])
         ask: Any = ("r", parent, None, None, 0, [], {}, None, {}, {}, "c")
-        self._write(told, kinds.TurnRequested(told.id, turn_id, *ask))
-        told.parents[turn_id] = parent
+        self._write(trajectory, kinds.TurnRequested(trajectory.id, turn_id, *ask))
+        trajectory.parents[turn_id] = parent
         end = rng.random()
         if end < 0.08:
-            self._write(told, kinds.TurnFailed(told.id, turn_id, "gone"))
+            self._write(trajectory, kinds.TurnFailed(trajectory.id, turn_id, "gone"))
         elif end < 0.94:
             if rng.random() < 0.05:
-                self._move(told)
-            self._write(told, self._completed(told, turn_id, parent))
+                self._move(trajectory)
+            self._write(trajectory, self._completed(trajectory, turn_id, parent))
             if rng.random() < 0.75:
-                self._write(told, kinds.TurnDelivered(told.id, turn_id, "sent"))
+                self._write(trajectory, kinds.TurnDelivered(trajectory.id, turn_id, "sent"))
             else:
-                told.waiting.append(turn_id)
+                trajectory.waiting.append(turn_id)
 
-    def _completed(self, told: Told, turn_id: str, parent: str | None) -> Any:
+    def _completed(self, trajectory: Told, turn_id: str, parent: str | None) -> Any:
         rng = self._rng
         count = rng.choice((0, 1, 2, 3, 4, 5))
-        sent = [*(told.whole[parent] if parent else []), 7, 8]
+        sent = [*(trajectory.whole[parent] if parent else []), 7, 8]
         ids = list(range(count))
-        told.whole[turn_id] = [*sent, *ids]
+        trajectory.whole[turn_id] = [*sent, *ids]
         erased = self._odd and rng.random() < 0.06
         policy, version, spans = self._spans(count)
         semantics: Any = {"temperature": 1.0}
         if rng.random() < 0.3:
             semantics["altered"] = rng.choice(([], ["logit_bias"], False, None, True))
         done = turn_completed(
-            told.id,
+            trajectory.id,
             turn_id,
             policy=policy,
             policy_version=version,
@@ -167,39 +167,39 @@ class History:
             return "actor", 1, (kinds.VersionSpan("actor", 1, 0, count),)
         edges = sorted(rng.sample(range(count + 1), min(count + 1, rng.randint(2, 3))))
         pairs = itertools.pairwise(edges)
-        made = [kinds.VersionSpan(rng.choice(("actor", "critic")), rng.randint(0, 2), *p) for p in pairs]
-        return made[-1].policy, made[-1].version, tuple(made)
+        spans = [kinds.VersionSpan(rng.choice(("actor", "critic")), rng.randint(0, 2), *p) for p in pairs]
+        return spans[-1].policy, spans[-1].version, tuple(spans)
 
     def _deliver(self) -> None:
         late = [t for t in self.told if t.waiting]
         if late:
-            told = self._rng.choice(late)
-            turn_id = told.waiting.pop(self._rng.randrange(len(told.waiting)))
-            self._write(told, kinds.TurnDelivered(told.id, turn_id, "echoed"))
+            trajectory = self._rng.choice(late)
+            turn_id = trajectory.waiting.pop(self._rng.randrange(len(trajectory.waiting)))
+            self._write(trajectory, kinds.TurnDelivered(trajectory.id, turn_id, "echoed"))
 
     def _finish(self) -> None:
-        told = self._pick(finished=False)
-        if told is not None and told.whole:
-            told.finished = True
+        trajectory = self._pick(finished=False)
+        if trajectory is not None and trajectory.whole:
+            trajectory.finished = True
             status = self._rng.choice(("completed", "aborted", kinds.VOID))
-            self._write(told, kinds.TrajectoryFinished(told.id, status))
+            self._write(trajectory, kinds.TrajectoryFinished(trajectory.id, status))
 
     def _adopt(self) -> None:
         """Another lane writes an open trajectory from here on, perhaps one that wrote it before."""
-        told = self._pick(finished=False)
-        if told is not None:
-            self._move(told)
+        trajectory = self._pick(finished=False)
+        if trajectory is not None:
+            self._move(trajectory)
 
-    def _move(self, told: Told) -> None:
-        lane = self._rng.choice([lane for lane in "abc" if lane != told.lane])
-        adopted = kinds.TrajectoryAdopted(told.id, told.lane, told.last_event)
-        told.lane = lane
-        self._write(told, adopted)
+    def _move(self, trajectory: Told) -> None:
+        lane = self._rng.choice([lane for lane in "abc" if lane != trajectory.lane])
+        adopted = kinds.TrajectoryAdopted(trajectory.id, trajectory.lane, trajectory.last_event)
+        trajectory.lane = lane
+        self._write(trajectory, adopted)
 
     def _reward(self) -> None:
         if self.told:
-            told = self._rng.choice(self.told)
-            self._write(told, kinds.RewardAssigned(told.id, None, 1.0, "judge"), "judge")
+            trajectory = self._rng.choice(self.told)
+            self._write(trajectory, kinds.RewardAssigned(trajectory.id, None, 1.0, "judge"), "judge")
 
     def _step(self) -> None:
         """An attempt at a step: drops, a plan perhaps, and an end perhaps; or drops that no plan follows."""

@@ -15,11 +15,13 @@ A, B = "http://a:1", "http://b:1"
 def lineage_story() -> dict[str, list[Any]]:
     """Lane -> events: six trajectories, and a run of four steps, of which one was tried twice and one
     abandoned."""
-    turn, of = fabric.T, fabric.records
+    turn, trajectory = fabric.T, fabric.records
     served: list[Any] = [kinds.PolicyActivated("actor", 0, A, "w0", "/model")]
-    served += of("one", [turn(), turn(parent=0), turn(parent=0, completion=(5, 6, 7))], reward=0.25)
-    served += of("two", reward=1.0)
-    three = of("three", [turn(completion=(3, 4, 5)), turn(parent=0, delivered=False, version=1)], reward=0.0)
+    served += trajectory("one", [turn(), turn(parent=0), turn(parent=0, completion=(5, 6, 7))], reward=0.25)
+    served += trajectory("two", reward=1.0)
+    three = trajectory(
+        "three", [turn(completion=(3, 4, 5)), turn(parent=0, delivered=False, version=1)], reward=0.0
+    )
     spans = (kinds.VersionSpan("actor", 0, 0, 2), kinds.VersionSpan("actor", 1, 2, 3))
     served += [
         replace(r, version_spans=spans, policy_version=1)
@@ -27,14 +29,14 @@ def lineage_story() -> dict[str, list[Any]]:
         else r
         for r in three
     ]
-    four = of("four", [turn(), turn(parent=0, version=None)])
-    served += [*of("five", [turn(version=2)], reward=1.0), *of("six", reward=0.5), *four[:4]]
+    four = trajectory("four", [turn(), turn(parent=0, version=None)])
+    served += [*trajectory("five", [turn(version=2)], reward=1.0), *trajectory("six", reward=0.5), *four[:4]]
     cut = f"other={len(four) - 3},serve={len(served)}"
     late = [kinds.RewardAssigned("one", None, 1.0, "judge")]
     of_serve = fabric.events(served + late)
     adopted = [kinds.TrajectoryAdopted("four", "serve", of_serve[len(served) - 1].event_id), *four[4:]]
-    made = {"other": adopted, "train": _steps(cut)}
-    return {"serve": of_serve} | {lane: fabric.events(records) for lane, records in made.items()}
+    lanes = {"other": adopted, "train": _steps(cut)}
+    return {"serve": of_serve} | {lane: fabric.events(records) for lane, records in lanes.items()}
 
 
 def _steps(cut: str) -> list[Any]:
@@ -43,8 +45,8 @@ def _steps(cut: str) -> list[Any]:
         return replace(plan, cut=cut, partition=[[[i] for i in range(len(turns))]], **more)
 
     def committed(step: int, version: int, attempt: int = 1) -> Any:
-        made = fabric.committed(step, version, attempt=attempt)
-        return replace(made, digests={"weights": f"w{version}"})
+        record = fabric.committed(step, version, attempt=attempt)
+        return replace(record, digests={"weights": f"w{version}"})
 
     def published(version: int, parent: int | None, digest: str) -> list[Any]:
         path = f"c/{version}"

@@ -34,7 +34,7 @@ def answers(store: Store, cut: str = "head") -> dict[str, list[Any]]:
     """Every row of every view, in an order that does not depend on where it was read."""
     with rb.connect(store.path, as_of=cut) as connection:
         rows = {v.name: connection.execute(f'SELECT * FROM "{v.name}"').fetchall() for v in VIEWS}
-    return {name: sorted(map(repr, found)) for name, found in rows.items()}
+    return {name: sorted(map(repr, values)) for name, values in rows.items()}
 
 
 class Before(dict[str, dict[str, list[Any]]]):

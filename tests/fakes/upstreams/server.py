@@ -24,8 +24,8 @@ class Asked:
 
     def header(self, name: str) -> str | None:
         """The value of a header, or None."""
-        found = [v for k, v in self.headers if k.lower() == name.encode()]
-        return found[0].decode("latin-1") if found else None
+        values = [v for k, v in self.headers if k.lower() == name.encode()]
+        return values[0].decode("latin-1") if values else None
 
     @property
     def json(self) -> Any:
@@ -126,10 +126,10 @@ class HttpUpstream:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError), connection.makefile("rb") as stream:
-            while (asked := _read(stream)) is not None:
-                self.asked.append(asked)
+            while (request := _read(stream)) is not None:
+                self.asked.append(request)
                 answer = self.answers.pop(0) if self.answers else whole(chat_reply())
-                if not self._say(connection, answer, head_only=asked.method == "HEAD"):
+                if not self._say(connection, answer, head_only=request.method == "HEAD"):
                     return
 
     def _say(self, connection: socket.socket, answer: Answer, *, head_only: bool) -> bool:

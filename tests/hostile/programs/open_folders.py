@@ -171,11 +171,11 @@ def _kind(file: Path, rng: random.Random) -> None:
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = []
+    places = []
     for key, part in inner:
-        found.append((value, key))
-        found += _places(part)
-    return found
+        places.append((value, key))
+        places += _places(part)
+    return places
 
 
 def _json(file: Path, rng: random.Random) -> None:
@@ -210,11 +210,13 @@ def _tensors(file: Path, rng: random.Random) -> None:
     if way == 3:
         return _kind(file, rng)
     names = [name for name in header if name != "__metadata__"]
-    one = header[rng.choice(names)]
+    entry = header[rng.choice(names)]
     key = rng.choice(("dtype", "shape", "data_offsets"))
-    one[key] = rng.choice(("F64", "I8", "BOOL", "F8_E4M3", [2**62, 2], [-1], [0], [1, 2**40], [10, 5], *ODD))
+    entry[key] = rng.choice(
+        ("F64", "I8", "BOOL", "F8_E4M3", [2**62, 2], [-1], [0], [1, 2**40], [10, 5], *ODD)
+    )
     if way == 5:
-        header[rng.choice(("x" * 100_000, "", names[0] + ".x", "\0"))] = one
+        header[rng.choice(("x" * 100_000, "", names[0] + ".x", "\0"))] = entry
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     file.write_bytes(struct.pack("<Q", len(text)) + text + rest)
     return None

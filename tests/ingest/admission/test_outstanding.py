@@ -25,9 +25,9 @@ from rollbook.store.fold.staleness import StalenessPolicy
 
 def folded(*records: Record, run: str = RUN) -> Outstanding:
     """The fold of the records."""
-    made = Outstanding(RUN)
-    made.add_all(Event(record, run) for record in records)
-    return made
+    outstanding = Outstanding(RUN)
+    outstanding.add_all(Event(record, run) for record in records)
+    return outstanding
 
 
 # One kind of event after the other ----------------------------------------------------------------
@@ -270,12 +270,11 @@ def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: 
     story.tell("train", begins(size, limit=1000))
     live = folded(story.told[0][1])
     for _ in range(data.draw(st.integers(1, 40))):
+        start = len(story.told)
         data.draw(st.sampled_from([story.begin, story.go_on, story.go_on, story.go_on, story.train]))(
             data.draw
         )
-        told = len(story.told)
-        live.add_all(Event(record, RUN) for _, record in story.told[told:])
-    live = folded(*(record for _, record in story.told))
+        live.add_all(Event(record, RUN) for _, record in story.told[start:])
     assert live.count == story.outstanding
     assert live.version == story.steps
     for lanes in (

@@ -26,12 +26,12 @@ def cluster(serve: Callable[..., Served], words: list[str], tmp_path: Path) -> C
         given: list[str] | None = None,
         seen_by: dict[str, str] | None = None,
     ) -> Cluster:
-        made = Cluster(serve, tmp_path, [*(words if given is None else given), *more], count)
-        made.headers = seen_by or {}
+        proxies = Cluster(serve, tmp_path, [*(words if given is None else given), *more], count)
+        proxies.headers = seen_by or {}
         for number in range(count):
-            made.start(number)
+            proxies.start(number)
         for number in range(count):
-            made.until_holds(number, *([seat] for seat in range(count)))
-        return made
+            proxies.until_holds(number, *([seat] for seat in range(count)))
+        return proxies
 
     return make

@@ -40,15 +40,15 @@ def _value(header: str, name: str) -> bytes:
 def test_it_is_what_the_request_names(path: str, given_headers: list[tuple[str, str]]) -> None:
     """The same name by the same precedence; where the request is refused, any answer does."""
     raw = [(header.encode(), _value(header, name)) for header, name in given_headers]
-    found, is_hint = named_by_head("POST", path, raw, NAMING)
+    named, is_hint = named_by_head("POST", path, raw, NAMING)
     headers = Headers(raw=raw)
     try:
-        said, _ = split_path(path)
-        identity = identify(said, headers, {}, sent_key(headers), NAMING)
+        fields, _ = split_path(path)
+        identity = identify(fields, headers, {}, sent_key(headers), NAMING)
     except RequestError:
         return
-    assert found == identity.name
-    assert found is None or is_hint == (identity.by == "hint")
+    assert named == identity.name
+    assert named is None or is_hint == (identity.by == "hint")
 
 
 @pytest.mark.parametrize(

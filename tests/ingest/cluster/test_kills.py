@@ -62,8 +62,8 @@ class Agents:
         messages: list[dict[str, str]] = []
         for turn in range(TURNS):
             messages.append({"role": "user", "content": f"{name} {turn}"})
-            said = self._ask(dice, f"/t/{name}/v1/chat/completions", {"messages": messages}, {200})
-            message = said["choices"][0]["message"]
+            reply = self._ask(dice, f"/t/{name}/v1/chat/completions", {"messages": messages}, {200})
+            message = reply["choices"][0]["message"]
             assert message["content"] == f"{2 * turn + 1}: {name} {turn}"
             messages.append({"role": "assistant", "content": message["content"]})
         # Of an end that was recorded, and whose answer was lost, the next one is told.
@@ -88,7 +88,9 @@ class Agents:
 def test_one_hangs(cluster: Callable[..., Cluster]) -> None:
     """It keeps its trajectories: who asks for one is told to try again, in bounded time, and others go on."""
     two = cluster(2)
-    names = [next(name for name in (f"t{n}" for n in range(9)) if owner_of(name, 2) == one) for one in (0, 1)]
+    names = [
+        next(name for name in (f"t{n}" for n in range(9)) if owner_of(name, 2) == seat) for seat in (0, 1)
+    ]
     assert say(two.agent(0, names[1]), "hi") == "1: hi"
     os.kill(two.served[1].process.pid, signal.SIGSTOP)
     try:
@@ -134,8 +136,8 @@ def test_nothing_is_lost_or_double(cluster: Callable[..., Cluster]) -> None:
             turn for turn in trajectory.turns.values() if len(trajectory.messages(turn)) == 2 * TURNS - 1
         ]
         [last] = [turn for turn in whole if turn.completed is not None][-1:]
-        said = [message["content"] for message in trajectory.messages(last)]
-        assert said[::2] == [f"{name} {turn}" for turn in range(TURNS)], f"seed {SEED}"
+        texts = [message["content"] for message in trajectory.messages(last)]
+        assert texts[::2] == [f"{name} {turn}" for turn in range(TURNS)], f"seed {SEED}"
         length, turn = 1, last
         while turn.requested.parent_turn_id is not None:
             length, turn = length + 1, trajectory.turns[turn.requested.parent_turn_id]

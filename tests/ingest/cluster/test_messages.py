@@ -93,7 +93,7 @@ def test_a_malformed_answer(kind: str, said: Any) -> None:
 
 def test_answers() -> None:
     """Words, errors, and that it is for another one to say."""
-    for said in ({"words": {}}, {"moved": True}, {"error": [503, "away", "it is away"]}):
-        assert check_answer("left", said) == said
+    for answer in ({"words": {}}, {"moved": True}, {"error": [503, "away", "it is away"]}):
+        assert check_answer("left", answer) == answer
     held = {"holds": [1], "number": 1, "process": "p"}
     assert check_answer("holds", held) == held

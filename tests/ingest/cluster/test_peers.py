@@ -45,8 +45,8 @@ def test_whoever_is_asked(cluster: Callable[..., Cluster]) -> None:
         assert ended.json() == {"id": name, "status": "finished", "turns": 4}
         for url in three.urls:
             assert httpx.post(f"{url}/v1/trajectories/{name}/finish", json={}).status_code == 409
-            said = httpx.post(f"{url}/v1/trajectories/{name}/rewards", json={"reward": 0.5, "source": "j"})
-            assert said.status_code in (200, 201)
+            reply = httpx.post(f"{url}/v1/trajectories/{name}/rewards", json={"reward": 0.5, "source": "j"})
+            assert reply.status_code in (200, 201)
             assert httpx.post(f"{url}/v1/trajectories", json={"id": name}).status_code == 409
             fresh = httpx.post(f"{url}/v1/trajectories", json={}).json()["id"]
             assert httpx.post(f"{three.urls[2]}/v1/trajectories/{fresh}/finish", json={}).status_code == 200
@@ -81,9 +81,9 @@ def test_what_names_nothing(cluster: Callable[..., Cluster]) -> None:
         client = openai.OpenAI(base_url=f"{three.urls[turn]}/v1", api_key="trajectory:resp", max_retries=0)
         if turn:
             client = openai.OpenAI(base_url=f"{three.urls[turn]}/v1", api_key="none", max_retries=0)
-        made = client.responses.create(model="m", input=f"{turn}", previous_response_id=earlier)
-        assert made.output_text == f"{2 * turn + 1}: {turn}"
-        earlier = made.id
+        response = client.responses.create(model="m", input=f"{turn}", previous_response_id=earlier)
+        assert response.output_text == f"{2 * turn + 1}: {turn}"
+        earlier = response.id
 
 
 def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
@@ -107,8 +107,8 @@ def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
     late = [f"late-{number}" for number in range(9)]
     for name in [*NAMES, *fresh, *late]:
         for number in range(3):
-            said = say(three.agent(number, name), f"again {number}")
-            assert said == f"1: again {number}"
+            reply = say(three.agent(number, name), f"again {number}")
+            assert reply == f"1: again {number}"
         ended = httpx.post(f"{three.urls[gone]}/v1/trajectories/{name}/finish", json={"reward": 1.0})
         assert ended.status_code == 200, ended.text
         assert httpx.post(f"{three.urls[others[0]]}/v1/trajectories/{name}/finish").status_code == 409
@@ -117,7 +117,7 @@ def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
     assert sorted(opened) == sorted([*NAMES, *fresh, *late])
     adopted = [e.record for e in log.events_of({TrajectoryAdopted.KIND})]
     mine = [name for name in NAMES if owner_of(name, 3) == gone]
-    assert (len(adopted), {one.from_lane for one in adopted}) == (len(mine), {f"serve-{gone}"})
+    assert (len(adopted), {record.from_lane for record in adopted}) == (len(mine), {f"serve-{gone}"})
     rows = store.connect(three.path).execute(
         "select trajectory, count(*), count(parent_turn_id) from turns group by 1"
     )
@@ -144,7 +144,7 @@ def test_it_stands_in_for_two_and_dies(cluster: Callable[..., Cluster]) -> None:
         assert httpx.post(f"{three.urls[0]}/v1/trajectories/{name}/finish").status_code == 200
     assert three.holds(0) == [[0, 1, 2], [], []]
     adopted = [e.record for e in store.open(three.path).events_of({TrajectoryAdopted.KIND})]
-    assert sorted(one.from_lane for one in adopted) == ["serve-2"] * len(NAMES)
+    assert sorted(record.from_lane for record in adopted) == ["serve-2"] * len(NAMES)
     rows = store.connect(three.path).execute(
         "select trajectory, count(*), count(parent_turn_id) from turns group by 1"
     )
@@ -169,9 +169,9 @@ def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
     """A proxy that was asked to end: its names are another's at once, and what it has begun it answers."""
     three = cluster()
     mine = [name for name in NAMES if owner_of(name, 3) == 0]
-    asked = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 4")))
+    thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 4")))
     answers: list[str] = []
-    asked.start()
+    thread.start()
     time.sleep(0.5)
     three.served[0].process.send_signal(signal.SIGTERM)
     begun = time.monotonic()
@@ -179,13 +179,13 @@ def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
         assert say(three.agent(2, name), "hi") == "1: hi"
     assert say(openai.OpenAI(base_url=f"{three.urls[1]}/v1", api_key="none", max_retries=0), "hi") == "1: hi"
     assert time.monotonic() - begun < 3.4, "they waited for its end"
-    asked.join()
+    thread.join()
     assert answers == ["1: sleep 4"]
     assert three.served[0].process.wait(20) == 128 + signal.SIGTERM
     assert say(three.agent(1, mine[0]), "sleep 4", "1: sleep 4", "more") == "3: more"
     rows = store.connect(three.path).execute("select trajectory, count(*) from turns group by 1")
-    found = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
-    assert found == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)
+    counts = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
+    assert counts == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)
     three.served[1].process.send_signal(signal.SIGTERM)
     while _takes_connections(three.urls[1]):
         time.sleep(0.001)
@@ -221,8 +221,8 @@ def test_who_writes_it_is_for_its_seat_to_say(cluster: Callable[..., Cluster]) -
         assert say(three.agent(number, mine[-1]), "still open") == "1: still open"
         for name in mine[:-1]:
             body = {"reward": float(number), "source": "late"}
-            said = httpx.post(f"{three.urls[number]}/v1/trajectories/{name}/rewards", json=body, timeout=40)
-            assert said.status_code == 201, said.text
+            reply = httpx.post(f"{three.urls[number]}/v1/trajectories/{name}/rewards", json=body, timeout=40)
+            assert reply.status_code == 201, reply.text
     three.start(2)
     three.until_holds(0, [0], [1], [2])
     assert say(three.agent(0, mine[-1]), "open") == "1: open"
@@ -252,7 +252,7 @@ def test_what_one_proxy_left_open(
                 assert time.monotonic() < until
                 time.sleep(0.2)
     adopted = [e.record for e in store.open(two.path).events_of({TrajectoryAdopted.KIND})]
-    assert [one.from_lane for one in adopted] == ["serve"] * len(NAMES)
+    assert [record.from_lane for record in adopted] == ["serve"] * len(NAMES)
 
 
 def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
@@ -263,20 +263,20 @@ def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
         for url in two.urls:
             headers = [(b"x-rollbook-trajectory", name.encode("latin-1")), (b"content-encoding", b"gzip")]
             body = gzip.compress(json.dumps(ask | {"n": number % 2 + 1}).encode())
-            said = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
-            assert said.status_code == 200, said.text
+            reply = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+            assert reply.status_code == 200, reply.text
             session = {"metadata": {"session_id": f"session-{number}"}}
             chunks = iter([json.dumps(ask | session).encode()])
-            said = httpx.post(f"{url}/v1/chat/completions", content=chunks, headers={"x-n": "1"})
-            assert said.status_code == 200, said.text
+            reply = httpx.post(f"{url}/v1/chat/completions", content=chunks, headers={"x-n": "1"})
+            assert reply.status_code == 200, reply.text
     lanes = two.lanes()
     names = [f"caf\xe9-{n}" for n in range(4)] + [f"session-{n}" for n in range(4)]
     assert {name: lanes[name] for name in names} == {n: {f"serve-{owner_of(n, 2)}"} for n in names}
     for url in two.urls:
         assert "rollbook_failures_total{" not in httpx.get(f"{url}/metrics").text
     other = next(name for name in NAMES if owner_of(name, 2) == 1)
-    said = httpx.get(f"{two.urls[0]}/healthz", headers={"authorization": f"Bearer trajectory:{other}"})
-    assert said.json()["lane"] == "serve-0"
+    reply = httpx.get(f"{two.urls[0]}/healthz", headers={"authorization": f"Bearer trajectory:{other}"})
+    assert reply.json()["lane"] == "serve-0"
 
 
 def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
@@ -284,13 +284,13 @@ def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
     three = cluster()
     three.served[0].kill()
     clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in three.urls[1:]]
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda c=c: found.append(say(c, "hi"))) for c in clients]
+    answers: list[str] = []
+    threads = [threading.Thread(target=lambda c=c: answers.append(say(c, "hi"))) for c in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["1: hi", "1: hi"]
+    assert answers == ["1: hi", "1: hi"]
 
 
 def test_what_does_not_fit(
@@ -320,18 +320,20 @@ def test_strangers(cluster: Callable[..., Cluster]) -> None:
     """Without the token nobody speaks as a proxy of the run, nor is a request taken for one sent on."""
     two = cluster(2)
     for token in ("", "wrong"):
-        asked = {"from": 1, "process": "x", "proxies": two.urls, "seat": 1, "holds": [0, 1]}
+        question = {"from": 1, "process": "x", "proxies": two.urls, "seat": 1, "holds": [0, 1]}
         for kind in ("holds", "give-back", "enter"):
-            said = httpx.post(f"{two.urls[0]}/peers/{kind}", json=asked, headers={"x-rollbook-peer": token})
-            assert said.status_code in (404, 405)
+            reply = httpx.post(
+                f"{two.urls[0]}/peers/{kind}", json=question, headers={"x-rollbook-peer": token}
+            )
+            assert reply.status_code in (404, 405)
         name = next(name for name in NAMES if owner_of(name, 2) == 1)
         headers = {"x-rollbook-peer": token, "x-rollbook-sent-as": "writer"}
         opened = httpx.post(f"{two.urls[0]}/v1/trajectories", json={"id": name + token}, headers=headers)
         assert opened.status_code == 201
     assert two.holds(0) == [[0], [1]]
-    found = two.lanes()
-    assert {f"serve-{owner_of(name, 2)}" for name in found} == {
-        lane for one in found.values() for lane in one
+    by_name = two.lanes()
+    assert {f"serve-{owner_of(name, 2)}" for name in by_name} == {
+        lane for lanes in by_name.values() for lane in lanes
     }
 
 
@@ -348,11 +350,11 @@ def test_the_page(root: Path, cluster: Callable[..., Cluster], words: list[str],
     file.write_text(text.replace("0.0.0.0", "127.0.0.1"))
     lines = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].splitlines()
     for line, port in zip(lines, two.ports, strict=True):
-        said = shlex.split(line, comments=True)
-        assert said[:3] == ["rollbook", "serve", "serve.toml"]
-        two.served.append(two.serve(str(file), *said[3:], *words, folder=two.path, port=port))
+        command = shlex.split(line, comments=True)
+        assert command[:3] == ["rollbook", "serve", "serve.toml"]
+        two.served.append(two.serve(str(file), *command[3:], *words, folder=two.path, port=port))
     two.until_holds(0, [0], [1])
     for name in NAMES:
         assert [say(two.agent(number, name), "hi") for number in (0, 1)] == ["1: hi", "1: hi"]
-    lanes = {lane for one in two.lanes().values() for lane in one}
+    lanes = {lane for held in two.lanes().values() for lane in held}
     assert lanes == {"serve-0", "serve-1"}

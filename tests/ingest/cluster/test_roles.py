@@ -34,20 +34,22 @@ def test_record_only(cluster: Callable[..., Cluster], upstream: HttpUpstream) ->
         upstream.answers.append(whole(chat_reply(id=f"chatcmpl-{name}")))
         reply = httpx.post(f"{two.urls[number // 4]}/t/{name}/v1/chat/completions", json=ASK)
         assert reply.json()["id"] == f"chatcmpl-{name}"
-    said = upstream.answers
-    said.append(whole(RESPONSE | {"id": "resp_a"}))
+    answers = upstream.answers
+    answers.append(whole(RESPONSE | {"id": "resp_a"}))
     name = next(name for name in ("a", "b", "c") if owner_of(name, 2) == 1)
     headers = {"x-session-id": name}
     httpx.post(f"{two.urls[0]}/v1/responses", json={"model": "m", "input": "1"}, headers=headers)
     for url in two.urls:
-        said.append(whole(RESPONSE | {"id": "resp_a"}))
+        answers.append(whole(RESPONSE | {"id": "resp_a"}))
         assert httpx.get(f"{url}/v1/responses/resp_a").json()["id"] == "resp_a"
-        said.append(whole(RESPONSE | {"id": f"resp_{url}"}))
-        asked = {"model": "m", "input": "more", "previous_response_id": "resp_a"}
-        assert httpx.post(f"{url}/v1/responses", json=asked).status_code == 200
+        answers.append(whole(RESPONSE | {"id": f"resp_{url}"}))
+        body = {"model": "m", "input": "more", "previous_response_id": "resp_a"}
+        assert httpx.post(f"{url}/v1/responses", json=body).status_code == 200
         assert httpx.get(f"{url}/v1/responses/resp_unknown").status_code == 404
     assert len(upstream.asked) == len(NAMES) + 1 + 4
-    expected = [(one, f"serve-{owner_of(one, 2)}", 1) for one in NAMES] + [(name, "serve-1", 3)]
+    expected = [(trajectory, f"serve-{owner_of(trajectory, 2)}", 1) for trajectory in NAMES] + [
+        (name, "serve-1", 3)
+    ]
     deadline = time.monotonic() + 20
     while sorted(_turns(two.path)) != sorted(expected):  # a reply passes before it is on disk
         assert time.monotonic() < deadline, _turns(two.path)
@@ -100,12 +102,12 @@ def test_the_bound_of_an_online_training(cluster: Callable[..., Cluster], tmp_pa
     assert len(_opened(three)) == 16
 
 
-def _come(three: Cluster, asked: list[int], count: int, word: str) -> Counter[int]:
+def _come(three: Cluster, proxies: list[int], count: int, word: str) -> Counter[int]:
     """The answers to so many that come at once."""
     statuses: Counter[int] = Counter()
 
     def come(number: int) -> None:
-        url = three.urls[asked[number % len(asked)]]
+        url = three.urls[proxies[number % len(proxies)]]
         reply = httpx.post(f"{url}/v1/trajectories", json={"id": f"{word}{number}"}, timeout=40)
         statuses[reply.status_code] += 1
 

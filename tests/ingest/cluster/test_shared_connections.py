@@ -58,16 +58,16 @@ class Worker:
         body = await request.body()
         if request.url.path == "/v1/elsewhere" and not self.place.owns(body[:9].decode().strip()):
             raise ElsewhereError(1 - self.place.number, body)
-        told = orjson.dumps([self.place.number, len(body), sum(body), request.headers.get("x-mark")])
+        data = orjson.dumps([self.place.number, len(body), sum(body), request.headers.get("x-mark")])
         if request.headers.get("x-stream"):
 
             async def pieces() -> Any:
-                for byte in told:
+                for byte in data:
                     yield bytes([byte])
                     await asyncio.sleep(0.002)
 
             return StreamingResponse(pieces())
-        return Response(told)
+        return Response(data)
 
 
 class Server(uvicorn.Server):
@@ -144,15 +144,15 @@ class Client:
 @pytest.fixture
 def pair() -> Iterator[Callable[..., Pair]]:
     """Makes pairs of workers."""
-    made: list[Pair] = []
+    pairs: list[Pair] = []
 
     def make(**options: Any) -> Pair:
-        made.append(Pair(**options))
-        return made[-1]
+        pairs.append(Pair(**options))
+        return pairs[-1]
 
     yield make
-    for one in made:
-        one.stop()
+    for workers in pairs:
+        workers.stop()
 
 
 def request(number: int, body: bytes = b"", *more: bytes, chunks: int = 0, mark: str = "m") -> bytes:
@@ -193,7 +193,7 @@ def test_pipelined_requests_are_answered_in_order(pair: Any) -> None:
         request(draw.randint(0, 1), body, chunks=draw.choice([0, 7, 500]), mark=f"{turn}")
         for turn, body in enumerate(bodies)
     ]
-    owners = [0 if OF[0].encode() in one.splitlines()[0] else 1 for one in data]
+    owners = [0 if OF[0].encode() in raw.splitlines()[0] else 1 for raw in data]
     for size in (1 << 20, 1, 11):
         whole = b"".join(data[: 4 if size == 1 else 30])
         sender = threading.Thread(
@@ -231,8 +231,8 @@ def test_what_a_body_says(pair: Callable[..., Pair]) -> None:
     for size in (10, 3_000_000):
         for number in (1, 1, 0, 1):
             body = f"{OF[number]:9}".encode() + b"x" * size
-            one = head + b"content-length: %d\r\n\r\n" % len(body) + body
-            sender = threading.Thread(target=client.send, args=[one + request(0) + one])
+            whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+            sender = threading.Thread(target=client.send, args=[whole + request(0) + whole])
             sender.start()
             assert [client.read() for _ in range(3)] == [told(number, body), told(0), told(number, body)]
             sender.join()

@@ -13,8 +13,8 @@ RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
 
 
 def _said(row: dict[str, Any], copies: int = 0) -> list[tuple[list[Any], int | None, float | None]]:
-    made = converted(row, copies)
-    return [(line["messages"], line.get("context"), line.get("reward")) for line in made.lines]
+    chats = converted(row, copies)
+    return [(line["messages"], line.get("context"), line.get("reward")) for line in chats.lines]
 
 
 def test_prompts_and_completions() -> None:
@@ -32,12 +32,12 @@ def test_preferences() -> None:
     explicit = {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
     implicit = {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]}
     for row in (text, explicit, implicit):
-        made = converted(row)
-        assert [line["messages"] for line in made.lines] == [[ASKED, RIGHT], [ASKED, WRONG]]
-        assert {line["context"] for line in made.lines} == {1}
-        assert len({line["group"] for line in made.lines}) == 1
-        assert [name.rpartition("-")[2] for name in made.names] == ["chosen", "rejected"]
-        assert made.margin is None
+        chats = converted(row)
+        assert [line["messages"] for line in chats.lines] == [[ASKED, RIGHT], [ASKED, WRONG]]
+        assert {line["context"] for line in chats.lines} == {1}
+        assert len({line["group"] for line in chats.lines}) == 1
+        assert [name.rpartition("-")[2] for name in chats.names] == ["chosen", "rejected"]
+        assert chats.margin is None
     scored = converted(text | {"margin": 2, "score_chosen": 0.9, "score_rejected": -1, "from": "x"})
     assert (scored.margin, [line["reward"] for line in scored.lines]) == (2.0, [0.9, -1.0])
     assert [line["from"] for line in scored.lines] == ["x", "x"]

@@ -105,7 +105,7 @@ def test_pairs_are_preferences(tmp_path: Path, model: Path) -> None:
     assert (done["rows"], done["added"], done["preferences"]) == (3, 6, 3)
     log = rb.open(tmp_path / "store")
     preferences = [e.record for e in log.events() if isinstance(e.record, PreferenceAdded)]
-    assert [(one.margin, one.source) for one in preferences] == [
+    assert [(preference.margin, preference.source) for preference in preferences] == [
         (1.5, "label"),
         (None, "label"),
         (1.5, "label"),
@@ -135,14 +135,14 @@ def test_dpo_and_sft_take_them(tmp_path: Path, model: Path) -> None:
     """And what needs logprobs drops them by its rule."""
     import_dataset(_file(tmp_path, PAIR), tmp_path / "store", "r", model)
     log, recipe = rb.open(tmp_path / "store"), RecipeConfig(splits=("teacher",))
-    kept = {
+    results = {
         name: apply_recipe(log, log.head(), "r", "actor", recipe, recorded_algorithm({"name": name}))
         for name in ("dpo", "sft", "reinforce_plus_plus")
     }
-    assert kept["dpo"].pairs is not None
-    assert [(a.name[-6:], b.name[-8:]) for a, b in kept["dpo"].pairs] == [("chosen", "rejected")]
-    assert len(kept["sft"].kept) == 2
-    assert kept["reinforce_plus_plus"].rules == {"no_version": 2}
+    assert results["dpo"].pairs is not None
+    assert [(a.name[-6:], b.name[-8:]) for a, b in results["dpo"].pairs] == [("chosen", "rejected")]
+    assert len(results["sft"].kept) == 2
+    assert results["reinforce_plus_plus"].rules == {"no_version": 2}
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_the_command_shows_what_it_will_train(tmp_path: Path, model: Path) -> No
     """The shape and the first sample, before anything is written: also if what follows fails."""
     file = _file(tmp_path, {"prompt": "Two and two?", "completion": "Four."}, {"messages": [ASKED, RIGHT]})
     words = ["import", str(file), "--store", str(tmp_path / "store"), "--run", "r", "--model", str(model)]
-    said = CliRunner().invoke(app, words)
-    assert said.exit_code == 0, said.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
     shown = "shape of the rows: prompt-completion (1), messages (1)\n"
     shown += "sample 1; what is trained stands within {+ +}:\n"
     shown += "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n{+Four.<|im_end|>+}\n"
-    assert said.stderr == shown
+    assert result.stderr == shown
     assert CliRunner().invoke(app, [*words, "--show", "0"]).stderr == shown.partition("\n")[0] + "\n"
     assert "sample 2" in CliRunner().invoke(app, [*words, "--show", "2"]).stderr
     assert "{+" not in CliRunner().invoke(app, [*words, "--json"]).stderr
@@ -233,6 +233,6 @@ def test_the_command(tmp_path: Path, model: Path) -> None:
     words = ["import", str(file), "--store", str(tmp_path / "store"), "--run", "r"]
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code != 0
-    said = CliRunner().invoke(app, [*words, "--model", str(model)])
-    assert said.exit_code == 0, said.output
-    assert "imported 2 trajectories (2 turns), 1 preferences into run r" in said.output.replace("\n", " ")
+    result = CliRunner().invoke(app, [*words, "--model", str(model)])
+    assert result.exit_code == 0, result.output
+    assert "imported 2 trajectories (2 turns), 1 preferences into run r" in result.output.replace("\n", " ")

@@ -54,15 +54,15 @@ def test_nothing_behind_the_first_end_is_trained(
     """Where an engine stops, a reply ends, whatever the template goes on with."""
     import_dataset(_file(tmp_path, [USER, WARM, USER, WARM]), tmp_path / "store", "r", model)
     turns = _turns(tmp_path / "store")
-    said = [tokenizer.decode(turn.completion_ids, special=True) for turn in turns]
-    assert said == ["It is.<|im_end|>"] * 2
+    texts = [tokenizer.decode(turn.completion_ids, special=True) for turn in turns]
+    assert texts == ["It is.<|im_end|>"] * 2
 
 
 def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path, model: Path) -> None:
     """Row, parts, template and remedy are named, and nothing is written."""
     file = _file(tmp_path, [USER, WARM], [USER, CALLED, FOUND, WARM])
-    said = r"row 2: the reply's reasoning and calls cannot be said with the chat template of .*model"
-    with pytest.raises(InterchangeError, match=said) as refused:
+    message = r"row 2: the reply's reasoning and calls cannot be said with the chat template of .*model"
+    with pytest.raises(InterchangeError, match=message) as refused:
         import_dataset(file, tmp_path / "store", "r", model)
     assert "--leave-out reasoning,calls" in str(refused.value)
     assert not (tmp_path / "store").exists()
@@ -72,10 +72,10 @@ def test_what_is_left_out_is_counted(tmp_path: Path, model: Path, tokenizer: Cha
     """The message in the log is what its tokens say; a flag tells what it lacks."""
     file = _file(tmp_path, [USER, CALLED, FOUND, WARM])
     words = ["import", str(file), "--store", str(tmp_path / "store"), "--run", "r", "--model", str(model)]
-    told = CliRunner().invoke(app, [*words, "--leave-out", "reasoning,calls"])
-    assert told.exit_code == 0, told.output
-    assert "left out the reasoning of 1 reply" in told.output
-    assert "left out the calls of 1 reply" in told.output
+    result = CliRunner().invoke(app, [*words, "--leave-out", "reasoning,calls"])
+    assert result.exit_code == 0, result.output
+    assert "left out the reasoning of 1 reply" in result.output
+    assert "left out the calls of 1 reply" in result.output
     first, second = _turns(tmp_path / "store")
     assert tokenizer.decode(first.completion_ids, special=True) == "I look.<|im_end|>"
     assert first.reply == {"role": "assistant", "content": "I look."}
@@ -110,10 +110,10 @@ def test_an_empty_reply_is_never_trained(
 def test_the_option_names_parts(tmp_path: Path, model: Path) -> None:
     """Others are refused with the choice; it is of no use without a model."""
     words = ["import", str(_file(tmp_path, [USER, WARM])), "--store", str(tmp_path / "store"), "--run", "r"]
-    for more, said in (
+    for more, reason in (
         (["--model", str(model), "--leave-out", "text"], "choose from reasoning, calls"),
         (["--leave-out", "calls"], "--leave-out needs --model"),
     ):
         refused = CliRunner().invoke(app, [*words, *more])
         assert refused.exit_code != 0
-        assert said in str(refused.exception)
+        assert reason in str(refused.exception)

@@ -44,7 +44,7 @@ ROLE = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "develop
 def _said(*words: str, role: str = "role", content: str = "content", **names: str) -> list[dict[str, Any]]:
     """Messages, such as `u:Hello`; a `-` behind one of the assistant's excludes it."""
     roles = ROLE | names
-    return [{role: roles[one[0]], content: one[2:]} for one in words]
+    return [{role: roles[word[0]], content: word[2:]} for word in words]
 
 
 def _gpt(*words: str) -> list[dict[str, Any]]:
@@ -311,7 +311,7 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
 def _read_back(store: Path, tokenizer: ChatTokenizer) -> list[tuple[list[str], list[str]]]:
     """Of each trajectory what was said, and the texts that its tokens train; they are what is rendered."""
     letters = {role: letter for letter, role in ROLE.items()}
-    found = []
+    chats = []
     for trajectory in rb.open(store).trajectories().values():
         messages = _messages(trajectory)
         [sample] = samples_of(trajectory)
@@ -320,9 +320,9 @@ def _read_back(store: Path, tokenizer: ChatTokenizer) -> list[tuple[list[str], l
         assert tokenizer.decode(sample.tokens, special=True) == whole.rstrip("\n")
         trained = tokenizer.decode(sample.tokens[sample.loss_mask], special=True).split(END)
         assert trained.pop() == ""
-        said = [f"{letters[message['role']]}:{message.get('content')}" for message in messages]
-        found.append((said, trained))
-    return found
+        texts = [f"{letters[message['role']]}:{message.get('content')}" for message in messages]
+        chats.append((texts, trained))
+    return chats
 
 
 def _messages(trajectory: Trajectory) -> list[Any]:
@@ -380,7 +380,9 @@ def test_rows_wherever_they_stand(
 ) -> None:
     """Parquet, a folder of files, a pattern, and what `datasets` saves: in order, each row once."""
     (tmp_path / "data-set").mkdir()
-    rows = [{"messages": [{**one, "weight": None} for one in _said(*words)]} for words in (LONG, CHAT)]
+    rows = [
+        {"messages": [{**message, "weight": None} for message in _said(*words)]} for words in (LONG, CHAT)
+    ]
     import_dataset(write(tmp_path / "data-set", *rows), tmp_path / "store", "r", model)
     assert _read_back(tmp_path / "store", tokenizer) == [(LONG, ["Four.", "Yes."]), (CHAT, ["Four."])]
 
@@ -457,9 +459,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_trained_as_something_else(case: str, tmp_path: Path, model: Path) -> None:
     """It is refused with its file, row and key."""
-    row, said = REFUSED[case]
+    row, reason = REFUSED[case]
     (tmp_path / "x.jsonl").write_bytes(_lines(row))
-    with pytest.raises(InterchangeError, match=rf"x\.jsonl, row 1: .*{said}"):
+    with pytest.raises(InterchangeError, match=rf"x\.jsonl, row 1: .*{reason}"):
         import_dataset(tmp_path / "x.jsonl", tmp_path / "store", "r", model)
     assert not (tmp_path / "store").exists()
 
@@ -485,20 +487,20 @@ def test_a_shape_can_be_asked_for(tmp_path: Path, model: Path, tokenizer: ChatTo
     keys = {"prompt": "problem", "completion": "solution"}
     import_dataset(tmp_path / "x.jsonl", tmp_path / "b", "r", model, reading=Reading(keys=keys))
     assert _read_back(tmp_path / "b", tokenizer) == [(CHAT, ["Four."])]
-    for reading, said in (
+    for reading, reason in (
         (Reading("alpaca"), "it has answer, problem, solution: write instruction and output"),
         (Reading(keys={"prompt": "question"}), "it has answer, problem, solution, and no question"),
     ):
-        with pytest.raises(InterchangeError, match=f"x.jsonl, row 1: {said}"):
+        with pytest.raises(InterchangeError, match=f"x.jsonl, row 1: {reason}"):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", model, reading=reading)
 
 
 def test_what_was_judged_bad_is_not_imitated(tmp_path: Path, model: Path, tokenizer: ChatTokenizer) -> None:
     """Where all that is imported will be: rejected answers are refused, and the chosen can be taken alone."""
-    for case, said in (("UltraFeedback", "also the rejected answer"), ("KTO", "label is false")):
+    for case, reason in (("UltraFeedback", "also the rejected answer"), ("KTO", "label is false")):
         row = SHAPES[case][1] | ({"label": False} if case == "KTO" else {})
         (tmp_path / "x.jsonl").write_bytes(_lines(row))
-        with pytest.raises(InterchangeError, match=f"row 1: .*{said}"):
+        with pytest.raises(InterchangeError, match=f"row 1: .*{reason}"):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "a", "r", model, reading=Reading(imitated=True))
     for case, shape, key in (
         ("UltraFeedback", "messages", "messages"),
@@ -532,18 +534,18 @@ def test_what_a_template_is_given(tmp_path: Path, thinking: Path) -> None:
     rows = [{"prompt": "a", "completion": str(i)} for i in range(2)]
     (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | OFF, rows[1]))
     tokenizer = load_chat_tokenizer(thinking)
-    for name, given, silent in (("a", {}, [True, False]), ("b", {"enable_thinking": False}, [True, True])):
-        reading = Reading(template_kwargs=given)
+    for name, kwargs, silent in (("a", {}, [True, False]), ("b", {"enable_thinking": False}, [True, True])):
+        reading = Reading(template_kwargs=kwargs)
         import_dataset(tmp_path / "x.jsonl", tmp_path / name, "r", thinking, reading=reading)
         log = rb.open(tmp_path / name)
         texts = [tokenizer.decode(s.tokens) for t in log.trajectories().values() for s in samples_of(t)]
         assert [text.startswith("No thoughts.") for text in texts] == silent
-    for wrong, said in (
+    for wrong, reason in (
         ({"messages": []}, "gives that to the template itself"),
         ([], "row 1: chat_template"),
     ):
         (tmp_path / "x.jsonl").write_bytes(_lines(rows[0] | {"chat_template_kwargs": wrong or "[1]"}))
-        with pytest.raises(InterchangeError, match=said):
+        with pytest.raises(InterchangeError, match=reason):
             import_dataset(tmp_path / "x.jsonl", tmp_path / "c", "r", thinking)
 
 
@@ -573,8 +575,8 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 )
 def test_tools_are_read_as_a_proxy_reads_them(read: Any, tools: Any) -> None:
     """In the form of each API: an export has them as they were sent."""
-    asked = _said("u:Hi")
-    call = read({"messages": asked, "input": asked, "max_tokens": 1, "tools": tools}, no_history)
+    messages = _said("u:Hi")
+    call = read({"messages": messages, "input": messages, "max_tokens": 1, "tools": tools}, no_history)
     assert tools_of({"tools": tools}) == call.tools
 
 
@@ -586,9 +588,9 @@ def test_an_export_gives_a_template_the_same(tmp_path: Path, thinking: Path) -> 
     import_dataset(tmp_path / "x.jsonl", first, "r", thinking)
     export_store(first, tmp_path / "out.jsonl", "jsonl")
     import_dataset(tmp_path / "out.jsonl", again, "r", thinking)
-    told, told_again = _trained(first), _trained(again)
-    assert told == told_again
-    assert told["on"] != told["off"]
+    trained, trained_again = _trained(first), _trained(again)
+    assert trained == trained_again
+    assert trained["on"] != trained["off"]
 
 
 def _trained(path: Path) -> dict[str, Any]:
@@ -605,7 +607,7 @@ def test_files_that_say_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(files, "JSON_BYTES", 1000)
     monkeypatch.setattr(files, "ROWS", 3)
     many, packed = _lines(*({"a": i} for i in range(4))), gzip.compress(_lines(*({"a": i} for i in range(3))))
-    for name, content, said in (
+    for name, content, reason in (
         ("x.jsonl.gz", gzip.compress(b'{"a": "' + b"b" * 100_000), "row 1: has more than 1,000 bytes"),
         ("x.json.gz", gzip.compress(b"[" + b" " * 100_000), "more than 1,000 bytes of JSON"),
         ("x.csv", b"a,b\n1," + b"c" * 2000, "after row 0: no CSV"),
@@ -620,14 +622,14 @@ def test_files_that_say_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("x.arrow", b"ARROW1", "cannot be read as Arrow"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(InterchangeError, match=said):
+        with pytest.raises(InterchangeError, match=reason):
             list(files.rows_of(tmp_path / name))
 
 
 def test_folders_that_hold_several_things(tmp_path: Path) -> None:
     """Splits are never mixed, and no data set is read twice because it is there in two forms."""
     row = _lines(MESSAGES)
-    for names, said in (
+    for names, reason in (
         (
             ("train-0.jsonl", "test-0.jsonl"),
             r"holds splits test, train: import one of '.*test\*', '.*train\*'",
@@ -640,18 +642,18 @@ def test_folders_that_hold_several_things(tmp_path: Path) -> None:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(row)
-        with pytest.raises(InterchangeError, match=said):
+        with pytest.raises(InterchangeError, match=reason):
             list(files.rows_of(folder))
     with pytest.raises(InterchangeError, match="no file has such a name"):
         list(files.rows_of(tmp_path / "none*.jsonl"))
     saved = tmp_path / "saved"
     saved.mkdir()
-    for state, said in (
+    for state, reason in (
         ('{"_data_files": [{"filename": "../x.arrow"}]}', "which is not in"),
         ('{"_data_files": []}', "must list names"),
         ("[]", "does not list _data_files"),
         ('{"_data_files": [{"filename": "a"}], "_indices_files": ["b"]}', "save it after flatten_indices"),
     ):
         (saved / "state.json").write_text(state)
-        with pytest.raises(RollbookError, match=said):
+        with pytest.raises(RollbookError, match=reason):
             list(files.rows_of(saved))

@@ -26,10 +26,10 @@ def proxy(played: Callable[..., InProcess]) -> InProcess:
     return played()
 
 
-def _ask(proxy: Any, said: Any = "Hello", **fields: Any) -> tuple[Any, Any]:
+def _ask(proxy: Any, answer: Any = "Hello", **fields: Any) -> tuple[Any, Any]:
     """(the reply, its turn) of a request in a trajectory of its own."""
     name = f"c{next(NAMES)}"
-    proxy.engine.answer = lambda *_: said
+    proxy.engine.answer = lambda *_: answer
     reply = proxy.ask(f"/t/{name}{CHAT}", asked("chat", **fields))
     assert reply.status == 200, reply.data
     turns = list(proxy.trajectories()[name].turns.values())
@@ -45,7 +45,7 @@ def test_sampling_fields_reach_the_engine(proxy: InProcess) -> None:
     }
     _, turn = _ask(proxy, **fields)
     sampling = proxy.engine.samplings[-1]
-    found = {
+    reached = {
         **{"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
         **{"min_p": sampling.min_p, "seed": sampling.seed, "max_tokens": sampling.max_new_tokens},
         "frequency_penalty": sampling.frequency_penalty,
@@ -57,7 +57,7 @@ def test_sampling_fields_reach_the_engine(proxy: InProcess) -> None:
             "logit_bias": sampling.logit_bias,
         },
     }
-    assert found == fields
+    assert reached == fields
     assert turn.requested.sampling == sampling.as_json()
 
 
@@ -217,8 +217,8 @@ def _with_image(kind: str) -> Any:
     responses = {"type": "input_image", "image_url": URL}
     part = {"chat": chat, "messages": anthropic, "responses": responses}[kind]
     text = {"type": "input_text" if kind == "responses" else "text", "text": "see"}
-    said = {"role": "user", "content": [text, part]}
-    return asked(kind) | {"input" if kind == "responses" else "messages": [said]}
+    message = {"role": "user", "content": [text, part]}
+    return asked(kind) | {"input" if kind == "responses" else "messages": [message]}
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
@@ -239,17 +239,17 @@ def test_an_image_is_stored_once(seeing: InProcess) -> None:
     for name in ("twice", "thrice"):
         body = _with_image("chat")
         first = seeing.ask(f"/t/{name}{CHAT}", body)
-        said = first.json["choices"][0]["message"]
-        assert seeing.ask(f"/t/{name}{CHAT}", {"messages": [*body["messages"], said, user]}).status == 200
+        message = first.json["choices"][0]["message"]
+        assert seeing.ask(f"/t/{name}{CHAT}", {"messages": [*body["messages"], message, user]}).status == 200
         assert seeing.engine.prompts[-1].images == (URL,)
     new = [b for b in _bodies(seeing) if b not in before]
     assert [b.body for b in new] == ([] if URL in [b.body for b in before] else [URL])
     for name in ("twice", "thrice"):
         trajectory = next(t for t in fold(seeing.store.events()).values() if t.opened.name == name)
-        one, two = trajectory.turns.values()
-        assert trajectory.messages(one) == _with_image("chat")["messages"]
-        assert trajectory.messages(two)[0] == _with_image("chat")["messages"][0]
-        assert two.requested.parent_turn_id == one.turn_id
+        parent, child = trajectory.turns.values()
+        assert trajectory.messages(parent) == _with_image("chat")["messages"]
+        assert trajectory.messages(child)[0] == _with_image("chat")["messages"][0]
+        assert child.requested.parent_turn_id == parent.turn_id
 
 
 def _bodies(proxy: Any) -> list[BodyStored]:

@@ -68,11 +68,11 @@ def test_what_is_no_prompt_is_a_400(proxy: InProcess, prompt: Any) -> None:
 
 def test_the_text_is_what_was_sampled(proxy: InProcess) -> None:
     """No reasoning, no calls, no trimming."""
-    said = '  <think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
-    proxy.engine.answer = lambda *_: said
+    text = '  <think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    proxy.engine.answer = lambda *_: text
     reply, turn = _ask(proxy, "go", tools=[{"type": "function", "function": {"name": "f"}}])
-    assert reply.json["choices"][0]["text"] == said
-    assert turn.completed.reply == {"role": "assistant", "content": said}
+    assert reply.json["choices"][0]["text"] == text
+    assert turn.completed.reply == {"role": "assistant", "content": text}
 
 
 def test_the_default_limit_is_openais(proxy: InProcess) -> None:
@@ -96,13 +96,13 @@ def test_ids_and_logprobs_on_request(proxy: InProcess) -> None:
 def test_ids_that_go_on_extend_the_turn(proxy: InProcess) -> None:
     """A prompt that begins with all ids of an earlier turn is its child; one that differs is a root."""
     ids = list(range(70, 90))
-    first, one = _ask(proxy, ids, "chain", return_token_ids=True)
+    first, parent = _ask(proxy, ids, "chain", return_token_ids=True)
     sampled = first.json["choices"][0]["token_ids"]
-    _, two = _ask(proxy, [*ids, *sampled, 5, 6], "chain")
-    assert two.requested.parent_turn_id == one.turn_id
-    assert two.completed.prompt_ids.tolist() == [5, 6]
+    _, child = _ask(proxy, [*ids, *sampled, 5, 6], "chain")
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert child.completed.prompt_ids.tolist() == [5, 6]
     trajectory = proxy.trajectories()["chain"]
-    assert trajectory.prompt_ids(two).tolist() == [*ids, *sampled, 5, 6]
+    assert trajectory.prompt_ids(child).tolist() == [*ids, *sampled, 5, 6]
     _, three = _ask(proxy, [*ids, *sampled[:-1], 7, 5], "chain")
     assert (three.requested.parent_turn_id, three.requested.root_reason) == (None, "no_matching_turn")
     _, same = _ask(proxy, [*ids, *sampled], "chain")

@@ -39,9 +39,9 @@ def _user(content: Any) -> Any:
     return {"role": "user", "content": content}
 
 
-def _ask(proxy: Any, name: str, messages: list[Any], said: Any = None, **fields: Any) -> Any:
-    if said is not None:
-        proxy.engine.answer = lambda *_: said
+def _ask(proxy: Any, name: str, messages: list[Any], answer: Any = None, **fields: Any) -> Any:
+    if answer is not None:
+        proxy.engine.answer = lambda *_: answer
     reply = proxy.ask(f"/t/{name}{PATH}", {"messages": messages, "max_tokens": 500} | fields)
     assert reply.status == 200, reply.data
     return message(reply.data) if fields.get("stream") else reply.json
@@ -54,11 +54,11 @@ def _prompt(proxy: Any) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_holds_thinking_text_and_tool_uses(proxy: Any, name: str, stream: bool) -> None:
     """Thinking with a signature, text, tool uses with their input as an object; usage and stop reason."""
-    said = "<think>hm</think>\n\nLet me see. " + CALL.format(2) + "\n" + CALL.format(3)
-    made = _ask(proxy, name, [_user("go")], said, tools=[TOOL], stream=stream, model="claude-x")
+    text = "<think>hm</think>\n\nLet me see. " + CALL.format(2) + "\n" + CALL.format(3)
+    reply = _ask(proxy, name, [_user("go")], text, tools=[TOOL], stream=stream, model="claude-x")
     (turn,) = proxy.trajectories()[name].turns.values()
     at = turn.turn_id
-    assert made == {
+    assert reply == {
         "id": f"msg_{at}",
         "type": "message",
         "role": "assistant",
@@ -94,10 +94,10 @@ def test_the_stop_reason_is_in_anthropics_words(
     proxy: InProcess, name: str, play: Any, fields: Any, reason: str, sequence: Any, stream: bool
 ) -> None:
     """Stop reasons have Anthropic's names; which stop sequence matched is not recorded."""
-    made = _ask(proxy, name, [_user("go")], play, stream=stream, **fields)
-    assert (made["stop_reason"], made["stop_sequence"]) == (reason, sequence)
+    reply = _ask(proxy, name, [_user("go")], play, stream=stream, **fields)
+    assert (reply["stop_reason"], reply["stop_sequence"]) == (reason, sequence)
     if "STOP" in str(play):
-        assert made["content"] == [{"type": "text", "text": "Hi" if play == "Hi" else "one "}]
+        assert reply["content"] == [{"type": "text", "text": "Hi" if play == "Hi" else "one "}]
 
 
 def test_a_conversation_is_one_path(proxy: InProcess, name: str) -> None:
@@ -105,10 +105,10 @@ def test_a_conversation_is_one_path(proxy: InProcess, name: str) -> None:
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     messages: list[Any] = [_user([{"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}}])]
     fields = {"system": system, "tools": [TOOL]}
-    one = _ask(
+    first = _ask(
         proxy, name, messages, "<think>a</think>\n\n" + CALL.format(2) + "\n" + CALL.format(3), **fields
     )
-    uses = [b for b in one["content"] if b["type"] == "tool_use"]
+    uses = [b for b in first["content"] if b["type"] == "tool_use"]
     results = [
         {"type": "tool_result", "tool_use_id": uses[0]["id"], "content": "3"},
         {
@@ -119,9 +119,9 @@ def test_a_conversation_is_one_path(proxy: InProcess, name: str) -> None:
         },
         {"type": "text", "text": "go on"},
     ]
-    messages += [{"role": "assistant", "content": one["content"]}, _user(results)]
-    two = _ask(proxy, name, messages, "<think>b</think>\n\nIt is 3.", **fields)
-    messages += [{"role": "assistant", "content": two["content"]}, _user("thanks")]
+    messages += [{"role": "assistant", "content": first["content"]}, _user(results)]
+    second = _ask(proxy, name, messages, "<think>b</think>\n\nIt is 3.", **fields)
+    messages += [{"role": "assistant", "content": second["content"]}, _user("thanks")]
     _ask(proxy, name, messages, "Bye.", **fields)
     trajectory = proxy.trajectories()[name]
     turns = list(trajectory.turns.values())
@@ -132,8 +132,8 @@ def test_a_conversation_is_one_path(proxy: InProcess, name: str) -> None:
     tool = trajectory.messages(turns[2])[4]
     assert tool == {"role": "tool", "tool_call_id": uses[1]["id"], "content": "no", "is_error": True}
     whole = proxy.engine.tokenizer.decode(trajectory.prompt_ids(turns[2]), special=True)
-    for said in ("Be brief.", "<think>a</think>", "<think>b</think>", "It is 3.", "go on", "thanks"):
-        assert whole.count(said) == 1, said
+    for text in ("Be brief.", "<think>a</think>", "<think>b</think>", "It is 3.", "go on", "thanks"):
+        assert whole.count(text) == 1, text
     assert trajectory.items(turns[2]) == messages
     assert turns[2].requested.request == fields | {"max_tokens": 500}
 
@@ -142,10 +142,10 @@ def test_the_same_conversation_makes_the_same_turns(proxy: InProcess, name: str)
     """Begun through one API and gone on with through the others: one path, the same ids."""
     proxy.engine.answer = lambda *_: "Hello"
     _ask(proxy, name, [_user("a")], system="s")
-    said = {"role": "assistant", "content": "Hello"}
-    chat = [{"role": "system", "content": "s"}, _user("a"), said, _user("b")]
+    reply = {"role": "assistant", "content": "Hello"}
+    chat = [{"role": "system", "content": "s"}, _user("a"), reply, _user("b")]
     assert proxy.ask(f"/t/{name}{PATHS['chat']}", {"messages": chat}).status == 200
-    items = [_user("a"), said, _user("b"), said, _user("c")]
+    items = [_user("a"), reply, _user("b"), reply, _user("c")]
     assert proxy.ask(f"/t/{name}{PATHS['responses']}", {"input": items, "instructions": "s"}).status == 200
     turns = list(proxy.trajectories()[name].turns.values())
     assert [t.requested.parent_turn_id for t in turns] == [None, turns[0].turn_id, turns[1].turn_id]
@@ -164,11 +164,11 @@ def test_system_in_each_form(proxy: InProcess, name: str, system: Any) -> None:
 
 def test_thinking_that_cannot_be_read_is_dropped(proxy: InProcess, name: str) -> None:
     """Redacted thinking holds nothing for this model; the rest is said."""
-    said = {
+    reply = {
         "role": "assistant",
         "content": [{"type": "redacted_thinking", "data": "xyz"}, {"type": "text", "text": "yes"}],
     }
-    _ask(proxy, name, [_user("a"), said, _user("b")])
+    _ask(proxy, name, [_user("a"), reply, _user("b")])
     assert "yes" in _prompt(proxy)
     assert "xyz" not in _prompt(proxy)
 
@@ -204,8 +204,8 @@ def test_ignored_fields_are_listed_in_a_header(proxy: InProcess, name: str) -> N
         "container": "c",
     }
     reply = proxy.ask(f"/t/{name}{PATH}", body)
-    told = reply.headers["x-rollbook-not-honoured"]
-    assert told == "container,thinking,tools.web_search_20250305"
+    ignored = reply.headers["x-rollbook-not-honoured"]
+    assert ignored == "container,thinking,tools.web_search_20250305"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_tokens_are_counted_as_they_are_sent(proxy: InProcess, name: str) -> Non
     counted = proxy.ask(f"/t/{name}{PATH}/count_tokens", body)
     assert (counted.status, set(counted.json)) == (200, {"input_tokens"})
     assert name not in proxy.trajectories()
-    made = _ask(proxy, name, body["messages"], system="s", tools=[TOOL])
-    assert made["usage"]["input_tokens"] == counted.json["input_tokens"]
+    reply = _ask(proxy, name, body["messages"], system="s", tools=[TOOL])
+    assert reply["usage"]["input_tokens"] == counted.json["input_tokens"]
     bad = proxy.ask(f"{PATH}/count_tokens", {"messages": []})
     assert (bad.status, bad.json["error"]["type"]) == (400, "invalid_request_error")

@@ -35,9 +35,9 @@ def name() -> str:
     return f"r{next(NAMES)}"
 
 
-def _ask(proxy: Any, name: str, said: Any = None, **body: Any) -> Any:
-    if said is not None:
-        proxy.engine.answer = lambda *_: said
+def _ask(proxy: Any, name: str, answer: Any = None, **body: Any) -> Any:
+    if answer is not None:
+        proxy.engine.answer = lambda *_: answer
     reply = proxy.ask(f"/t/{name}{PATH}", body)
     assert reply.status == 200, reply.data
     return response(reply.data) if body.get("stream") else reply.json
@@ -58,33 +58,33 @@ def _output(call: Any, text: str) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_holds_reasoning_message_and_calls(proxy: InProcess, name: str, stream: bool) -> None:
     """Reasoning, message and calls as items whose ids name the turn; usage; what was asked."""
-    said = "<think>hm</think>\n\nLet me see. " + CALL.format(1) + "\n" + CALL.format(2)
+    text = "<think>hm</think>\n\nLet me see. " + CALL.format(1) + "\n" + CALL.format(2)
     fields = {"tools": [TOOL], "metadata": {"k": "v"}, "temperature": 0.5, "max_output_tokens": 500}
-    made = _ask(proxy, name, said, input="go", stream=stream, instructions="be brief", model="m", **fields)
+    reply = _ask(proxy, name, text, input="go", stream=stream, instructions="be brief", model="m", **fields)
     (turn,) = _turns(proxy, name)
     at = turn.turn_id
-    assert [(i["id"], i["type"], i["status"]) for i in made["output"]] == [
+    assert [(i["id"], i["type"], i["status"]) for i in reply["output"]] == [
         (f"rs_{at}", "reasoning", "completed"),
         (f"msg_{at}", "message", "completed"),
         (f"fc_{at}_0", "function_call", "completed"),
         (f"fc_{at}_1", "function_call", "completed"),
     ]
-    reasoning, message, one, two = made["output"]
+    reasoning, message, first, second = reply["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"] == [
         {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}
     ]
-    assert [(c["call_id"], c["name"], c["arguments"]) for c in (one, two)] == [
+    assert [(c["call_id"], c["name"], c["arguments"]) for c in (first, second)] == [
         (f"call-{at}-0", "calc", '{"a": 1}'),
         (f"call-{at}-1", "calc", '{"a": 2}'),
     ]
-    assert (made["id"], made["object"], made["status"]) == (f"resp_{at}", "response", "completed")
+    assert (reply["id"], reply["object"], reply["status"]) == (f"resp_{at}", "response", "completed")
     for key, value in (fields | {"instructions": "be brief", "model": "m"}).items():
-        assert made[key] == value
+        assert reply[key] == value
     done = turn.completed
-    assert made["usage"]["input_tokens"] == done.prompt_length
-    assert made["usage"]["output_tokens"] == len(done.completion_ids)
-    assert made["usage"]["total_tokens"] == done.prompt_length + len(done.completion_ids)
+    assert reply["usage"]["input_tokens"] == done.prompt_length
+    assert reply["usage"]["output_tokens"] == len(done.completion_ids)
+    assert reply["usage"]["total_tokens"] == done.prompt_length + len(done.completion_ids)
     sampling = proxy.engine.samplings[-1]
     assert (sampling.temperature, sampling.max_new_tokens) == (0.5, 500)
 
@@ -92,19 +92,19 @@ def test_a_response_holds_reasoning_message_and_calls(proxy: InProcess, name: st
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unfinished_response_says_so(proxy: InProcess, name: str, stream: bool) -> None:
     """Cut off by its limit: incomplete, with the reason."""
-    made = _ask(proxy, name, Play("Hel", "length", ends=False), input="go", stream=stream)
-    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert made["output"][0]["content"][0]["text"] == "Hel"
+    reply = _ask(proxy, name, Play("Hel", "length", ends=False), input="go", stream=stream)
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert reply["output"][0]["content"][0]["text"] == "Hel"
 
 
 @pytest.mark.parametrize("said", ["", "<think>only</think>", "<think>never closed"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_without_text(proxy: InProcess, name: str, stream: bool, said: str) -> None:
     """An empty message is there, streamed too, so that clients have something to read."""
-    made = _ask(proxy, name, said, input="go", stream=stream)
-    assert made["output"][-1]["type"] == "message"
-    assert made["output"][-1]["content"][0]["text"] == ""
-    assert len(made["output"]) == (2 if said else 1)
+    reply = _ask(proxy, name, said, input="go", stream=stream)
+    assert reply["output"][-1]["type"] == "message"
+    assert reply["output"][-1]["content"][0]["text"] == ""
+    assert len(reply["output"]) == (2 if said else 1)
 
 
 FORMS: dict[str, Any] = {
@@ -161,33 +161,33 @@ def test_reasoning_that_is_no_text_is_a_400(proxy: InProcess, name: str, summary
 def _conversation(proxy: Any, name: str, goes_on: Any) -> None:
     """Three turns with a call between them; `goes_on` makes the next request of (body, response, new)."""
     first: Any = {"input": [_user("go")], "tools": [TOOL]}
-    one = _ask(proxy, name, "<think>a</think>\n\nLet me see.\n" + CALL.format(1), **first)
-    call = one["output"][-1]
-    second = goes_on(first, one, [_output(call, "3")])
-    two = _ask(proxy, name, "<think>b</think>\n\nIt is 3.", **second)
-    _ask(proxy, name, "Bye.", **goes_on(second, two, [_user("thanks")]))
+    reply = _ask(proxy, name, "<think>a</think>\n\nLet me see.\n" + CALL.format(1), **first)
+    call = reply["output"][-1]
+    second = goes_on(first, reply, [_output(call, "3")])
+    later = _ask(proxy, name, "<think>b</think>\n\nIt is 3.", **second)
+    _ask(proxy, name, "Bye.", **goes_on(second, later, [_user("thanks")]))
 
 
-def _resent(body: Any, made: Any, new: list[Any]) -> Any:
-    return body | {"input": [*body["input"], *made["output"], *new]}
+def _resent(body: Any, reply: Any, new: list[Any]) -> Any:
+    return body | {"input": [*body["input"], *reply["output"], *new]}
 
 
-def _referred(body: Any, made: Any, new: list[Any]) -> Any:
-    refers = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
+def _referred(body: Any, reply: Any, new: list[Any]) -> Any:
+    refers = [{"type": "item_reference", "id": item["id"]} for item in reply["output"]]
     return body | {"input": [*body["input"], *refers, *new]}
 
 
-def _mixed(body: Any, made: Any, new: list[Any]) -> Any:
+def _mixed(body: Any, reply: Any, new: list[Any]) -> Any:
     """As the AI SDK: calls resent, the rest referred to."""
     items = [
         i if i["type"] == "function_call" else {"type": "item_reference", "id": i["id"]}
-        for i in made["output"]
+        for i in reply["output"]
     ]
     return body | {"input": [*body["input"], *items, *new]}
 
 
-def _previous(body: Any, made: Any, new: list[Any]) -> Any:
-    return {"input": new, "tools": body["tools"], "previous_response_id": made["id"]}
+def _previous(body: Any, reply: Any, new: list[Any]) -> Any:
+    return {"input": new, "tools": body["tools"], "previous_response_id": reply["id"]}
 
 
 @pytest.mark.parametrize("goes_on", [_resent, _referred, _mixed, _previous])
@@ -195,16 +195,20 @@ def test_a_conversation_is_one_path(proxy: InProcess, name: str, goes_on: Any) -
     """However it says what was said: each turn extends the one before, and nothing said is lost."""
     _conversation(proxy, name, goes_on)
     trajectory = proxy.trajectories()[name]
-    one, two, three = trajectory.turns.values()
-    assert [t.requested.parent_turn_id for t in (one, two, three)] == [None, one.turn_id, two.turn_id]
-    messages = trajectory.messages(three)
+    first, second, third = trajectory.turns.values()
+    assert [t.requested.parent_turn_id for t in (first, second, third)] == [
+        None,
+        first.turn_id,
+        second.turn_id,
+    ]
+    messages = trajectory.messages(third)
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert messages[1]["content"] == "Let me see."
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert messages[3]["content"] == "It is 3."
-    whole = proxy.engine.tokenizer.decode(trajectory.prompt_ids(three), special=True)
-    for said in ("<think>a</think>", "Let me see.", "It is 3.", "thanks"):
-        assert whole.count(said) == 1, said
+    whole = proxy.engine.tokenizer.decode(trajectory.prompt_ids(third), special=True)
+    for text in ("<think>a</think>", "Let me see.", "It is 3.", "thanks"):
+        assert whole.count(text) == 1, text
 
 
 @pytest.mark.parametrize("goes_on", [_resent, _mixed, _previous])
@@ -213,10 +217,10 @@ def test_an_unnamed_conversation_is_one_path(proxy: InProcess, goes_on: Any) -> 
     before = set(proxy.trajectories())
     first: Any = {"input": [_user(goes_on.__name__)], "tools": [TOOL]}
     proxy.engine.answer = lambda *_: "Let me see.\n" + CALL.format(1)
-    one = proxy.ask(PATH, first)
+    reply = proxy.ask(PATH, first)
     proxy.engine.answer = lambda *_: "3"
-    two = proxy.ask(PATH, goes_on(first, one.json, [_output(one.json["output"][-1], "3")]))
-    assert (one.status, two.status) == (200, 200), two.data
+    later = proxy.ask(PATH, goes_on(first, reply.json, [_output(reply.json["output"][-1], "3")]))
+    assert (reply.status, later.status) == (200, 200), later.data
     (new,) = set(proxy.trajectories()) - before
     a, b = _turns(proxy, new)
     assert b.requested.parent_turn_id == a.turn_id
@@ -224,12 +228,12 @@ def test_an_unnamed_conversation_is_one_path(proxy: InProcess, goes_on: Any) -> 
 
 def test_instructions_do_not_carry_over(proxy: InProcess, name: str) -> None:
     """As OpenAI has it: a request that goes on has its own, or none."""
-    one = _ask(proxy, name, input="a", instructions="first words")
-    _ask(proxy, name, input="b", previous_response_id=one["id"], instructions="second words")
+    reply = _ask(proxy, name, input="a", instructions="first words")
+    _ask(proxy, name, input="b", previous_response_id=reply["id"], instructions="second words")
     text = proxy.engine.tokenizer.decode(proxy.engine.prompts[-1].ids, special=True)
     assert "second words" in text
     assert "first words" not in text
-    _ask(proxy, name, input="c", previous_response_id=one["id"])
+    _ask(proxy, name, input="c", previous_response_id=reply["id"])
     assert "words" not in proxy.engine.tokenizer.decode(proxy.engine.prompts[-1].ids, special=True)
 
 
@@ -254,8 +258,8 @@ def test_an_unknown_reference_is_a_404(proxy: InProcess, name: str, fields: Any)
 
 def test_a_call_that_is_not_there_is_a_404(proxy: InProcess, name: str) -> None:
     """A reference to the second of one call."""
-    one = _ask(proxy, name, CALL.format(1), input="go", tools=[TOOL])
-    item = one["output"][-1]["id"].replace("_0", "_1")
+    earlier = _ask(proxy, name, CALL.format(1), input="go", tools=[TOOL])
+    item = earlier["output"][-1]["id"].replace("_0", "_1")
     reply = proxy.ask(f"/t/{name}{PATH}", {"input": [{"type": "item_reference", "id": item}, _user("x")]})
     assert (reply.status, reply.json["error"]["code"]) == (404, "unknown_item")
 
@@ -275,9 +279,9 @@ def test_an_earlier_response_can_be_fetched(proxy: InProcess, name: str) -> None
     first = proxy.ask(f"/t/{name}{PATH}", body)
     streamed = _ask(proxy, name, stream=True, **body)
     for path in ("", f"/t/{name}"):
-        for made in (first.json, streamed):
-            again = proxy.ask(f"{path}/v1/responses/{made['id']}", method="GET")
-            assert (again.status, again.json) == (200, made)
+        for expected in (first.json, streamed):
+            again = proxy.ask(f"{path}/v1/responses/{expected['id']}", method="GET")
+            assert (again.status, again.json) == (200, expected)
     for odd in ("resp_x", "x", "resp_018f0000-0000-7000-8000-000000000000"):
         reply = proxy.ask(f"/v1/responses/{odd}", method="GET")
         assert (reply.status, reply.json["error"]["code"]) == (404, "unknown_response")

@@ -26,8 +26,8 @@ def _say(url: str, name: str, messages: list[Any]) -> tuple[str, list[Any]]:
     """One turn: its id, and the messages with the reply."""
     client = openai.OpenAI(base_url=f"{url}/t/{name}/v1", api_key="none", max_retries=0)
     reply = client.chat.completions.create(model="m", messages=messages)
-    said = {"role": "assistant", "content": reply.choices[0].message.content}
-    return reply.id.removeprefix("chatcmpl-"), [*messages, said]
+    message = {"role": "assistant", "content": reply.choices[0].message.content}
+    return reply.id.removeprefix("chatcmpl-"), [*messages, message]
 
 
 def _user(text: str) -> dict[str, str]:
@@ -37,9 +37,9 @@ def _user(text: str) -> dict[str, str]:
 def _trajectory(path: Path, name: str) -> Trajectory:
     log = store.open(path)
     orders = [list(log.events()), sorted(log.events(), key=lambda e: e.lane, reverse=True)]
-    one, other = ({t.opened.name: t for t in fold(events).values()}[name] for events in orders)
-    assert list(one.turns) == list(other.turns)
-    return one
+    trajectory, other = ({t.opened.name: t for t in fold(events).values()}[name] for events in orders)
+    assert list(trajectory.turns) == list(other.turns)
+    return trajectory
 
 
 @pytest.mark.crashes
@@ -86,19 +86,19 @@ def test_conversations_survive_the_death_of_their_proxy(
     httpx.post(f"{third.url}/v1/trajectories/a/finish", json=body).raise_for_status()
     third.stop()
 
-    found = _trajectory(first.path, "a")
-    done = [t for t in found.turns.values() if t.completed]
+    trajectory = _trajectory(first.path, "a")
+    done = [t for t in trajectory.turns.values() if t.completed]
     assert [t.turn_id for t in done] == turns
     assert [t.requested.parent_turn_id for t in done] == [None, *turns[:-1]]
     assert [t.requested.root_reason for t in done[1:]] == [None] * 3
-    assert [path[-1].turn_id for path in found.paths()] == [turns[-1]]
-    assert found.messages(done[-1]) == messages[:-1]
-    assert all(found.prompt_ids(t).size == t.completed.prompt_length for t in done if t.completed)
-    assert [found.reward(turn_id=turn_id) for turn_id in turns] == [0.1, 0.2, 0.3, 0.4]
-    pending = [t for t in found.turns.values() if not t.completed]
+    assert [path[-1].turn_id for path in trajectory.paths()] == [turns[-1]]
+    assert trajectory.messages(done[-1]) == messages[:-1]
+    assert all(trajectory.prompt_ids(t).size == t.completed.prompt_length for t in done if t.completed)
+    assert [trajectory.reward(turn_id=turn_id) for turn_id in turns] == [0.1, 0.2, 0.3, 0.4]
+    pending = [t for t in trajectory.turns.values() if not t.completed]
     assert [(t.position, t.requested.parent_turn_id) for t in pending] == [(1, turns[0])]
 
-    _check_adoptions(log, found.opened.trajectory_id)
+    _check_adoptions(log, trajectory.opened.trajectory_id)
 
 
 def _check_adoptions(log: store.Store, trajectory_id: str) -> None:
@@ -139,9 +139,9 @@ def test_a_lane_whose_process_lives_is_left_alone(
     for expected in ({"one": 1}, {}):
         other = Recorder(log, "two", "default")
         assert other.adopted == expected
-        found = other.find("x")
-        assert found is not None
-        assert (found.lane, found.opened) == ("two", live.opened)
+        trajectory = other.find("x")
+        assert trajectory is not None
+        assert (trajectory.lane, trajectory.opened) == ("two", live.opened)
         other.close()
     assert [e.kind for e in log.events() if e.lane == "two"] == ["trajectory.adopted"]
 

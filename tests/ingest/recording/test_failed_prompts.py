@@ -33,14 +33,14 @@ def test_what_was_asked_of_an_engine(played: Callable[..., InProcess]) -> None:
     body = asked("chat") | {"messages": [*asked("chat")["messages"], *more]}
     assert proxy.ask(f"/t/t{CHAT}", body | {"n": 3}).status == 502
     assert proxy.ask(f"/t/t{CHAT}", body).status == 200
-    trajectory, found = turns(proxy, "t")
-    assert [turn.failed is None for turn in found] == [True, False, False, False, True]
-    given = [prompt.ids.tolist() for prompt in proxy.engine.prompts]
-    assert [trajectory.prompt_ids(turn).tolist() for turn in found] == given
-    failed = [turn.failed for turn in found[1:4]]
-    assert [one.prompt_ids is None for one in failed] == [False, True, True]
-    assert len(failed[0].prompt_ids) < failed[0].prompt_length == len(given[1])
-    assert {one.prompt_sha256 for one in failed} == {prompt_sha256(proxy.engine.prompts[1].ids)}
+    trajectory, recorded = turns(proxy, "t")
+    assert [turn.failed is None for turn in recorded] == [True, False, False, False, True]
+    prompts = [prompt.ids.tolist() for prompt in proxy.engine.prompts]
+    assert [trajectory.prompt_ids(turn).tolist() for turn in recorded] == prompts
+    failed = [turn.failed for turn in recorded[1:4]]
+    assert [failure.prompt_ids is None for failure in failed] == [False, True, True]
+    assert len(failed[0].prompt_ids) < failed[0].prompt_length == len(prompts[1])
+    assert {failure.prompt_sha256 for failure in failed} == {prompt_sha256(proxy.engine.prompts[1].ids)}
     query = f"SELECT status, len(prompt_delta) FROM turns WHERE turn_id = '{failed[0].turn_id}'"
     assert connect(proxy.store.path).sql(query).fetchall() == [("failed", len(failed[0].prompt_ids))]
 

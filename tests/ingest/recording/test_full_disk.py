@@ -151,9 +151,9 @@ def test_a_disk_that_is_full_for_a_while(
     metrics = httpx.get(f"{served.url}/metrics").text
     assert "rollbook_store_failures_total 2.0" in metrics
     assert served.stop() == 130
-    said = served.log.read_text(errors="replace")
-    assert "Traceback" not in said
-    assert "sealer ended" not in said
+    output = served.log.read_text(errors="replace")
+    assert "Traceback" not in output
+    assert "sealer ended" not in output
     log = store.open(served.path)
     assert [lane.fault for lane in verify_store(log)] == [None]
     assert list(incomplete_turns(log)) == []

@@ -32,7 +32,7 @@ def test_who_waits_too_long_is_sent_away_for_a_while(proxy: Any, kind: str) -> N
         both = [
             proxy.exchange(f"/t/held-{stream}{PATHS[kind]}", asked(kind, stream=stream)) for stream in (0, 1)
         ]
-        return [await one.end() for one in both], time.monotonic() - begun
+        return [await exchange.end() for exchange in both], time.monotonic() - begun
 
     replies, took = proxy.run(scenario())
     assert 0.15 <= took < 20
@@ -80,8 +80,8 @@ def test_a_retry_after_a_503_is_answered(proxy: Any) -> None:
     proxy.engine.doors.set()
     reply = proxy.ask("/t/back/v1/chat/completions", body, headers={"x-stainless-retry-count": "1"})
     assert reply.status == 200
-    one, two = proxy.trajectories()["back"].turns.values()
-    assert (one.completed, two.delivered, two.requested.wire["retry"]) == (None, "sent", 1)
+    failed, retry = proxy.trajectories()["back"].turns.values()
+    assert (failed.completed, retry.delivered, retry.requested.wire["retry"]) == (None, "sent", 1)
     live: LiveTrajectory = proxy.recorder.find("back")
     assert (live.running, live.sending) == (0, 0)
 
@@ -100,7 +100,7 @@ def test_who_waits_when_the_proxy_ends(proxy: InProcess) -> None:
         begun = time.monotonic()
         proxy.app.state.stop()
         late = proxy.exchange(f"/t/late{PATHS['chat']}", asked("chat"))
-        return [await one.end() for one in [*waiting, late]], time.monotonic() - begun
+        return [await exchange.end() for exchange in [*waiting, late]], time.monotonic() - begun
 
     replies, took = proxy.run(scenario())
     assert took < 5

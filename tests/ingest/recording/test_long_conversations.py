@@ -74,19 +74,19 @@ def test_large_requests_that_open_a_trajectory_at_once_are_of_one(server: Served
     """Their prompts are made in threads: the trajectory is opened once, each is a turn of it, and
     what follows extends the one it shows.
     """
-    asked: list[Any] = [{"role": "user", "content": "a long page"}]
+    messages: list[Any] = [{"role": "user", "content": "a long page"}]
     large: Any = {"metadata": {"page": "x" * LARGE_BYTES}}  # what counts is the body
 
     async def both() -> list[Any]:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/t/large/v1", api_key="none", max_retries=0)
         async with client:
-            body: Any = {"model": "m", "messages": asked, "extra_body": large}
+            body: Any = {"model": "m", "messages": messages, "extra_body": large}
             return await asyncio.gather(*(client.chat.completions.create(**body) for _ in range(3)))
 
     replies = asyncio.run(both())
     with openai.OpenAI(base_url=f"{server.url}/t/large/v1", api_key="none", max_retries=0) as client:
         reply: Any = {"role": "assistant", "content": replies[1].choices[0].message.content}
-        more: Any = [*asked, reply, {"role": "user", "content": "and?"}]
+        more: Any = [*messages, reply, {"role": "user", "content": "and?"}]
         last = client.chat.completions.create(model="m", messages=more, extra_body=large)
     [trajectory] = [t for t in store.open(server.path).trajectories().values() if t.opened.name == "large"]
     turns = {f"chatcmpl-{turn_id}": turn for turn_id, turn in trajectory.turns.items()}

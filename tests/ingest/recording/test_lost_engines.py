@@ -73,16 +73,16 @@ def two(
 ) -> Any:
     """A proxy over two engines: the first is asked first, the second says something else, at once."""
     monkeypatch.setattr(fleets, "PROBE_S", 0.01)
-    one, other = Mortal(chat("chatml"), "Hello from one"), PlayedEngine(chat("chatml"), "Hi from another")
-    proxy = in_process(Fleet(dict(zip(URLS, (one, other), strict=True))), chat("chatml"))
-    proxy.one, proxy.other = one, other
+    engine, other = Mortal(chat("chatml"), "Hello from one"), PlayedEngine(chat("chatml"), "Hi from another")
+    proxy = in_process(Fleet(dict(zip(URLS, (engine, other), strict=True))), chat("chatml"))
+    proxy.one, proxy.other = engine, other
     return proxy
 
 
 def only(proxy: Any) -> Trajectory:
     """The trajectory that the log holds."""
-    [found] = proxy.trajectories().values()
-    return found
+    [trajectory] = proxy.trajectories().values()
+    return trajectory
 
 
 def hears(turn: InFlightTurn, proxy: Any) -> None:
@@ -91,7 +91,7 @@ def hears(turn: InFlightTurn, proxy: Any) -> None:
     turn.add(ids, [-1.0] * len(ids))
 
 
-def check_asked_again(trajectory: Trajectory, said: str) -> None:
+def check_asked_again(trajectory: Trajectory, text: str) -> None:
     """One turn failed, the other completed: as a turn of its own, that names the one it is there for."""
     failed, done = trajectory.turns.values()
     assert failed.failed is not None
@@ -99,7 +99,7 @@ def check_asked_again(trajectory: Trajectory, said: str) -> None:
     assert (failed.completed, failed.delivered) == (None, None)
     assert done.completed is not None
     assert (done.failed, done.delivered) == (None, "sent")
-    assert done.completed.reply["content"] == said
+    assert done.completed.reply["content"] == text
     assert done.requested.wire["instead_of"] == failed.turn_id
     assert "instead_of" not in failed.requested.wire
     assert done.requested.request_id == failed.requested.request_id
@@ -254,8 +254,8 @@ def test_a_client_that_leaves_meanwhile_is_not_asked_for_again(two: Any) -> None
         await exchange.until(running.done.done)
 
     two.run(scenario())
-    one, other = only(two).turns.values()
-    assert "connection was reset" in one.failed.error  # type: ignore[union-attr]
+    first, other = only(two).turns.values()
+    assert "connection was reset" in first.failed.error  # type: ignore[union-attr]
     assert "client left" in other.failed.error  # type: ignore[union-attr]
     assert two.other.prompts == []
 
@@ -372,8 +372,8 @@ def test_a_server_that_breaks_the_connection(
         answer = Answer(ids, token_s=0.02, versions=((0, "1"),), failure=failure)
         return ScriptedSGLang(lambda *_: answer, Options(weight_version="1"))
 
-    one = says("Hello from one", Failure(after, "drop"))
-    with serving(one) as first, serving(says("Hi from another")) as second:
+    broken = says("Hello from one", Failure(after, "drop"))
+    with serving(broken) as first, serving(says("Hi from another")) as second:
         proxy = in_process(
             Fleet({url: SglangEngine(url, ToldWeights()) for url in (first, second)}), tokenizer
         )

@@ -48,10 +48,10 @@ def _everything(kind: str) -> Any:
             "type": "function",
             "function": {"name": "f", "arguments": f'{{"k": "{SECRET}"}}'},
         }
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": SECRET, "content": [{"type": "text", "text": SECRET}]}
         parts = [{"type": "text", "text": f"a {SECRET}"}, {"type": "text", "text": "b"}]
-        body["messages"] += [said, result, {"role": "user", "content": parts}]
+        body["messages"] += [message, result, {"role": "user", "content": parts}]
         body["tools"] = [{"type": "function", "function": {"name": "f", "description": SECRET}}]
     if kind == "messages":
         body["system"] = [
@@ -88,8 +88,8 @@ def test_the_search_finds_what_is_there(played: Callable[..., InProcess]) -> Non
     assert proxy.ask(f"/t/open{PATHS['chat']}", _everything("chat"), headers=_headers("chat")).status == 200
     proxy.settled()
     for _ in range(2):
-        found = [secret.encode() in _said(proxy.store.path) for secret in (SECRET, FIELD, HEADER)]
-        assert found == [True, False, False]
+        hits = [secret.encode() in _said(proxy.store.path) for secret in (SECRET, FIELD, HEADER)]
+        assert hits == [True, False, False]
         _seal(proxy)
 
 
@@ -113,7 +113,7 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Callable[..., InProcess
     assert proxy.ask("/v1/trajectories/opened/labels", label).status == 201
     reward = {"reward": 1, "source": f"judge {SECRET}"}
     assert proxy.ask("/v1/trajectories/opened/rewards", reward).status == 201
-    found = proxy.trajectories()
+    trajectories = proxy.trajectories()
     digests = Redactor(key=store_secret(proxy.store.path, SECRETS))
     gone, field = (digests.fields({"api_key": secret})["api_key"] for secret in (SECRET, FIELD))
     for prompt in proxy.engine.prompts:
@@ -122,12 +122,12 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Callable[..., InProcess
         assert FIELD not in text
         assert PLACEHOLDER.search(text) or "prompt" in text
     for kind in KINDS:
-        (turn,) = found[f"secret-{kind}"].turns.values()
+        (turn,) = trajectories[f"secret-{kind}"].turns.values()
         asked_ = turn.requested.request
         assert asked_["api_key"] == asked_["Api_Key"] == asked_["extra_headers"]["Authorization"] == field
         assert asked_["user"] == f"u {gone}"
         assert asked_["metadata"] == {f"key {gone}": [{"deep": gone}]}
-        opened = found[f"secret-{kind}"].opened
+        opened = trajectories[f"secret-{kind}"].opened
         assert (opened.group, opened.task) == (f"group {gone}", gone)
         assert opened.labels == {
             "label": gone,
@@ -135,7 +135,7 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Callable[..., InProcess
             "path": gone,
             "session_id": f"session {gone}",
         }
-    assert found["opened"].opened.labels == {"a": [gone]}
+    assert trajectories["opened"].opened.labels == {"a": [gone]}
     for _ in range(2):
         data = _said(proxy.store.path)
         for secret in (SECRET, FIELD, HEADER):
@@ -157,10 +157,10 @@ def test_a_redacted_conversation_goes_on(proxy: InProcess) -> None:
     """What is taken out is taken out each time, so the second turn extends the first."""
     messages = [{"role": "user", "content": f"key {SECRET}"}]
     path = f"/t/goes-on{PATHS['chat']}"
-    said = proxy.ask(path, {"messages": messages}).json["choices"][0]["message"]
-    proxy.ask(path, {"messages": [*messages, said, {"role": "user", "content": "and?"}]})
-    one, two = proxy.trajectories()["goes-on"].turns.values()
-    assert two.requested.parent_turn_id == one.turn_id
+    message = proxy.ask(path, {"messages": messages}).json["choices"][0]["message"]
+    proxy.ask(path, {"messages": [*messages, message, {"role": "user", "content": "and?"}]})
+    parent, child = proxy.trajectories()["goes-on"].turns.values()
+    assert child.requested.parent_turn_id == parent.turn_id
 
 
 JSON = st.recursive(

@@ -105,7 +105,7 @@ def test_what_is_restored_counts_as_what_was_seen(
 ) -> None:
     """From columns, sealed or not, and later events comes what the events one by one came to."""
     log = store.open(tmp_path_factory.mktemp("restored") / "store", create=True)
-    story, seen, reader, at = Story(size), Outstanding(RUN), None, 0
+    story, live, reader, at = Story(size), Outstanding(RUN), None, 0
     story.tell("train", begins(size, limit=1000))
     for part in range(2):
         for _ in range(data.draw(st.integers(0, 15))):
@@ -114,7 +114,7 @@ def test_what_is_restored_counts_as_what_was_seen(
             (lane, Event(record, RUN, time_us=at + i)) for i, (lane, record) in enumerate(story.told[at:])
         ]
         at = len(story.told)
-        seen.add_all(event for _, event in events)
+        live.add_all(event for _, event in events)
         for lane in ("train", "a-proxy", "z-proxy"):
             if mine := [event for where, event in events if where == lane]:
                 with log.writer(lane) as writer:
@@ -126,8 +126,8 @@ def test_what_is_restored_counts_as_what_was_seen(
         else:
             reader.refresh()
         again = reader.outstanding
-        assert (again.count, again.version, again.stalled) == (seen.count, seen.version, seen.stalled), part
+        assert (again.count, again.version, again.stalled) == (live.count, live.version, live.stalled), part
         groups = {record.group for _, record in story.told if isinstance(record, TrajectoryOpened)}
-        assert {group: again.room(group) for group in groups} == {g: seen.room(g) for g in groups}
+        assert {group: again.room(group) for group in groups} == {g: live.room(g) for g in groups}
         names = {opened.opened.name for opened in reader.open()}
         assert names == set(story.running)

@@ -125,9 +125,9 @@ def _next(kind: str, body: Any, reply: Any, number: int) -> Any:
         case "responses":
             return body | {"input": [*body["input"], *reply["output"], user]}
         case "messages":
-            said = {"role": "assistant", "content": reply["content"]}
+            message = {"role": "assistant", "content": reply["content"]}
             cached = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
-            return body | {"messages": [*body["messages"], said, {"role": "user", "content": [cached]}]}
+            return body | {"messages": [*body["messages"], message, {"role": "user", "content": [cached]}]}
     ids = [*body["prompt"], *reply["choices"][0]["token_ids"], *range(60, 100)]
     return body | {"prompt": ids}
 

@@ -80,7 +80,7 @@ def test_what_is_outside_a_conversation_is_never_recorded(played: Callable[..., 
     """In bodies, tools' connections, headers, labels, openings, rewards, the proxy's settings: by default."""
     proxy = played()
     for name, path, body, headers in OUTSIDE:
-        kind = next(kind for kind, of in PATHS.items() if of == path)
+        kind = next(kind for kind, route in PATHS.items() if route == path)
         reply = proxy.ask(
             f"{'/t/' if name else ''}{name}{path}?key={S[30]}", asked(kind, "hello") | body, headers=headers
         )
@@ -90,14 +90,14 @@ def test_what_is_outside_a_conversation_is_never_recorded(played: Callable[..., 
     label = {"name": "api_key", "value": {"any": S[33]}, "source": f"https://{S[34]}@h"}
     assert proxy.ask("/v1/trajectories/o/labels", label).status == 201
     assert proxy.ask("/v1/trajectories/o/rewards", {"reward": 1, "source": key(5)}).status == 201
-    found = proxy.trajectories()
-    assert found["mcp"].opened.name == "mcp"
+    trajectories = proxy.trajectories()
+    assert trajectories["mcp"].opened.name == "mcp"
     data = everything(proxy.store.path)
     assert [secret for secret in S if secret.encode() in data] == []
     assert b"12345678" not in data
     assert not any(key(n).encode() in data for n in range(1, 7))
     assert len(PLACEHOLDER.findall(data.decode(errors="replace"))) > 40
-    [turn] = found["top"].turns.values()
+    [turn] = trajectories["top"].turns.values()
     request = turn.requested.request
     assert PLACEHOLDER.fullmatch(request["Authorization"].removeprefix("Bearer "))
 
@@ -119,9 +119,9 @@ def test_inside_a_conversation_nothing_is_changed_unless_asked(played: Callable[
     assert turn.requested.messages == body["messages"]
     assert turn.requested.request == {k: v for k, v in body.items() if k != "messages"}
     [prompt] = proxy.engine.prompts
-    said = proxy.engine.tokenizer.decode(prompt.ids, special=True)
-    assert key(1) in said
-    assert S[0] in said
+    text = proxy.engine.tokenizer.decode(prompt.ids, special=True)
+    assert key(1) in text
+    assert S[0] in text
 
 
 def test_known_formats_are_taken_out_of_conversations_where_asked(played: Callable[..., InProcess]) -> None:
@@ -149,27 +149,27 @@ def test_known_formats_are_taken_out_of_conversations_where_asked(played: Callab
         assert reply.status == 200, reply.data
     proxy.settled()
     data = everything(proxy.store.path)
-    said = " ".join(proxy.engine.tokenizer.decode(p.ids, special=True) for p in proxy.engine.prompts)
+    rendered = " ".join(proxy.engine.tokenizer.decode(p.ids, special=True) for p in proxy.engine.prompts)
     for secret in (*(key(n) for n in range(1, 9)), "AKIAIOSFODNN7EXAMPLE", "visa 4111", "aB3+aB3+"):
         assert secret.encode() not in data
-        assert secret not in said
-    assert S[1] in said
-    assert len(PLACEHOLDER.findall(said)) >= 9
+        assert secret not in rendered
+    assert S[1] in rendered
+    assert len(PLACEHOLDER.findall(rendered)) >= 9
 
 
 def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(
     played: Callable[..., InProcess], tmp_path: Path
 ) -> None:
     """By the store's own secret."""
-    one, other = (played() for _ in range(2))
-    said = []
-    for proxy in (one, one, other):
-        name = f"t{len(said)}"
+    first, other = (played() for _ in range(2))
+    digests = []
+    for proxy in (first, first, other):
+        name = f"t{len(digests)}"
         proxy.ask(f"/t/{name}{CHAT}", asked("chat", "x", api_key=S[0]))
         [turn] = proxy.trajectories()[name].turns.values()
-        said.append(turn.requested.request["api_key"])
-    assert said[0] == said[1] != said[2]
-    assert one.recorder.redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
+        digests.append(turn.requested.request["api_key"])
+    assert digests[0] == digests[1] != digests[2]
+    assert first.recorder.redactor.fields({"api_key": S[0]}) == {"api_key": digests[0]}
 
 
 def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Callable[..., InProcess]) -> None:
@@ -230,9 +230,9 @@ def test_keys_in_conversations_are_counted_and_warned_of_once(
     proxy = played(lambda *_: "AKIAIOSFODNN7EXAMPLE")
     messages = [{"role": "user", "content": f"{key(1)} and {key(2)}"}]
     path = f"/t/seen{CHAT}"
-    said = proxy.ask(path, {"messages": messages}).json["choices"][0]["message"]
+    message = proxy.ask(path, {"messages": messages}).json["choices"][0]["message"]
     assert _seen(proxy) == {"openai": 2, "aws": 1}
-    proxy.ask(path, {"messages": [*messages, said, {"role": "user", "content": "and?"}]})
+    proxy.ask(path, {"messages": [*messages, message, {"role": "user", "content": "and?"}]})
     assert _seen(proxy) == {"openai": 2, "aws": 2}
     warned = "\n".join(caplog.messages)
     assert (warned.count("format openai"), warned.count("format aws")) == (1, 1)
@@ -308,9 +308,9 @@ def test_basic_logins_are_found_in_every_spelling() -> None:
         (b"Cookie", b"a=first-one; b=second"),
         (b"x", b"y"),
     ]
-    found = sent_credentials(headers, "key=k-value&x=1&access_token=t-value", ["own-key"])
-    assert found >= {login, "user:correct horse", "correct horse", "first-one", "second"}
-    assert found >= {"k-value", "t-value", "own-key"}
-    assert "y" not in found
+    credentials = sent_credentials(headers, "key=k-value&x=1&access_token=t-value", ["own-key"])
+    assert credentials >= {login, "user:correct horse", "correct horse", "first-one", "second"}
+    assert credentials >= {"k-value", "t-value", "own-key"}
+    assert "y" not in credentials
     cookies = [(b"Set-Cookie", b"sid=abc%3D; Path=/"), (b"set-cookie", b"empty="), (b"x", b"y")]
     assert given_cookies(cookies) == {"abc%3D"}

@@ -55,9 +55,9 @@ def _beside(proxy: Any, honest: int, **hostile: Any) -> tuple[list[int], list[in
 
 
 def _answered(proxy: Any, names: list[str]) -> bool:
-    found = proxy.trajectories()
-    return all(t.completed is not None for name in names for t in found[name].turns.values()) and all(
-        len(found[name].turns) == 1 for name in names
+    trajectories = proxy.trajectories()
+    return all(t.completed is not None for name in names for t in trajectories[name].turns.values()) and all(
+        len(trajectories[name].turns) == 1 for name in names
     )
 
 
@@ -147,8 +147,8 @@ def test_a_request_for_many_completions_is_stored_once(proxy: Any) -> None:
     turns = list(proxy.trajectories()["many"].turns.values())
     assert [turn.requested.sampling["seed"] for turn in turns] == list(range(7, 135))
     assert [turn.requested.wire.get("choice", 0) for turn in turns] == list(range(128))
-    asked = {key: value for key, value in body.items() if key != "messages"}
-    assert all(turn.requested.request == asked for turn in turns)
+    request = {key: value for key, value in body.items() if key != "messages"}
+    assert all(turn.requested.request == request for turn in turns)
     assert len({orjson.dumps(turn.requested.honoured) for turn in turns}) == 1
     with store.connect(proxy.store.path) as connection:
         rows = connection.execute(
@@ -171,13 +171,11 @@ def test_a_retry_on_another_engine_stores_the_request_once(desk: Callable[..., A
             raise EngineLostError("gone")
         return "done"
 
-    one = desk(answers)
-    answered = one.take([USER], extra={"large": "y" * 1000})
-    turn = one.turn(answered)
+    d = desk(answers)
+    answered = d.take([USER], extra={"large": "y" * 1000})
+    turn = d.turn(answered)
     assert turn.requested.request["extra"] == {"large": "y" * 1000}
-    stored = [e.record for e in one.store.events() if e.kind == "turn.requested"]
+    stored = [e.record for e in d.store.events() if e.kind == "turn.requested"]
     assert [record.sibling_of for record in stored] == [None, stored[0].turn_id]
     assert (stored[1].request, stored[1].wire) == ({}, {"instead_of": stored[0].turn_id})
-    assert [
-        t.failed is not None for t in fold(one.store.events())[turn.requested.trajectory_id].turns.values()
-    ]
+    assert [t.failed is not None for t in fold(d.store.events())[turn.requested.trajectory_id].turns.values()]

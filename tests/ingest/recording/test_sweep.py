@@ -25,8 +25,8 @@ def proxy(played: Callable[..., InProcess]) -> InProcess:
 def _labels(proxy: Any, name: str) -> list[Any]:
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
     records = [e.record for e in proxy.store.events()]
-    found = [r for r in records if isinstance(r, LabelAdded) and r.trajectory_id == trajectory_id]
-    return [(r.name, r.value, r.source) for r in found]
+    labels = [r for r in records if isinstance(r, LabelAdded) and r.trajectory_id == trajectory_id]
+    return [(r.name, r.value, r.source) for r in labels]
 
 
 def test_who_is_silent_is_finished_as_aborted(proxy: Any) -> None:
@@ -48,13 +48,13 @@ def test_who_is_silent_is_finished_as_aborted(proxy: Any) -> None:
         await slow.end()
 
     proxy.run(scenario())
-    found = proxy.trajectories()
-    assert found["silent"].finished.status == "aborted"
-    assert found["silent"].finished.success is None
-    assert found["silent"].rewards == ()
+    trajectories = proxy.trajectories()
+    assert trajectories["silent"].finished.status == "aborted"
+    assert trajectories["silent"].finished.success is None
+    assert trajectories["silent"].rewards == ()
     assert _labels(proxy, "silent") == [("abandoned", True, "rollbook")]
-    assert found["busy"].finished is None
-    assert found["slow"].finished is None
+    assert trajectories["busy"].finished is None
+    assert trajectories["slow"].finished is None
     assert _labels(proxy, "busy") == _labels(proxy, "slow") == []
     late = proxy.ask(f"/t/silent{CHAT}", asked("chat"))
     assert (late.status, late.json["error"]["code"]) == (409, "trajectory_finished")

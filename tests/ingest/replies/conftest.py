@@ -46,8 +46,8 @@ def tools() -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
     """Sources of the real chat templates, by file name without its suffix."""
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
         pytest.skip("pip install --no-deps -r tests/corpus.txt brings the chat templates")
-    folder = Path(found.origin).parent / "chat_templates"
+    folder = Path(spec.origin).parent / "chat_templates"
     return Corpus((path.stem, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.jinja")))

@@ -43,9 +43,9 @@ def test_a_models_own_template_is_read_by_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = _model(tmp_path, response_template=TEMPLATE)
     for wanted, source in (("auto", OTHER), ("response_template", HERMES)):
-        found = choose_family(wanted, model, source)
-        assert isinstance(found, ResponseTemplate)
-        assert found.template == TEMPLATE
+        family = choose_family(wanted, model, source)
+        assert isinstance(family, ResponseTemplate)
+        assert family.template == TEMPLATE
 
 
 def test_a_template_that_is_not_there_is_told(tmp_path: Path) -> None:

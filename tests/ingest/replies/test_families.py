@@ -243,8 +243,8 @@ def test_a_malformed_call_is_content_and_flagged(tools: list[dict[str, Any]], fa
     """What is no call goes out as it was sampled, but for the reasoning."""
     assert _parse(family, text, tools) == Parsed(None, text, (), ("malformed_tool_call",))
     if family == "gpt_oss":
-        thought, said = "<|channel|>analysis<|message|>Hm<|end|>", "<|channel|>final<|message|>A <|end|>"
-        parsed = _parse(family, f"{thought}{said}<|start|>assistant{text}", tools)
+        thought, final = "<|channel|>analysis<|message|>Hm<|end|>", "<|channel|>final<|message|>A <|end|>"
+        parsed = _parse(family, f"{thought}{final}<|start|>assistant{text}", tools)
         assert parsed == Parsed("Hm", f"A <|start|>assistant{text}", (), ("malformed_tool_call",))
     elif family != "llama_json":
         parsed = _parse(family, f"<think>Hm</think>\n\nA {text}", tools)

@@ -45,9 +45,9 @@ pytestmark = pytest.mark.torch
 def family() -> ResponseTemplate:
     """The template, loaded."""
     pytest.importorskip("transformers")
-    found = schema_family(TEMPLATE)
-    assert found is not None
-    return found
+    template = schema_family(TEMPLATE)
+    assert template is not None
+    return template
 
 
 @pytest.mark.parametrize(

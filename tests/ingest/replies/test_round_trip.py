@@ -114,10 +114,10 @@ def _rendered(source: str, name: str, content: str, calls: list[tuple[str, dict[
         {"type": "function", "function": {"name": n, "arguments": json.dumps(a) if dump else a}}
         for n, a in calls
     ]
-    said: Any = None if name == "deepseek_r1_distill" else content
+    body: Any = None if name == "deepseek_r1_distill" else content
     messages = [
         {"role": "user", "content": "u"},
-        {"role": "assistant", "content": said, "tool_calls": shaped},
+        {"role": "assistant", "content": body, "tool_calls": shaped},
     ]
     text = compiled(source).render(
         messages=messages,

@@ -121,10 +121,10 @@ def _check(writer: ReplyWriter, written: Written, reply: dict[str, Any]) -> None
     read = reader.reply(written.ids, "stop", "turn").message
     assert _said(read["content"]) == _said(reply["content"])
     assert _said(read.get("reasoning_content")) == _said(reply.get("reasoning_content"))
-    calls = [[call["function"] for call in one.get("tool_calls") or ()] for one in (read, reply)]
+    calls = [[call["function"] for call in message.get("tool_calls") or ()] for message in (read, reply)]
     assert [call["name"] for call in calls[0]] == [call["name"] for call in calls[1]]
-    said = [[json.dumps(json.loads(c["arguments"]), sort_keys=True) for c in some] for some in calls]
-    assert said[0] == said[1]
+    arguments = [[json.dumps(json.loads(c["arguments"]), sort_keys=True) for c in some] for some in calls]
+    assert arguments[0] == arguments[1]
 
 
 def _outcome(writer: ReplyWriter, reply: dict[str, Any]) -> str:
@@ -147,8 +147,8 @@ def test_the_page_says_so(root: Path) -> None:
     """The table of docs/importing.md is this one."""
     page = (root / "docs" / "importing.md").read_text()
     rows = re.findall(r"^\| .*\(`(\w+)`\) \| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", page, re.M)
-    said = {name: [{"yes": True, "no": False}[word] for word in words] for name, _, *words in rows}
-    assert said == {name: [word == "said" for word in row.split()[1:5]] for name, row in OUTCOMES.items()}
+    table = {name: [{"yes": True, "no": False}[word] for word in words] for name, _, *words in rows}
+    assert table == {name: [word == "said" for word in row.split()[1:5]] for name, row in OUTCOMES.items()}
 
 
 def test_other_templates_of_the_corpus(writer: Writers, corpus: dict[str, str]) -> None:
@@ -156,7 +156,7 @@ def test_other_templates_of_the_corpus(writer: Writers, corpus: dict[str, str]) 
     others = [name for name in corpus if name in OTHERS]
     kinds = ("text", "reasoning", "calls with text")
     outcomes = {name: [_outcome(writer(name), KINDS[kind]) for kind in kinds] for name in others}
-    refusing = {name for name, found in outcomes.items() if found[0] != "said" or "text" in found}
+    refusing = {name for name, results in outcomes.items() if results[0] != "said" or "text" in results}
     assert len(others) == len(OTHERS)
     assert refusing == {"muse_glimmer"}
 
@@ -329,7 +329,7 @@ def test_a_writer_writes_what_its_parser_reads(name: str, content: str, calls: A
     """Whatever form a template of the family shows."""
     family = FAMILIES[name]
     assume(all(not any(m in json.dumps(a, ensure_ascii=False) for m in MARKS) for _, a in calls))
-    made = tuple(Call(n, json.dumps(a, ensure_ascii=False)) for n, a in calls)
+    expected = tuple(Call(n, json.dumps(a, ensure_ascii=False)) for n, a in calls)
     offered = _offered({"tool_calls": [_call(n, **a) for n, a in calls]})
     for form in (
         "<think>",
@@ -339,13 +339,13 @@ def test_a_writer_writes_what_its_parser_reads(name: str, content: str, calls: A
         "<think>｜DSML｜tool_calls",
     ):
         for prompt, opened in (("user:", False), ("user:<think>\n", True), ("user:<think>", True)):
-            parts = Parsed("It thinks", content, made)
+            parts = Parsed("It thinks", content, expected)
             text = family.write(parts, ReplyContext(prompt, form))
             if text is None:
-                assert name == "plain" or (name in ("llama_json", "gpt_oss") and made)
+                assert name == "plain" or (name in ("llama_json", "gpt_oss") and expected)
                 continue
             read = family.parse(text, offered, in_reasoning=opened and name != "gpt_oss", final=True)
-            assert (read.reasoning, read.content) == ("It thinks", content.rstrip() if made else content)
+            assert (read.reasoning, read.content) == ("It thinks", content.rstrip() if expected else content)
             assert [(c.name, json.loads(c.arguments)) for c in read.calls] == [
-                (c.name, json.loads(c.arguments)) for c in made
+                (c.name, json.loads(c.arguments)) for c in expected
             ]

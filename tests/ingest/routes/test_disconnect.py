@@ -205,14 +205,16 @@ def test_an_echo_proves_the_delivery(proxy: Any) -> None:
     finally:
         del proxy.recorder.mark_delivered
     assert _trained(proxy, "echo") == 0
-    said = first["choices"][0]["message"]
+    message = first["choices"][0]["message"]
     user = {"role": "user", "content": "go on"}
-    proxy.ask(path, {"messages": [*asked("chat")["messages"], said, user]})
-    one, two = proxy.trajectories()["echo"].turns.values()
-    assert lost == [one.turn_id]
-    assert (one.delivered, two.delivered) == ("echoed", "sent")
-    assert two.requested.parent_turn_id == one.turn_id
-    assert _trained(proxy, "echo") == len(one.completed.completion_ids) + len(two.completed.completion_ids)
+    proxy.ask(path, {"messages": [*asked("chat")["messages"], message, user]})
+    parent, child = proxy.trajectories()["echo"].turns.values()
+    assert lost == [parent.turn_id]
+    assert (parent.delivered, child.delivered) == ("echoed", "sent")
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert _trained(proxy, "echo") == len(parent.completed.completion_ids) + len(
+        child.completed.completion_ids
+    )
 
 
 def test_waiting_clients_that_leave_are_not_answered(proxy: InProcess) -> None:

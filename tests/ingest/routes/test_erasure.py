@@ -53,8 +53,8 @@ def _marked(schema: dict[str, Any], whole: dict[str, Any], place: str = "") -> A
     if "$ref" in schema:
         schema = whole["$defs"][schema["$ref"].rsplit("/", 1)[1]]
     if "anyOf" in schema:
-        kinds = [one for one in schema["anyOf"] if one.get("type") != "null"]
-        texts = [one for one in kinds if one.get("type") in ("string", "object") or "$ref" in one]
+        kinds = [option for option in schema["anyOf"] if option.get("type") != "null"]
+        texts = [option for option in kinds if option.get("type") in ("string", "object") or "$ref" in option]
         return _marked((texts or kinds)[-1], whole, place)
     if "enum" in schema:
         return schema["enum"][0]
@@ -74,16 +74,16 @@ def _marked(schema: dict[str, Any], whole: dict[str, Any], place: str = "") -> A
             }
         case "object":
             entry = schema.get("additionalProperties")
-            of = entry if isinstance(entry, dict) else {}
-            return {f"{MARK}{place}.key": _marked(of, whole, f"{place}.value")}
+            inner = entry if isinstance(entry, dict) else {}
+            return {f"{MARK}{place}.key": _marked(inner, whole, f"{place}.value")}
     return {f"{MARK}{place}": [f"{MARK}{place}"]}  # anything
 
 
-def _body(model: type[BaseModel], **given: Any) -> dict[str, Any]:
+def _body(model: type[BaseModel], **values: Any) -> dict[str, Any]:
     """A body of every field that a model has, each text a mark, but for what is given; absent where None."""
     schema = model.model_json_schema()
-    made = _marked(schema, schema) | given
-    return {name: value for name, value in made.items() if value is not None}
+    body = _marked(schema, schema) | values
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _said(proxy: Any, path: str, body: Any, **headers: str) -> Any:

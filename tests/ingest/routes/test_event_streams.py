@@ -46,7 +46,7 @@ def _turns(count: int, seed: int) -> list[Event]:
         key = f"t{rng.randrange(10)}"
         text = f"{seed} {i} " + "x" * rng.randrange(2000)
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-        asked = turn_requested(
+        request = turn_requested(
             key, f"u{i}", root_reason="first_turn", messages=messages, requested_model="m", context_key="k"
         )
         ids = np.arange(rng.randrange(50), dtype=np.int32)
@@ -60,7 +60,7 @@ def _turns(count: int, seed: int) -> list[Event]:
             prompt_sha256="0" * 64,
             reply={"role": "assistant", "content": text},
         )
-        events += [Event(asked, "r"), Event(done, "r")]
+        events += [Event(request, "r"), Event(done, "r")]
         if i % 2:
             events.append(Event(TurnFailed(key, f"v{i}", "x"), "r"))
     return events
@@ -184,8 +184,8 @@ def streams(log: Store) -> Iterator[Callable[..., Streams]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for each in made:
+        each.close()
 
 
 def _stuck(exchange: Exchange) -> None:
@@ -200,28 +200,28 @@ def _stuck(exchange: Exchange) -> None:
 
 def test_more_consumers_than_allowed(streams: Any) -> None:
     """503, worth trying again, and counted; one that leaves makes place."""
-    one = streams(3)
+    feed = streams(3)
 
     async def scenario() -> Any:
-        running = [one.exchange() for _ in range(3)]
+        running = [feed.exchange() for _ in range(3)]
         for exchange in running:
             await exchange.until(lambda e=exchange: b"event: head" in e.data)
-        refused = await one.exchange().end()
+        refused = await feed.exchange().end()
         running[0].leave()
         await running[0].end()
-        later = one.exchange()
+        later = feed.exchange()
         await later.until(lambda: b"event: head" in later.data)
         for exchange in (*running[1:], later):
             exchange.leave()
             await exchange.end()
         return refused, [_sse(e.parts) for e in (*running, later)]
 
-    refused, found = one.runner.run(scenario())
+    refused, received = feed.runner.run(scenario())
     assert (refused.status, refused.json["error"]["code"]) == (503, "too_many_consumers")
     assert refused.headers["x-should-retry"] == "true"
-    assert one.refused == ["too_many_consumers"]
-    assert found == [_local(one.log)] * 4
-    assert one.streams.open == 0
+    assert feed.refused == ["too_many_consumers"]
+    assert received == [_local(feed.log)] * 4
+    assert feed.streams.open == 0
 
 
 def test_many_that_do_not_read_hold_little(
@@ -230,27 +230,27 @@ def test_many_that_do_not_read_hold_little(
     """Forty stuck consumers of a sealed lane: only a few keep what reading holds, and none once they left."""
     monkeypatch.setattr(event_feed, "WARM_BYTES", 200_000)
     monkeypatch.setattr("rollbook.ingest.routes.event_feed.MESSAGE_BYTES", 1000)
-    one = streams()
+    feed = streams()
 
     async def scenario() -> tuple[int, int]:
-        stuck = [one.exchange() for _ in range(40)]
+        stuck = [feed.exchange() for _ in range(40)]
         for exchange in stuck:
             _stuck(exchange)
         await asyncio.sleep(0)
-        while one.streams._held < 40 * 1000:
+        while feed.streams._held < 40 * 1000:
             await asyncio.sleep(0.01)
-        warm, count = sum(one.streams._warm.values()), len(one.streams._warm)
+        warm, count = sum(feed.streams._warm.values()), len(feed.streams._warm)
         for exchange in stuck:
             exchange.leave()
             await exchange.end()
-        while one.streams._warm:
+        while feed.streams._warm:
             await asyncio.sleep(0.01)
         return warm, count
 
-    warm, count = one.runner.run(asyncio.wait_for(scenario(), 60))
+    warm, count = feed.runner.run(asyncio.wait_for(scenario(), 60))
     assert 0 < count < 5
     assert warm <= 200_000
-    assert one.streams.open == one.streams._held == 0
+    assert feed.streams.open == feed.streams._held == 0
 
 
 def test_who_takes_nothing_is_let_go(
@@ -259,21 +259,21 @@ def test_who_takes_nothing_is_let_go(
     """After a while; sooner where others wait for the room of what it does not take."""
     monkeypatch.setattr(event_feed, "TAKE_S", 0.6)
     monkeypatch.setattr(event_feed, "TAKE_PRESSED_S", 0.1)
-    one = streams()
+    feed = streams()
 
     async def scenario() -> tuple[float, float, Any]:
         begun = time.monotonic()
-        alone = one.exchange()
+        alone = feed.exchange()
         _stuck(alone)
         await alone.end()
         unpressed = time.monotonic() - begun
         monkeypatch.setattr(event_feed, "HELD_BYTES", 1)
         monkeypatch.setattr(event_feed, "TAKE_S", 30.0)
         begun = time.monotonic()
-        stuck = one.exchange()
+        stuck = feed.exchange()
         _stuck(stuck)
         await asyncio.sleep(0.05)
-        honest = one.exchange()
+        honest = feed.exchange()
         await honest.until(lambda: b"event: head" in honest.data)
         took = time.monotonic() - begun
         await stuck.end()
@@ -281,26 +281,26 @@ def test_who_takes_nothing_is_let_go(
         await honest.end()
         return unpressed, took, _sse(honest.parts)
 
-    unpressed, took, found = one.runner.run(scenario())
+    unpressed, took, received = feed.runner.run(scenario())
     assert unpressed >= 0.6
     assert took < 10
-    assert found == _local(one.log)
-    assert one.streams.open == one.streams._held == 0
+    assert received == _local(feed.log)
+    assert feed.streams.open == feed.streams._held == 0
 
 
 def test_memory_goes_back(streams: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some time after streams ended, what reading took is given back to the system, once for all of them."""
-    given: list[float] = []
-    monkeypatch.setattr(event_feed, "give_back", lambda: given.append(time.monotonic()))
+    times: list[float] = []
+    monkeypatch.setattr(event_feed, "give_back", lambda: times.append(time.monotonic()))
     monkeypatch.setattr(memory, "GIVE_BACK_S", 0.1)
-    one = streams()
+    feed = streams()
 
     async def scenario() -> None:
-        for exchange in [one.exchange() for _ in range(5)]:
+        for exchange in [feed.exchange() for _ in range(5)]:
             await exchange.until(lambda e=exchange: b"event: head" in e.data)
             exchange.leave()
             await exchange.end()
         await asyncio.sleep(0.5)
 
-    one.runner.run(scenario())
-    assert 0 < len(given) <= 5 * event_feed.THREADS
+    feed.runner.run(scenario())
+    assert 0 < len(times) <= 5 * event_feed.THREADS

@@ -65,8 +65,8 @@ def _odd(story: Any) -> Iterator[Event]:
     for event in story["serve"]:
         if isinstance(event.record, TurnRequested):
             text = "\u2028 large \x85" * 3000
-            asked = replace(event.record, messages=[{"role": "user", "content": text}])
-            yield replace(event, record=asked, event_id="odd-requested")
+            request = replace(event.record, messages=[{"role": "user", "content": text}])
+            yield replace(event, record=request, event_id="odd-requested")
         if isinstance(event.record, TurnCompleted):
             bits = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x80000000, 1], np.uint32)
             ids = np.arange(6, dtype=np.int32)
@@ -128,9 +128,9 @@ def test_the_whole_log_and_the_rest_from_any_id(
 def test_kinds_and_runs_are_filtered(server: Served, log: Store, story: dict[str, list[Event]]) -> None:
     """Kinds and runs are filtered, cursors come only when asked for, and the head says what was passed."""
     kinds = {"turn.completed", "reward.assigned"}
-    found = _messages(server.url, kinds=",".join(kinds))
-    assert _events(found) == [e for e in _local(log) if e["kind"] in kinds]
-    assert found[-1].id == format_cut(log.head())
+    filtered = _messages(server.url, kinds=",".join(kinds))
+    assert _events(filtered) == [e for e in _local(log) if e["kind"] in kinds]
+    assert filtered[-1].id == format_cut(log.head())
     assert [e["kind"] for e in _events(_messages(server.url, kinds="cursor.moved"))] == ["cursor.moved"]
     demo = _events(_messages(server.url, run="demo"))
     assert demo == [e for e in _quiet(_local(log)) if e["run"] == "demo"]
@@ -325,15 +325,15 @@ class Hosted:
 @pytest.fixture
 def hosted(tmp_path: Path, chat: Any) -> Iterator[Callable[[], Hosted]]:
     """Makes hosted proxies; stops them."""
-    made: list[Hosted] = []
+    hosts: list[Hosted] = []
 
     def make() -> Hosted:
-        made.append(Hosted(tmp_path / f"hosted-{len(made)}", chat()))
-        return made[-1]
+        hosts.append(Hosted(tmp_path / f"hosted-{len(hosts)}", chat()))
+        return hosts[-1]
 
     yield make
-    for one in made:
-        one.stop()
+    for host in hosts:
+        host.stop()
 
 
 def test_a_reader_is_let_go_when_its_client_leaves(hosted: Callable[[], Hosted]) -> None:

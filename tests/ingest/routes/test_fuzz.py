@@ -45,12 +45,12 @@ def _raw(body: Any) -> bytes:
 
 def _headers(case: Any) -> dict[str, str]:
     """Those that HTTP can carry."""
-    found = {}
+    headers = {}
     for name, value in dict(case.headers or {}).items():
         text = str(value).replace("\r", " ").replace("\n", " ")
         if name.isascii() and name.replace("-", "").isalnum():
-            found[name] = text.encode("utf-8", "replace").decode("latin-1")
-    return found
+            headers[name] = text.encode("utf-8", "replace").decode("latin-1")
+    return headers
 
 
 def _path(case: Any) -> str:
@@ -251,5 +251,7 @@ def test_the_sound_bodies_are_answered(proxy: InProcess, kind: str) -> None:
 def test_most_drawn_requests_reach_deep(proxy: InProcess) -> None:
     """The schema is near enough: some of what it draws is answered by every endpoint."""
     before = proxy.trajectories()
-    found = {t.requested.wire["endpoint"] for one in before.values() for t in one.turns.values()}
-    assert found == set(streamed.PATHS.values())
+    endpoints = {
+        t.requested.wire["endpoint"] for trajectory in before.values() for t in trajectory.turns.values()
+    }
+    assert endpoints == set(streamed.PATHS.values())

@@ -57,9 +57,9 @@ def proxy(played: Callable[..., InProcess]) -> InProcess:
 @pytest.fixture
 def name(proxy: InProcess, request: pytest.FixtureRequest) -> str:
     """A trajectory of the test's own, with a slash in its name."""
-    made = f"runs/{request.node.name}"
-    assert proxy.ask("/v1/trajectories", {"id": made}, headers=LAUNCHER).status == 201
-    return made
+    trajectory = f"runs/{request.node.name}"
+    assert proxy.ask("/v1/trajectories", {"id": trajectory}, headers=LAUNCHER).status == 201
+    return trajectory
 
 
 def _say(proxy: Any, name: str, rest: str, body: Any, headers: Any = LAUNCHER) -> tuple[int, Any]:
@@ -69,8 +69,8 @@ def _say(proxy: Any, name: str, rest: str, body: Any, headers: Any = LAUNCHER) -
 
 
 def _refused(proxy: Any, name: str, rest: str, body: Any) -> tuple[int, str, str]:
-    status, said = _say(proxy, name, rest, body)
-    return status, said["error"]["code"], said["error"]["message"]
+    status, reply = _say(proxy, name, rest, body)
+    return status, reply["error"]["code"], reply["error"]["message"]
 
 
 def _told(proxy: Any, name: str) -> list[Any]:
@@ -83,18 +83,18 @@ def _told(proxy: Any, name: str) -> list[Any]:
 def test_a_launch_from_its_start_to_its_end(proxy: InProcess, name: str) -> None:
     """What was sent is in the log, and who sent it; after the trajectory's finish too."""
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
-    status, said = _say(proxy, name, "", START)
-    event_id = said.pop("event_id")
-    assert (status, said) == (201, {"id": name, "trajectory_id": trajectory_id, "launch_id": "l-1"})
+    status, details = _say(proxy, name, "", START)
+    event_id = details.pop("event_id")
+    assert (status, details) == (201, {"id": name, "trajectory_id": trajectory_id, "launch_id": "l-1"})
     assert _say(proxy, name, "/l-1/leaks", LEAKS)[0] == 201
     finished = proxy.ask(f"/v1/trajectories/{name}/finish", {"status": "failed"}, headers=LAUNCHER)
     assert finished.status == 200
     assert _say(proxy, name, "/l-1/end", END)[0] == 201
     clocks = {"start": 60.0, "idle": None, "total": 600.5, "scoring": None}
     isolation = {"level": "session", "files": False}
-    said = ("nightly", START["place"], 1, "subprocess", isolation, "host-17", clocks, "launching")
+    details = ("nightly", START["place"], 1, "subprocess", isolation, "host-17", clocks, "launching")
     assert _told(proxy, name) == [
-        LaunchStarted(trajectory_id, "l-1", *said),
+        LaunchStarted(trajectory_id, "l-1", *details),
         LaunchLeaked(trajectory_id, "l-1", LEAKS["processes"], "end", "launching"),
         LaunchEnded(
             *(trajectory_id, "l-1", "agent_error", "exit code 3", 3, None, 12.5, None, 96.0),
@@ -111,17 +111,23 @@ def test_how_far_rollouts_are(proxy: InProcess, name: str) -> None:
     """Each place with its last attempt, and the cut that this is of; of other rollouts there is nothing."""
     rollout = name.replace("/", ".")
     assert _say(proxy, name, "", START | {"rollout": rollout})[0] == 201
-    said = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
+    progress = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
     place = {**START["place"], "attempt": 1, "launch_id": "l-1"}
-    assert said["places"] == {key: [value] for key, value in (place | {"status": None, "spared": 0}).items()}
+    assert progress["places"] == {
+        key: [value] for key, value in (place | {"status": None, "spared": 0}).items()
+    }
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
-    assert said["orphans"] == [place | {"trajectory_id": trajectory_id, "finished": None}]
-    assert parse_cut(said["cut"]).items() <= proxy.store.head().items()
+    assert progress["orphans"] == [place | {"trajectory_id": trajectory_id, "finished": None}]
+    assert parse_cut(progress["cut"]).items() <= proxy.store.head().items()
     assert _say(proxy, name, "/l-1/end", END)[0] == 201
-    said = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
-    assert (said["places"]["status"], said["orphans"], said["unlaunched"]) == (["agent_error"], [], [])
-    said = proxy.ask("/v1/rollouts/none", method="GET", headers=LAUNCHER).json
-    assert not any((*said["places"].values(), said["orphans"], said["unlaunched"]))
+    progress = proxy.ask(f"/v1/rollouts/{rollout}", method="GET", headers=LAUNCHER).json
+    assert (progress["places"]["status"], progress["orphans"], progress["unlaunched"]) == (
+        ["agent_error"],
+        [],
+        [],
+    )
+    progress = proxy.ask("/v1/rollouts/none", method="GET", headers=LAUNCHER).json
+    assert not any((*progress["places"].values(), progress["orphans"], progress["unlaunched"]))
 
 
 def test_the_log_is_read_only_of_what_was_not_opened_here(
@@ -136,11 +142,11 @@ def test_the_log_is_read_only_of_what_was_not_opened_here(
         return of_store(store, ids)
 
     monkeypatch.setattr(type(proxy.store), "events_about", events_about)
-    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    assert proxy.ask("/t/by-request/v1/chat/completions", asked, headers=LAUNCHER).status == 200
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert proxy.ask("/t/by-request/v1/chat/completions", body, headers=LAUNCHER).status == 200
     for trajectory, reads in ((name, 0), ("by-request", 4)):
-        said = [("", START), ("", START), ("/l-1/end", END), ("/l-1/end", END)]
-        assert [_say(proxy, trajectory, *one)[0] for one in said] == [201, 200, 201, 200]
+        sent = [("", START), ("", START), ("/l-1/end", END), ("/l-1/end", END)]
+        assert [_say(proxy, trajectory, *args)[0] for args in sent] == [201, 200, 201, 200]
         assert len(read) == reads
         read.clear()
 
@@ -148,12 +154,12 @@ def test_the_log_is_read_only_of_what_was_not_opened_here(
 def test_the_proxy_gives_an_id_where_none_is_sent(proxy: InProcess, name: str) -> None:
     """Another each time; it names the launch."""
     body = {k: v for k, v in START.items() if k not in ("launch_id", "clocks", "isolation")}
-    (first, one), (second, other) = (_say(proxy, name, "", body) for _ in range(2))
+    (first, reply), (second, other) = (_say(proxy, name, "", body) for _ in range(2))
     assert (first, second) == (201, 201)
-    assert one["launch_id"] != other["launch_id"]
+    assert reply["launch_id"] != other["launch_id"]
     assert _say(proxy, name, f"/{other['launch_id']}/end", {"status": "done"})[0] == 201
     assert [record.launch_id for record in _told(proxy, name)] == [
-        *(one["launch_id"], other["launch_id"], other["launch_id"])
+        *(reply["launch_id"], other["launch_id"], other["launch_id"])
     ]
     assert _told(proxy, name)[0].clocks == dict.fromkeys(("start", "idle", "total", "scoring"))
 
@@ -166,8 +172,8 @@ def test_what_is_repeated_is_recorded_once(proxy: InProcess, name: str, at_once:
         if at_once:
 
             async def ask(path: str = path, body: Any = body) -> Any:
-                asked = [proxy.exchange(path, body, headers=LAUNCHER) for _ in range(4)]
-                return await asyncio.gather(*(one.end() for one in asked))
+                exchanges = [proxy.exchange(path, body, headers=LAUNCHER) for _ in range(4)]
+                return await asyncio.gather(*(exchange.end() for exchange in exchanges))
 
             replies = proxy.run(ask())
         else:
@@ -260,10 +266,10 @@ def test_an_agent_cannot_speak_for_its_launcher(proxy: InProcess, name: str) -> 
     key = trajectory_key(name, "default", store_secret(proxy.store.path, "trajectory keys"))
     own = {"authorization": f"Bearer {key}"}
     for rest, body in (("", START | {"launch_id": "l-2"}), ("/l-1/end", END), ("/l-1/leaks", LEAKS)):
-        status, said = _say(proxy, name, rest, body, own)
+        status, reply = _say(proxy, name, rest, body, own)
         path = f"/v1/trajectories/{name}/launches{rest}"
-        assert (status, said["error"]["code"]) == (403, "other_trajectory")
-        assert said["error"]["message"] == (
+        assert (status, reply["error"]["code"]) == (403, "other_trajectory")
+        assert reply["error"]["message"] == (
             f"this API key is of one trajectory alone, and POST {path} is for: operator, writer"
         )
     assert len(_told(proxy, name)) == 1
@@ -273,8 +279,8 @@ def test_of_what_retention_dropped_there_is_no_launch(
     proxy: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name is known still, its events are not there."""
-    name, asked = "dropped", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    assert proxy.ask(f"/t/{name}/v1/chat/completions", asked, headers=LAUNCHER).status == 200
+    name, body = "dropped", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert proxy.ask(f"/t/{name}/v1/chat/completions", body, headers=LAUNCHER).status == 200
     with monkeypatch.context() as patch:
         patch.setattr(rb.Store, "events_about", lambda *_: [])
         assert _refused(proxy, name, "", START)[:2] == (404, "trajectory_dropped")

@@ -183,15 +183,15 @@ def _check(proxy: Any, kind: str, body: Any) -> int:
         return reply.status
     prompt = proxy.engine.prompts[-1]
     text = proxy.engine.tokenizer.decode(prompt.ids, special=True)
-    told = unquote(reply.headers.get("x-rollbook-not-honoured", ""))
+    ignored = unquote(reply.headers.get("x-rollbook-not-honoured", ""))
     lost = set(MARK.findall(json.dumps(body))) - set(MARK.findall(text))
-    assert not lost or told, (lost, body, text)
+    assert not lost or ignored, (lost, body, text)
     if kind == "chat":
         for index, message in enumerate(body["messages"]):
             role = message["role"]
             for field, value in message.items():
                 gone = set(MARK.findall(json.dumps(value))) & lost
-                assert not gone or f"messages.{role}" in told, (index, field, told, text)
+                assert not gone or f"messages.{role}" in ignored, (index, field, ignored, text)
     for odd in ("{'", "None", "True"):
         assert odd not in text or kind == "completions"  # ids may spell anything
     return 200

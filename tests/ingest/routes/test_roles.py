@@ -129,8 +129,8 @@ def test_every_route_has_a_ROUTES_its_own(proxy: InProcess) -> None:
 
 
 def _remark(proxy: Any, who: str, name: str, what: str, **body: Any) -> tuple[int, str | None]:
-    said = {"reward": 1.0} if what == "rewards" else {"name": "note"}
-    reply = proxy.ask(f"/v1/trajectories/{name}/{what}", said | body, headers=_sent(proxy, who, name))
+    default = {"reward": 1.0} if what == "rewards" else {"name": "note"}
+    reply = proxy.ask(f"/v1/trajectories/{name}/{what}", default | body, headers=_sent(proxy, who, name))
     return reply.status, _code(reply)
 
 
@@ -149,14 +149,14 @@ def test_who_may_reward_and_label(proxy: InProcess, who: str, what: str) -> None
     late = {"operator": (201, None), "writer": (403, "after_finish"), "trajectory": (403, "after_finish")}
     assert _remark(proxy, who, name, what) == late.get(who, refused)
     other = {"reward": 2.0} if what == "rewards" else {}  # the same once more would be a repetition
-    said = _remark(proxy, who, name, what, source="judge", **other)
-    assert said == ((201, None) if judges else refused)
+    outcome = _remark(proxy, who, name, what, source="judge", **other)
+    assert outcome == ((201, None) if judges else refused)
     kinds: Any = {"rewards": RewardAssigned, "labels": LabelAdded}
-    told = [e.record for e in proxy.store.events() if isinstance(e.record, kinds[what])]
+    records = [e.record for e in proxy.store.events() if isinstance(e.record, kinds[what])]
     opened = proxy.trajectories()[name].opened
     expected = {"operator": 5, "writer": 1, "trajectory": 1, "judge": 3, "reader": 0}
     ended = 1 if what == "rewards" else 0
-    assert len([r for r in told if r.trajectory_id == opened.trajectory_id]) == expected[who] + ended
+    assert len([r for r in records if r.trajectory_id == opened.trajectory_id]) == expected[who] + ended
 
 
 def test_a_refusal_names_the_key_that_would_do(proxy: InProcess) -> None:
@@ -187,10 +187,10 @@ def test_another_proxys_finish_counts(proxy: InProcess) -> None:
 
 def test_a_judge_sees_the_details_of_nothing(proxy: InProcess) -> None:
     """/healthz has details for operators and readers."""
-    seen = {
+    detailed = {
         who: len(proxy.ask("/healthz", headers=_sent(proxy, who), method="GET").json) > 1 for who in ROLES
     }
-    assert seen == {"operator": True, "writer": False, "judge": False, "reader": True}
+    assert detailed == {"operator": True, "writer": False, "judge": False, "reader": True}
 
 
 # Whose key it was -----------------------------------------------------------------------------------
@@ -210,15 +210,15 @@ def test_the_log_says_whose_key_it_was(proxy: InProcess) -> None:
     proxy.ask("/v1/cursors/board", {"cut": "empty"}, headers=_sent(proxy, "operator"), method="PUT")
     proxy.ask("/v1/cursors/board", {"cut": "serve=1"}, headers=_sent(proxy, "operator"), method="PUT")
     proxy.settled()
-    told = [e.record for e in proxy.store.events()]
-    mine = [r for r in told if getattr(r, "trajectory_id", "") == opened["trajectory_id"]]
+    records = [e.record for e in proxy.store.events()]
+    mine = [r for r in records if getattr(r, "trajectory_id", "") == opened["trajectory_id"]]
     by = {
         kind: [r.by for r in mine if isinstance(r, kind)] for kind in (TrajectoryOpened, TrajectoryFinished)
     }
     assert by == {TrajectoryOpened: ["writer-1"], TrajectoryFinished: ["trajectory"]}
     assert [r.by for r in mine if isinstance(r, LabelAdded)] == ["writer-1", "trajectory"]
     assert [r.by for r in mine if isinstance(r, RewardAssigned)] == ["trajectory"] * 4 + ["judge-1"]
-    assert [r.by for r in told if isinstance(r, CursorMoved)] == ["operator-1"]
+    assert [r.by for r in records if isinstance(r, CursorMoved)] == ["operator-1"]
     turns = proxy.trajectories()["logged"].turns.values()
     assert [t.requested.wire["key"] for t in turns] == ["trajectory", "writer-1", "writer-1"]
     data = b"".join(p.read_bytes() for p in proxy.store.path.rglob("*") if p.is_file())

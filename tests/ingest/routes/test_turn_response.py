@@ -60,25 +60,25 @@ def _reset(proxy: InProcess) -> None:
 
 def _fields(kind: str, stops: tuple[str, ...], tools: Any, count: int) -> dict[str, Any]:
     """The request's fields under the names that its API has for them."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if kind == "messages":
-        found |= {"stop_sequences": list(stops)} if stops else {}
+        fields |= {"stop_sequences": list(stops)} if stops else {}
         bare = [{"name": t["function"]["name"], "input_schema": {"type": "object"}} for t in tools]
-        return found | ({"tools": bare} if tools else {})
+        return fields | ({"tools": bare} if tools else {})
     if kind == "responses":
-        return found | ({"tools": [{"type": "function"} | t["function"] for t in tools]} if tools else {})
-    found |= {"n": count, "logprobs": True} | ({"stop": list(stops)} if stops else {})
-    return found | ({"tools": tools} if tools and kind == "chat" else {})
+        return fields | ({"tools": [{"type": "function"} | t["function"] for t in tools]} if tools else {})
+    fields |= {"n": count, "logprobs": True} | ({"stop": list(stops)} if stops else {})
+    return fields | ({"tools": tools} if tools and kind == "chat" else {})
 
 
 def _same(kind: str, whole: Any, joined: Any) -> None:
     """A stream leaves out fields that are empty, and says no texts' places."""
     if kind == "chat":
         for choice in (*whole["choices"], *joined["choices"]):
-            said = choice["message"]
-            said.pop("refusal", None)
+            message = choice["message"]
+            message.pop("refusal", None)
             for key in ("content", "reasoning_content"):
-                said[key] = said.get(key) or ""
+                message[key] = message.get(key) or ""
     if kind == "completions":
         for choice in whole["choices"]:
             if choice["logprobs"]:
@@ -149,21 +149,21 @@ def test_text_comes_as_it_is_sampled(proxy: InProcess, kind: str) -> None:
     async def scenario() -> list[str]:
         reply = proxy.exchange(f"/t/paced-{kind}{PATHS[kind]}", body)
         await reply.until(lambda: engine.prompts)
-        seen = []
+        texts = []
         total = len(engine.tokenizer.encode("Hé🎉!")) + 1
         for _ in range(total - 1):
             engine.pace.release()
             await asyncio.sleep(0.01)
-            seen.append(streamed.text_of(kind, reply.data) if reply.parts else "")
+            texts.append(streamed.text_of(kind, reply.data) if reply.parts else "")
         assert not reply.ended
         engine.pace.release()
         await reply.end()
         assert reply.ended
-        return seen
+        return texts
 
-    seen = proxy.run(scenario())
-    assert seen == sorted(seen)
-    assert [s for s, _ in itertools.groupby(seen)] in (
+    texts = proxy.run(scenario())
+    assert texts == sorted(texts)
+    assert [s for s, _ in itertools.groupby(texts)] in (
         ["H", "Hé", "Hé🎉", "Hé🎉!"],
         ["", "H", "Hé", "Hé🎉", "Hé🎉!"],
     )

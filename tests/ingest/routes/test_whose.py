@@ -31,16 +31,16 @@ def test_what_is_wanted_and_what_is_there() -> None:
     )
     assert "store store-2" in (ProxyIdentity("store-2", "sums").refuses(OWN) or "")
     assert "another start" in (ProxyIdentity("store-1", "sums", "start-2").refuses(OWN) or "")
-    for one in (OWN, ProxyIdentity(), ProxyIdentity("a/b", "é %2F", "")):
-        assert ProxyIdentity.of_header(one.header) == one
+    for identity in (OWN, ProxyIdentity(), ProxyIdentity("a/b", "é %2F", "")):
+        assert ProxyIdentity.of_header(identity.header) == identity
 
 
 def test_it_says_and_proves_whose_it_is(played: Callable[..., InProcess]) -> None:
     """The proof is of the word that was sent, and cannot be made without the store's secret."""
     proxy = played()
     reply = proxy.run(proxy.client.get("/healthz", headers={ASKS: "a word"}))
-    said = reply.json()
-    assert (said["store"], said["run"]) == (proxy.store.store_id, "default")
+    health = reply.json()
+    assert (health["store"], health["run"]) == (proxy.store.store_id, "default")
     secret, own = store_secret(proxy.store.path, PROVING), ProxyIdentity(proxy.store.store_id, "default")
     assert reply.headers[PROVES] == proof(secret, "a word", own)
     assert len({proof(secret, "another", own), proof(b"x" * 32, "a word", own), reply.headers[PROVES]}) == 3

@@ -86,17 +86,17 @@ def test_held_and_let_in_by_a_step(proxy: Any) -> None:
         opens = proxy.exchange("/v1/trajectories", {"id": "b2", "group": "i"})
         turns = [await chat(proxy, "a0", "g", text="go on").end()]
         await asyncio.sleep(0.05)
-        assert not any(one.status for one in [*asks, opens])
-        ids = [one.headers["x-rollbook-trajectory-id"] for one in first]
+        assert not any(exchange.status for exchange in [*asks, opens])
+        ids = [exchange.headers["x-rollbook-trajectory-id"] for exchange in first]
         proxy.trainer.tells(planned(0, ids), committed(0))
-        for one in asks:
-            await one.end()
+        for exchange in asks:
+            await exchange.end()
         assert not opens.status
         proxy.trainer.tells(dropped(asks[1].headers["x-rollbook-trajectory-id"]))
         return first + turns + asks + [await opens.end()]
 
     replies = proxy.run(scenario())
-    assert [one.status for one in replies] == [200] * 5 + [201]
+    assert [exchange.status for exchange in replies] == [200] * 5 + [201]
     assert names(proxy) == {"a0", "a1", "b0", "b1", "b2"}
 
 
@@ -110,7 +110,7 @@ def test_who_is_held_too_long_is_told_to_come_again(proxy: InProcess, kind: str)
         gate(proxy).hold_s = 0.05
         both = [chat(proxy, f"b{i}", f"h{i}", kind, stream=bool(i)) for i in range(2)]
         opens = proxy.exchange("/v1/trajectories", {"id": "c", "group": "i"})
-        return [await one.end() for one in [*both, opens]]
+        return [await exchange.end() for exchange in [*both, opens]]
 
     for reply in proxy.run(scenario()):
         assert reply.status == 503
@@ -131,7 +131,7 @@ def test_who_is_held_when_the_proxy_ends(proxy: InProcess) -> None:
         held = [chat(proxy, "b", "h"), proxy.exchange("/v1/trajectories", {"id": "c", "group": "i"})]
         await until(lambda: gate(proxy).waiting == 2)
         proxy.app.state.stop()
-        return [await one.end() for one in [*held, chat(proxy, "d", "j")]]
+        return [await exchange.end() for exchange in [*held, chat(proxy, "d", "j")]]
 
     for reply in proxy.run(scenario()):
         assert (reply.status, reply.headers["x-should-retry"]) == (503, "true")
@@ -159,7 +159,7 @@ def test_who_is_never_held(proxy: InProcess) -> None:
             proxy.exchange("/v1/trajectories", {"id": "o", "split": "eval", "group": "h"}),
             chat(proxy, "alone"),
         ]
-        return [(await one.end()).status for one in asks]
+        return [(await exchange.end()).status for exchange in asks]
 
     assert proxy.run(scenario()) == [200, 200, 200, 200, 200, 201, 200]
 
@@ -224,7 +224,7 @@ def test_two_first_requests_at_once_are_one_trajectory(proxy: Any) -> None:
         both = [chat(proxy, "b", "h", text=str(i)) for i in range(2)]
         await until(lambda: len(gate(proxy)._waiting) == 2)
         proxy.trainer.tells(dropped(first.headers["x-rollbook-trajectory-id"]))
-        ends = [(await one.end()).status for one in both]
+        ends = [(await exchange.end()).status for exchange in both]
         assert fold(proxy).count == 1
         assert not gate(proxy)._reserved
         return ends
@@ -248,9 +248,9 @@ def test_who_is_held_keeps_nobody_from_finishing(played: Callable[..., InProcess
         held = [proxy.exchange(f"/t/b{i}{PATHS['chat']}", asked("chat"), headers=unknown) for i in range(5)]
         await until(lambda: len(gate(proxy)._waiting) == 5)
         more = await chat(proxy, "a", "g", text="go on").end()
-        for one in held:
-            one.leave()
-            await one.end()
+        for exchange in held:
+            exchange.leave()
+            await exchange.end()
         return more
 
     assert proxy.run(scenario()).status == 200
@@ -304,8 +304,8 @@ def test_after_a_restart_it_is_as_the_log_says(played: Callable[..., InProcess],
     again = RunReader(proxy.store, RUN).outstanding
     assert (again.count, again.version, again.training) == (3, 1, fold(proxy).training)
     assert (again.room("h"), again.room("g1"), again.room("i")) == (0, 0, 0)
-    for one in (trainer, other):
-        one.writer.close()
+    for each in (trainer, other):
+        each.writer.close()
 
 
 def test_a_trainer_that_is_done_holds_nobody(proxy: Any) -> None:
@@ -317,7 +317,7 @@ def test_a_trainer_that_is_done_holds_nobody(proxy: Any) -> None:
         held = [chat(proxy, f"b{i}", f"h{i}") for i in range(3)]
         await until(lambda: len(gate(proxy)._waiting) == 3)
         proxy.trainer.tells(planned(0, []), committed(0))
-        return [(await one.end()).status for one in held]
+        return [(await exchange.end()).status for exchange in held]
 
     assert proxy.run(scenario()) == [200] * 3
 
@@ -378,7 +378,7 @@ def test_it_rests_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_it_says_why_it_can_follow_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and it ends."""
     log = store.open(tmp_path / "store", create=True)
-    said: list[str | None] = []
+    reasons: list[str | None] = []
     error = CorruptionError("a lane is damaged")
 
     def broken(*_: Any) -> None:
@@ -387,13 +387,13 @@ def test_it_says_why_it_can_follow_no_more(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("rollbook.store.log.tail.Tail.poll", broken)
 
     async def scenario() -> None:
-        follower = Follower(log, {}, Filter(), lambda events: None, said.append)
+        follower = Follower(log, {}, Filter(), lambda events: None, reasons.append)
         follower.start()
-        await until(lambda: said)
+        await until(lambda: reasons)
         await follower.stop()
 
     asyncio.run(scenario())
-    assert said == [f"the log cannot be followed: {error}"]
+    assert reasons == [f"the log cannot be followed: {error}"]
 
 
 def test_what_cannot_be_read_for_a_while_is_followed_again(
@@ -402,7 +402,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
     monkeypatch.setattr("rollbook.ingest.serve.follow.RETRY_S", 0.01)
     log = store.open(tmp_path / "store", create=True)
-    said: list[str | None] = []
+    reasons: list[str | None] = []
     heard: list[Event] = []
     real, polls = Tail.poll, []
 
@@ -416,7 +416,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     monkeypatch.setattr(Tail, "poll", scarce)
 
     async def scenario() -> None:
-        follower = Follower(log, {}, Filter(), heard.extend, said.append)
+        follower = Follower(log, {}, Filter(), heard.extend, reasons.append)
         follower.start()
         with log.writer("other") as writer:
             for i in range(2):
@@ -427,7 +427,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
 
     asyncio.run(scenario())
     assert [event.seq for event in heard] == [0, 1]
-    assert [*map(str, said)] == [
+    assert [*map(str, reasons)] == [
         *3 * ["the log cannot be followed now: [Errno 24] Too many open files"],
         "None",
     ]

@@ -36,9 +36,9 @@ class Agent(threading.Thread):
                 reply = client.chat.completions.create(model="m", messages=self.messages)
                 message = reply.choices[0].message
                 self.received.append((reply.id.removeprefix("chatcmpl-"), message.content or ""))
-                said = {"role": "assistant", "content": message.content}
+                answer = {"role": "assistant", "content": message.content}
                 question = {"role": "user", "content": f"{self.name_} {len(self.received)}"}
-                self.messages = [*self.messages, said, question]
+                self.messages = [*self.messages, answer, question]
         except openai.APIConnectionError:
             return
 

@@ -120,10 +120,10 @@ def test_an_agents_loop_is_one_path(client: openai.OpenAI, server: Served, name:
     second = client.chat.completions.create(model="m", messages=messages, tools=tools)
     assert second.choices[0].message.content == "4: 95"
     trajectory = _trajectory(server, name)
-    one, two = trajectory.turns.values()
-    assert two.requested.parent_turn_id == one.turn_id
-    assert one.delivered == "sent"
-    assert trajectory.messages(two)[1]["tool_calls"][0]["id"] == message.tool_calls[0].id
+    parent, child = trajectory.turns.values()
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert parent.delivered == "sent"
+    assert trajectory.messages(child)[1]["tool_calls"][0]["id"] == message.tool_calls[0].id
 
 
 def test_the_header_names_a_trajectory_too(http: httpx.Client, server: Served, name: str) -> None:
@@ -153,11 +153,11 @@ def test_two_names_in_one_request_conflict(http: httpx.Client, name: str) -> Non
 
 def test_a_request_that_names_none_is_quarantined(http: httpx.Client, server: Served) -> None:
     """It is answered and kept, each conversation apart, in a split that is never trained."""
-    asked = {"role": "user", "content": "who am I?"}
-    first = http.post("/v1/chat/completions", json={"messages": [asked]})
+    message = {"role": "user", "content": "who am I?"}
+    first = http.post("/v1/chat/completions", json={"messages": [message]})
     reply = first.json()["choices"][0]["message"]
-    more = http.post("/v1/chat/completions", json={"messages": [asked, reply, USER]})
-    other = http.post("/v1/chat/completions", json={"messages": [asked]})
+    more = http.post("/v1/chat/completions", json={"messages": [message, reply, USER]})
+    other = http.post("/v1/chat/completions", json={"messages": [message]})
     names = [unquote(answer.headers["x-rollbook-quarantined"]) for answer in (first, more, other)]
     assert names[0] == names[1] != names[2]
     rows = _sql(server, "select split, turns from trajectories where trajectory = ?", names[0])
@@ -197,9 +197,9 @@ def test_fields_the_engine_cannot_honour_are_told(http: httpx.Client, server: Se
     plain = {"response_format": None, "tool_choice": "auto", "logprobs": False, "presence_penalty": 0}
     answer = _chat(http, name, USER, user="u", metadata={}, **(plain | odd))
     assert answer.status_code == 200
-    told = answer.headers["x-rollbook-not-honoured"].split(",")
-    assert told[:4] == ["a%2Cb", "response_format", "temperature", "top_p"]
-    assert len(told) == 5
+    ignored = answer.headers["x-rollbook-not-honoured"].split(",")
+    assert ignored[:4] == ["a%2Cb", "response_format", "temperature", "top_p"]
+    assert len(ignored) == 5
     (turn,) = _trajectory(server, name).turns.values()
     assert turn.requested.honoured == dict.fromkeys(odd, False)
     assert {k: turn.requested.request[k] for k in odd} == odd
@@ -375,14 +375,14 @@ def test_a_reward_takes_the_place_of_an_earlier_one(http: httpx.Client, server: 
 def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Served, name: str) -> None:
     """Whom, what and which: each with a code that says what is wrong, and nothing is recorded."""
     _chat(http, name, USER)
-    given = _reward(http, name, reward=1.0).json()["event_id"]
+    mine = _reward(http, name, reward=1.0).json()["event_id"]
     other = f"{name}-other"
     elsewhere = _chat(http, other, USER).json()["id"]
     theirs = _reward(http, other, reward=1.0).json()["event_id"]
     for status, code, body in (
         (422, "unknown_turn", {"reward": 1, "turn": elsewhere}),
         (422, "unknown_reward", {"reward": 1, "supersedes": theirs}),
-        (422, "other_reward", {"reward": 1, "supersedes": given, "source": "judge"}),
+        (422, "other_reward", {"reward": 1, "supersedes": mine, "source": "judge"}),
         (400, "bad_request", {"reward": "much"}),
         (400, "bad_request", {"reward": 1, "source": ""}),
         (400, "bad_request", {"reward": 1, "turns": "x"}),
@@ -400,12 +400,14 @@ def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Serve
 def test_preferences_between_trajectories(http: httpx.Client, server: Served, name: str) -> None:
     """By name, at any time; what does not fit is refused with a code, and nothing is recorded."""
     other = f"{name}-other"
-    for one in (name, other):
-        _chat(http, one, USER)
+    for trajectory in (name, other):
+        _chat(http, trajectory, USER)
     assert _finish(http, name).status_code == 200
-    said = http.post("/v1/preferences", json={"chosen": name, "rejected": other, "margin": 2, "source": "me"})
+    detailed = http.post(
+        "/v1/preferences", json={"chosen": name, "rejected": other, "margin": 2, "source": "me"}
+    )
     plain = http.post("/v1/preferences", json={"chosen": other, "rejected": name})
-    assert (said.status_code, plain.status_code) == (201, 201)
+    assert (detailed.status_code, plain.status_code) == (201, 201)
     for status, code, body in (
         (404, "unknown_trajectory", {"chosen": name, "rejected": f"{name}-nobody"}),
         (404, "unknown_trajectory", {"chosen": f"{name}-nobody", "rejected": name}),
@@ -421,7 +423,7 @@ def test_preferences_between_trajectories(http: httpx.Client, server: Served, na
     query = f"select {columns} from preferences where ? in (trajectory, rejected) order by event_id"
     rows = _sql(server, query, name)
     assert rows == [
-        (name, other, 2.0, "me", said.json()["event_id"]),
+        (name, other, 2.0, "me", detailed.json()["event_id"]),
         (other, name, None, "label", plain.json()["event_id"]),
     ]
 
@@ -562,11 +564,11 @@ def test_interrupting_ends_in_order(
 ) -> None:
     """Ctrl-C stops the server, and all it acknowledged is in the store."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
-    one = serve("--model", str(text_model("chatml")), *arguments)
-    httpx.post(f"{one.url}/t/a/v1/chat/completions", json={"messages": [USER]})
-    assert one.stop() in (0, 130, -2)
-    assert "Traceback" not in one.log.read_text()
-    (turn,) = _trajectory(one, "a").turns.values()
+    served = serve("--model", str(text_model("chatml")), *arguments)
+    httpx.post(f"{served.url}/t/a/v1/chat/completions", json={"messages": [USER]})
+    assert served.stop() in (0, 130, -2)
+    assert "Traceback" not in served.log.read_text()
+    (turn,) = _trajectory(served, "a").turns.values()
     assert turn.completed.reply["content"] == "1: Hello"
 
 

@@ -138,5 +138,5 @@ PLAIN = """\
 def test_what_a_log_records_of_the_settings(given: Any, secrets: Any, recorded: str) -> None:
     """To the byte, so that runs of different releases can be compared; without a secret."""
     settings = parse_settings(given, "test")
-    made = recorded_settings(settings, secrets_of(settings, {}, "Here.example", **secrets))
-    assert json.dumps(made) == recorded
+    record = recorded_settings(settings, secrets_of(settings, {}, "Here.example", **secrets))
+    assert json.dumps(record) == recorded

@@ -53,14 +53,14 @@ def say(client: openai.OpenAI, *texts: str, **more: Any) -> str:
 
 def lanes(path: Path) -> dict[str, set[str]]:
     """Trajectory -> the lanes that hold events of it."""
-    found: dict[str, set[str]] = {}
+    by_name: dict[str, set[str]] = {}
     log = store.open(path)
     name = {t.opened.trajectory_id: t.opened.name for t in fold(log.events()).values()}
     for event in log.events():
         trajectory_id = getattr(event.record, "trajectory_id", None)
         if trajectory_id in name:
-            found.setdefault(name[trajectory_id], set()).add(event.lane)
-    return found
+            by_name.setdefault(name[trajectory_id], set()).add(event.lane)
+    return by_name
 
 
 def children(pid: int) -> list[int]:
@@ -85,9 +85,9 @@ def test_each_trajectory_is_in_its_owners_lane(served: Served) -> None:
         assert shared.post(f"/v1/trajectories/{name}/finish", json={}).status_code == 409
         rewarded = shared.post(f"/v1/trajectories/{name}/rewards", json={"reward": 0.5, "source": "judge"})
         assert rewarded.status_code == 201
-    found = lanes(served.path)
+    by_name = lanes(served.path)
     for name in [*NAMES, *(f"own-{name}" for name in NAMES)]:
-        assert found[name] == {f"serve-{owner_of(name, 2)}"}
+        assert by_name[name] == {f"serve-{owner_of(name, 2)}"}
     rows = store.connect(served.path).execute(
         "select trajectory, count(*), count(parent_turn_id), count(delivered) from turns "
         "where trajectory like '%task-%' group by 1 order by 1"
@@ -116,11 +116,11 @@ def test_whatever_names_a_trajectory(served: Served) -> None:
         assert client.post(f"/v1/trajectories/{fresh}/finish", json={}).status_code == 200
         both = {"X-Relax-Trajectory-Id": "a", "X-Rollbook-Trajectory": "b"}
         assert client.post("/v1/chat/completions", json=body, headers=both).status_code == 400
-    found = lanes(served.path)
+    by_name = lanes(served.path)
     for how in ("header", "relax", "key", "session", "meta", "opened"):
         for name in NAMES:
-            assert found[f"{how}-{name}"] == {f"serve-{owner_of(f'{how}-{name}', 2)}"}
-    assert all(len(found[name]) == 1 for name in found)
+            assert by_name[f"{how}-{name}"] == {f"serve-{owner_of(f'{how}-{name}', 2)}"}
+    assert all(len(by_name[name]) == 1 for name in by_name)
 
 
 def test_what_names_nothing_is_kept_by_one(served: Served) -> None:
@@ -151,8 +151,8 @@ def test_responses_go_on_by_their_id(served: Served) -> None:
         rows = store.connect(served.path).execute(
             f"select turn_id, parent_turn_id from turns where trajectory = 'resp-{name}' order by 1"
         )
-        (one, _), (_, parent) = rows.fetchall()
-        assert parent == one
+        (turn, _), (_, parent) = rows.fetchall()
+        assert parent == turn
     with pytest.raises(openai.NotFoundError):
         again.responses.retrieve("resp_01a2191d-a008-7446-8e11-a26d1d55665c")
 
@@ -165,8 +165,8 @@ def test_streams_and_preferences(served: Served) -> None:
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert text == "1: " + "abc " * 50
-    one, other = (next(n for n in NAMES if owner_of(f"stream-{n}", 2) == number) for number in range(2))
-    body = {"chosen": f"stream-{one}", "rejected": f"stream-{other}"}
+    chosen, rejected = (next(n for n in NAMES if owner_of(f"stream-{n}", 2) == number) for number in range(2))
+    body = {"chosen": f"stream-{chosen}", "rejected": f"stream-{rejected}"}
     for _ in range(2):
         httpx.post(f"{served.url}/v1/preferences", json=body).raise_for_status()
     assert httpx.post(f"{served.url}/v1/preferences", json=body | {"chosen": "none"}).status_code == 404
@@ -318,15 +318,15 @@ def _check_log(path: Path, received: dict[str, list[str]]) -> None:
     rows = store.connect(path).execute(
         "select turn_id, trajectory, status, parent_turn_id, root_reason from turns"
     )
-    found = {row[0]: row[1:] for row in rows.fetchall()}
+    by_id = {row[0]: row[1:] for row in rows.fetchall()}
     for name, turns in received.items():
         assert len(turns) > 12
         for earlier, turn_id in zip([None, *turns], turns, strict=False):
-            assert found[turn_id][:3] == (name, "completed", earlier)
-    roots = {(row[0], row[3]) for row in found.values() if row[3] is not None}
+            assert by_id[turn_id][:3] == (name, "completed", earlier)
+    roots = {(row[0], row[3]) for row in by_id.values() if row[3] is not None}
     # Who got no reply to the first question asks it again: no earlier turn is the beginning of that.
     first = {(name, "first_turn") for name in received}
-    lost = {row[0] for turn, row in found.items() if row[3] == "first_turn" and turn not in received[row[0]]}
+    lost = {row[0] for turn, row in by_id.items() if row[3] == "first_turn" and turn not in received[row[0]]}
     assert first <= roots
     assert roots - first <= {(name, "no_matching_turn") for name in lost}
     trajectories = store.connect(path).execute("select trajectory, status from trajectories").fetchall()

@@ -43,9 +43,9 @@ def test_record_only(serve: Callable[..., Served], upstream: HttpUpstream) -> No
         upstream.answers.append(whole(RESPONSE | {"id": f"resp_{number}"}))
         other = httpx.get(f"{served.url}/v1/responses/resp_{number}")
         assert (other.status_code, other.json().get("id")) == (200, f"resp_{number}")
-        asked = {"model": "m", "input": "more", "previous_response_id": f"resp_{number}"}
+        body = {"model": "m", "input": "more", "previous_response_id": f"resp_{number}"}
         upstream.answers.append(whole(RESPONSE | {"id": f"resp_{number}b"}))
-        assert httpx.post(f"{served.url}/v1/responses", json=asked).status_code == 200
+        assert httpx.post(f"{served.url}/v1/responses", json=body).status_code == 200
     assert httpx.get(f"{served.url}/v1/responses/resp_unknown").status_code == 404
     assert len(upstream.asked) == len(NAMES) + 4 + 8
     expected = [(name, f"serve-{owner_of(name, 2)}", 1) for name in NAMES]

@@ -18,7 +18,7 @@ from .desks import TokenDesk
 @pytest.fixture
 def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Callable[..., TokenDesk]]:
     """Makes desks; closes them. A template is named, or a tokenizer with one given."""
-    made: list[TokenDesk] = []
+    desks: list[TokenDesk] = []
 
     def make(
         answers: Callable[[Any, Any], Any],
@@ -28,9 +28,9 @@ def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Calla
         real = isinstance(template, ChatTokenizer)
         tokenizer = template if isinstance(template, ChatTokenizer) else chat(template)
         family = FAMILIES[detect_family(tokenizer.template_source)] if real else None
-        made.append(TokenDesk(tmp_path / f"desk-{len(made)}", tokenizer, answers, policy, family))
-        return made[-1]
+        desks.append(TokenDesk(tmp_path / f"desk-{len(desks)}", tokenizer, answers, policy, family))
+        return desks[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for each in desks:
+        each.close()

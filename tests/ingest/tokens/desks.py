@@ -60,14 +60,14 @@ class SeenEngine(NoisyEngine):
         )
         ids = self.ids_of(text) + ([] if last is None else [last])
         logprobs = np.array([-self.rng.random() for _ in ids], np.float32)
-        made = Generation(
+        generation = Generation(
             token_ids(ids), logprobs, self._spans(len(ids)), finish, {"kind": "sampled", "temperature": 0.5}
         )
         on_tokens(ids, logprobs.tolist())
         self.sent.append(prompt.ids)
-        self.made.append(made)
-        self.seen[prompt.request_id] = Made(prompt.ids, made, prompt.images)
-        return made
+        self.made.append(generation)
+        self.seen[prompt.request_id] = Made(prompt.ids, generation, prompt.images)
+        return generation
 
     def _spans(self, length: int) -> tuple[VersionSpan, ...]:
         if self.swaps is None or not 0 < self.swaps < length:

@@ -32,13 +32,13 @@ def check_invariants(desk: Any, name: str = "t") -> list[Sample]:
 def i1_arrays_of_a_turn_fit(done: list[Turn]) -> None:
     """Ids, logprobs and versions of a completion are of one length, above 0."""
     for turn in done:
-        made = turn.completed
-        assert len(made.completion_ids) == len(made.logprobs) > 0, "I1"
+        completed = turn.completed
+        assert len(completed.completion_ids) == len(completed.logprobs) > 0, "I1"
         at = 0
-        for span in made.version_spans:
+        for span in completed.version_spans:
             assert span.start == at < span.end, "I1"
             at = span.end
-        assert at == len(made.completion_ids), "I1"
+        assert at == len(completed.completion_ids), "I1"
 
 
 def i2_a_child_begins_with_its_parent(trajectory: Trajectory, done: list[Turn]) -> None:
@@ -93,17 +93,17 @@ def i6_arrays_of_a_sample_fit(samples: list[Sample], engine: Any) -> None:
 def i7_sampled_ids_are_verbatim(done: list[Turn], samples: list[Sample], engine: Any) -> None:
     """Ids, logprobs and versions are the engine's, in the log and in every sample that holds the turn."""
     for turn in done:
-        made = engine.seen[turn.turn_id].generation
-        assert np.array_equal(turn.completed.completion_ids, made.completion_ids), "I7"
-        assert np.array_equal(turn.completed.logprobs, made.logprobs), "I7"
-        assert turn.completed.version_spans == made.version_spans, "I7"
-        versions = np.concatenate([np.full(s.end - s.start, s.version) for s in made.version_spans])
+        generation = engine.seen[turn.turn_id].generation
+        assert np.array_equal(turn.completed.completion_ids, generation.completion_ids), "I7"
+        assert np.array_equal(turn.completed.logprobs, generation.logprobs), "I7"
+        assert turn.completed.version_spans == generation.version_spans, "I7"
+        versions = np.concatenate([np.full(s.end - s.start, s.version) for s in generation.version_spans])
         start = turn.completed.prompt_length
-        place = slice(start, start + len(made.completion_ids))
+        place = slice(start, start + len(generation.completion_ids))
         for sample in (s for s in samples if turn.turn_id in s.turn_ids):
-            assert np.array_equal(sample.tokens[place], made.completion_ids), "I7"
+            assert np.array_equal(sample.tokens[place], generation.completion_ids), "I7"
             if sample.loss_mask[place].any():
-                assert np.array_equal(sample.logprobs[place], made.logprobs), "I7"
+                assert np.array_equal(sample.logprobs[place], generation.logprobs), "I7"
                 assert np.array_equal(sample.versions[place], versions), "I7"
 
 

@@ -11,14 +11,14 @@ CASES = {f"{number:02}" for number in range(1, 46)} | {"07b"}
 
 def _named() -> dict[str, list[str]]:
     """Case -> the tests whose docstrings begin with it."""
-    found: dict[str, list[str]] = {}
+    tests: dict[str, list[str]] = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 numbers = re.match(r"(\d\d\w?(, \d\d\w?)*): ", ast.get_docstring(node) or "")
                 for number in numbers[1].split(", ") if numbers else ():
-                    found.setdefault(number, []).append(f"{path.name}: {node.name}")
-    return found
+                    tests.setdefault(number, []).append(f"{path.name}: {node.name}")
+    return tests
 
 
 def test_every_case_has_its_test() -> None:

@@ -36,9 +36,11 @@ def _tool(text: str) -> dict[str, Any]:
 
 
 def _bridge(
-    tokenizer: ChatTokenizer, new: list[Any], reply: Any = REPLY, asked: Any = (USER,), **kw: Any
+    tokenizer: ChatTokenizer, new: list[Any], reply: Any = REPLY, messages: Any = (USER,), **kw: Any
 ) -> Any:
-    return bridge(tokenizer, list(asked), reply, new, kw.get("tools"), kw.get("last", tokenizer.stop_ids[0]))
+    return bridge(
+        tokenizer, list(messages), reply, new, kw.get("tools"), kw.get("last", tokenizer.stop_ids[0])
+    )
 
 
 def _decoded(tokenizer: ChatTokenizer, ids: Any) -> str:
@@ -86,9 +88,9 @@ def test_the_bridge_equals_rendering_the_whole(
     assert [*tokenizer.encode(prefix), *ids] == tokenizer.encode(whole).tolist()
 
 
-def _reason(found: Any) -> str:
-    assert isinstance(found, NoBridge), found
-    return found.reason
+def _reason(refusal: Any) -> str:
+    assert isinstance(refusal, NoBridge), refusal
+    return refusal.reason
 
 
 def test_an_assistant_message_among_the_new_is_foreign(chat: Chat) -> None:
@@ -113,9 +115,9 @@ def test_a_template_that_drops_thinking_rewrites_history(chat: Chat) -> None:
     """A new user turn makes this template drop earlier thinking; the rendering and the ids would part."""
     tokenizer = chat("rewriting")
     thought = {"role": "assistant", "content": "Look it up.", "reasoning_content": "hm"}
-    asked = [USER, thought, _tool("rain")]
-    assert _reason(_bridge(tokenizer, [NEXT], REPLY, asked)) == "template_rewrites_history"
-    text = _decoded(tokenizer, _bridge(tokenizer, [_tool("more")], REPLY, asked))
+    messages = [USER, thought, _tool("rain")]
+    assert _reason(_bridge(tokenizer, [NEXT], REPLY, messages)) == "template_rewrites_history"
+    text = _decoded(tokenizer, _bridge(tokenizer, [_tool("more")], REPLY, messages))
     assert text.endswith("<|im_start|>tool\nmore<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -152,8 +154,8 @@ def test_a_turn_that_ends_where_the_next_begins_has_a_bridge(chat: Chat) -> None
     )
     tokenizer = replace(chat(), template=compile_template(source))
     called = _calls('{"a": "<|endoftext|>x"}')  # which is no end
-    found = _bridge(tokenizer, [_tool("found")], called, last=tokenizer.stop_ids[1])
-    assert _decoded(tokenizer, found) == "found<|im_start|>"
+    ids = _bridge(tokenizer, [_tool("found")], called, last=tokenizer.stop_ids[1])
+    assert _decoded(tokenizer, ids) == "found<|im_start|>"
     assert (
         _reason(_bridge(tokenizer, [NEXT], called, last=tokenizer.stop_ids[0]))
         == "no_end_of_turn_in_template"

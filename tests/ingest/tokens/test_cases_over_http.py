@@ -112,16 +112,16 @@ def test_a_retry_is_the_request_it_repeats(played: Callable[..., InProcess], lat
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [5]], ids=str)
 def test_characters_are_never_cut(played: Any, sizes: list[int]) -> None:
     """37: a character whose bytes are several tokens, sampled apart, streams whole."""
-    said = "天気は🌦 é ✓ 👩‍👩‍👧."
-    p = played(said)
+    text = "天気は🌦 é ✓ 👩‍👩‍👧."
+    p = played(text)
     p.engine.sizes = lambda: itertools.cycle(sizes)
     exchange = p.ask(_path("utf"), {"messages": [USER], "stream": True})
     deltas = [c["delta"].get("content") or "" for piece in _pieces(exchange.data) for c in piece["choices"]]
-    assert "".join(deltas) == said
+    assert "".join(deltas) == text
     assert not any("�" in delta for delta in deltas)
     (turn,) = p.trajectories()["utf"].turns.values()
-    assert len(turn.completed.completion_ids) > len(said)  # most characters are several tokens
-    assert turn.completed.reply["content"] == said
+    assert len(turn.completed.completion_ids) > len(text)  # most characters are several tokens
+    assert turn.completed.reply["content"] == text
 
 
 def test_half_a_character_at_the_end_is_told_as_such(played: Any) -> None:
@@ -151,10 +151,10 @@ def test_what_does_not_fit_is_a_400(played: Callable[..., InProcess], body: dict
 def test_an_item_of_another_trajectory_is_unknown(played: Callable[..., InProcess]) -> None:
     """39: what another trajectory said is not to be had by its id; what this one said is."""
     p = played()
-    said = {}
+    ids = {}
     for name in ("a", "b"):
         reply = p.ask(f"/t/{name}/v1/responses", {"input": "Hi"}).json
-        said[name] = next(item["id"] for item in reply["output"] if item["type"] == "message")
+        ids[name] = next(item["id"] for item in reply["output"] if item["type"] == "message")
 
     def refer(name: str, item_id: str) -> Any:
         items = [
@@ -164,13 +164,13 @@ def test_an_item_of_another_trajectory_is_unknown(played: Callable[..., InProces
         ]
         return p.ask(f"/t/{name}/v1/responses", {"input": items})
 
-    for item_id in (said["b"], "msg_nothing", None):
+    for item_id in (ids["b"], "msg_nothing", None):
         refused = refer("a", item_id)
         assert refused.status in (400, 404)
         assert refused.json["error"]["code"] == "unknown_item"
-    assert refer("a", said["a"]).status == 200
-    one, two = p.trajectories()["a"].turns.values()
-    assert two.requested.parent_turn_id == one.turn_id
+    assert refer("a", ids["a"]).status == 200
+    parent, child = p.trajectories()["a"].turns.values()
+    assert child.requested.parent_turn_id == parent.turn_id
     assert len(p.trajectories()["b"].turns) == 1
 
 

@@ -83,8 +83,8 @@ def test_excerpts_serve_with_most_templates(
 ) -> None:
     """Three keep count of what came long before (DeepSeek's), or refuse it (Cohere's), and are found out."""
     served = {t.template_digest for t in excerpted}
-    found = {name for name in templates if not name.endswith("_training")}
-    left_out = {n for n in found if _digest(templates[n]) not in served}
+    names = {name for name in templates if not name.endswith("_training")}
+    left_out = {n for n in names if _digest(templates[n]) not in served}
     assert left_out == {"cohere2", "deepseek_r1_distill", "deepseekv3"}
 
 
@@ -93,10 +93,10 @@ def _digest(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, NoBridge) or isinstance(other, NoBridge):
-        return isinstance(one, NoBridge) and isinstance(other, NoBridge) and one.reason == other.reason
-    return bool(np.array_equal(one, other))
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, NoBridge) or isinstance(right, NoBridge):
+        return isinstance(left, NoBridge) and isinstance(right, NoBridge) and left.reason == right.reason
+    return bool(np.array_equal(left, right))
 
 
 # The same conversations each time: excerpts are claimed for what agents have, not for all that can be drawn.
@@ -120,8 +120,8 @@ def test_an_excerpt_gives_the_bridge_of_the_whole(
         except RequestError:
             continue  # such a request was refused, so it has no turn
         last = tokenizer.stop_ids[0]
-        found = [bridge(tokenizer, asked, reply, new, TOOLS, last) for asked in (messages, short)]
-        assert _same(*found), tokenizer.template_source
+        bridges = [bridge(tokenizer, history, reply, new, TOOLS, last) for history in (messages, short)]
+        assert _same(*bridges), tokenizer.template_source
 
 
 @settings(max_examples=100)
@@ -131,10 +131,10 @@ def test_an_excerpt_is_of_the_conversation(conversation: tuple[list[Any], Any, l
     messages, _, new = conversation
     short = excerpt(messages, new)
     rest = iter(messages)
-    assert all(any(one is other for other in rest) for one in short)
+    assert all(any(message is other for other in rest) for message in short)
     lead = sum(m["role"] == "system" for m in messages)
-    kept = min(TAIL, len(short) - lead)
-    assert short[-kept:] == messages[-kept:]
+    tail = min(TAIL, len(short) - lead)
+    assert short[-tail:] == messages[-tail:]
     last = max(i for i, m in enumerate(messages) if m["role"] == "user")
     assert messages[last] in short
     if any(m["role"] == "user" for m in new):
@@ -179,11 +179,11 @@ REFUSING = (
 
 
 def _talk(turns: int) -> list[Any]:
-    said = [
+    pairs = [
         [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
         for i in range(turns)
     ]
-    return [*(m for pair in said for m in pair), {"role": "user", "content": "now"}]
+    return [*(m for pair in pairs for m in pair), {"role": "user", "content": "now"}]
 
 
 def _bridges(chat: Any, source: str) -> Bridges:
@@ -196,24 +196,24 @@ def _between(bridges: Bridges, turns: int) -> Any:
     parent = _Told(_talk(turns), {"role": "assistant", "content": "then"}, [bridges.tokenizer.stop_ids[0]])
     new = [{"role": "user", "content": "more"}]
     whole = bridge(bridges.tokenizer, parent.messages, parent.reply, new, None, int(parent.ids[-1]))
-    found = bridges.between(parent, parent.conversation(), new, None, {})
-    return found if isinstance(found, NoBridge) else found.ids, whole
+    result = bridges.between(parent, parent.conversation(), new, None, {})
+    return result if isinstance(result, NoBridge) else result.ids, whole
 
 
 def test_a_long_conversation_is_compared_with_the_whole(chat: Callable[[str], ChatTokenizer]) -> None:
     """Each time it has doubled; where the two differ the whole is right, and excerpts are given up."""
     bridges = _bridges(chat, COUNTING)
     for turns in range(14):
-        found, whole = _between(bridges, turns)
-        assert _same(found, whole)
+        result, whole = _between(bridges, turns)
+        assert _same(result, whole)
         assert bridges.by_excerpt
     for turns in range(14, 40):
-        found, whole = _between(bridges, turns)
+        result, whole = _between(bridges, turns)
         if bridges.by_excerpt:  # not due yet
             assert turns < 16
         else:
-            assert _same(found, whole)
-            assert "late" in bridges.tokenizer.decode(found, special=True)
+            assert _same(result, whole)
+            assert "late" in bridges.tokenizer.decode(result, special=True)
     assert not bridges.by_excerpt
 
 
@@ -222,8 +222,8 @@ def test_a_template_that_refuses_the_whole_alone_is_found_out(chat: Callable[[st
     bridges = _bridges(chat, REFUSING)
     reasons = []
     for turns in range(40):
-        found, _ = _between(bridges, turns)
-        reasons.append(found.reason if isinstance(found, NoBridge) else None)
+        result, _ = _between(bridges, turns)
+        reasons.append(result.reason if isinstance(result, NoBridge) else None)
     assert not bridges.by_excerpt
     assert reasons[-1] == "template_refuses"
     assert reasons[0] is None
@@ -234,6 +234,6 @@ def test_excerpts_stay_where_they_agree(chat: Any) -> None:
     bridges = Bridges.tested(chat())
     assert bridges.by_excerpt
     for turns in (0, 3, 7, 8, 15, 16, 31, 32, 63, 64):
-        found, whole = _between(bridges, turns)
-        assert _same(found, whole)
+        result, whole = _between(bridges, turns)
+        assert _same(result, whole)
     assert bridges.by_excerpt

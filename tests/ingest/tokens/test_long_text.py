@@ -47,18 +47,18 @@ def small() -> Iterator[None]:
 
 
 def _trained(pre: pre_tokenizers.PreTokenizer, decoder: bool = True) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(["the quick brown fox don't return\n\n  x == 0:"] * 3, trainer)
-    return made
+    tokenizer.train_from_iterator(["the quick brown fox don't return\n\n  x == 0:"] * 3, trainer)
+    return tokenizer
 
 
 def _gpt2_trimmed() -> Tokenizer:
-    made = _trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
-    return made
+    tokenizer = _trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
 
 
 OTHERS: dict[str, Callable[[], Tokenizer]] = {
@@ -77,8 +77,8 @@ OTHERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return found
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _text(seed: int, words: int) -> str:
@@ -115,15 +115,15 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
 
 def test_long_texts_are_encoded_in_pieces(qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is not encoded where it can be taken apart; one endless word cannot be."""
-    seen: list[int] = []
+    sizes: list[int] = []
     whole = chat_template._whole
-    monkeypatch.setattr(chat_template, "_whole", lambda t, text: seen.append(len(text)) or whole(t, text))
+    monkeypatch.setattr(chat_template, "_whole", lambda t, text: sizes.append(len(text)) or whole(t, text))
     text = _text(1, 900)
     encode_text(qwen, text)
-    assert max(seen) <= 200 + 64
-    seen.clear()
+    assert max(sizes) <= 200 + 64
+    sizes.clear()
     assert encode_text(qwen, "a" * 1000).tolist() == _ids(qwen, "a" * 1000)
-    assert seen == [1000]
+    assert sizes == [1000]
 
 
 def test_a_tokenizer_that_cuts_its_texts(qwen: Tokenizer) -> None:

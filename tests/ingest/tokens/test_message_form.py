@@ -179,20 +179,20 @@ def _conversation(
     shape: Callable[[str], Any], *, tools: bool, system: bool
 ) -> tuple[list[Any], dict[str, str]]:
     """(messages, text -> role)"""
-    made: list[Any] = []
+    messages: list[Any] = []
     texts: dict[str, str] = {}
 
     def say(role: str, **more: Any) -> None:
         text = f"sentinel{len(texts):03d}"
         texts[text] = role
-        made.append({"role": role, "content": shape(text)} | more)
+        messages.append({"role": role, "content": shape(text)} | more)
 
     if system:
         say("system")
     say("user")
     if tools:
         call = {"name": "look", "arguments": {"what": "argument"}}
-        made.append(
+        messages.append(
             {
                 "role": "assistant",
                 "content": None,
@@ -202,7 +202,7 @@ def _conversation(
         say("tool", tool_call_id="call00001")
     say("assistant")
     say("user")
-    return made, texts
+    return messages, texts
 
 
 @pytest.mark.more_but(*ONE_OF_EACH)
@@ -218,19 +218,19 @@ def test_no_text_vanishes_without_a_word(real_chat: RealChat, name: str) -> None
         for system in (False, True):
             texts: set[str] = set()
             for shape in SHAPES.values():
-                messages, said = _conversation(shape, tools=tools, system=system)
+                messages, roles = _conversation(shape, tools=tools, system=system)
                 check_messages(messages)
                 text = _rendered(tokenizer, messages, TOOLS if tools else None)
                 if text is None:
                     continue
                 rendered += 1
                 texts.add(text)
-                told = left_out(text, messages, tokenizer.traits, TOOLS if tools else None)
-                for sentinel, role in said.items():
-                    assert sentinel in text or f"messages.{role}.content" in told
+                lost = left_out(text, messages, tokenizer.traits, TOOLS if tools else None)
+                for sentinel, role in roles.items():
+                    assert sentinel in text or f"messages.{role}.content" in lost
                 assert "{'" not in text
                 if tools and "argument" not in text:
-                    assert "messages.assistant.tool_calls" in told
+                    assert "messages.assistant.tool_calls" in lost
             assert len(texts) <= 1
     assert rendered
 
@@ -273,10 +273,10 @@ def test_what_a_template_leaves_out_is_told(real_chat: RealChat, name: str, mess
 def test_tools_and_settings_that_a_template_does_not_read_are_told(real_chat: RealChat) -> None:
     """A template without tools leaves them all out; settings that it has no name for do nothing."""
     messages = [{"role": "user", "content": "here"}]
-    for name, told in (("llama3", ("chat_template_kwargs.enable_thinking", "tools")), ("qwen3", ())):
+    for name, expected in (("llama3", ("chat_template_kwargs.enable_thinking", "tools")), ("qwen3", ())):
         tokenizer = real_chat(name)
         text = tokenizer.render(messages, TOOLS, generate=True)
-        assert left_out(text, messages, tokenizer.traits, TOOLS, {"enable_thinking": False}) == told
+        assert left_out(text, messages, tokenizer.traits, TOOLS, {"enable_thinking": False}) == expected
 
 
 def test_a_long_search_ends(real_chat: RealChat) -> None:
@@ -296,9 +296,9 @@ def test_reasoning_comes_under_the_name_that_a_template_reads(real_chat: RealCha
     for name in ("gptoss", "lfm2_2_5", "qwen3", "glm4moe", "gemma4"):
         texts = set()
         for field in ("reasoning_content", "reasoning", "thinking"):
-            asked = {"role": "assistant", "content": None, "tool_calls": [call], field: "my analysis"}
-            found = {"role": "tool", "tool_call_id": "call00001", "content": "it"}
-            messages = [{"role": "user", "content": "go"}, asked, found]
+            reply = {"role": "assistant", "content": None, "tool_calls": [call], field: "my analysis"}
+            result = {"role": "tool", "tool_call_id": "call00001", "content": "it"}
+            messages = [{"role": "user", "content": "go"}, reply, result]
             texts.add(real_chat(name).render(messages, TOOLS, generate=True))
         assert len(texts) == 1
         assert "my analysis" in texts.pop()
@@ -369,18 +369,18 @@ def test_requests_that_match_render_alike(real_chat: RealChat, name: str, one: A
         "type": "function",
         "function": {"name": "look", "arguments": '{"what": "it"}'},
     }
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-    head = [{"role": "user", "content": "go"}, asked]
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    head = [{"role": "user", "content": "go"}, message]
     one, other = [*head, *one], [*head, *other]
     reply = {"role": "assistant", "content": "done"}
     tree = TurnTree()
     ids = tokenizer.encode("x")
     tree.add(grown("t", "k", one, chain_all(one), reply, None, (ids, ids)))
     shown = [*other, reply, {"role": "user", "content": "on"}]
-    found = tree.parents(shown, chain_all(shown), "k", tokenizer.traits)
+    parents = tree.parents(shown, chain_all(shown), "k", tokenizer.traits)
     if one == other:
-        assert [c.turn.turn_id for c in found] == ["t"]
-    if found:
+        assert [c.turn.turn_id for c in parents] == ["t"]
+    if parents:
         assert _rendered(tokenizer, one) == _rendered(tokenizer, other)
 
 

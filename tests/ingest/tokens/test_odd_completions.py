@@ -41,8 +41,8 @@ def _script(*answers: Any) -> Callable[[Any, Any], Any]:
 def test_a_crash_before_the_commit_leaves_no_turn(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """30: what was sampled and never recorded was never sent: after the crash the request samples anew."""
     d = desk(_script("Sunny.", "lost", "Rain."))
-    one = d.take([USER])
-    messages = [USER, one.reply, _user()]
+    first = d.take([USER])
+    messages = [USER, first.reply, _user()]
     write = Recorder.write
 
     async def die(self: Recorder, *records: Any, **behind: Any) -> Any:
@@ -57,22 +57,22 @@ def test_a_crash_before_the_commit_leaves_no_turn(desk: Any, monkeypatch: pytest
     d.restart()
     lost = list(d.trajectory().turns.values())[-1]
     assert lost.completed is None
-    assert lost.requested.parent_turn_id == one.turn_id
+    assert lost.requested.parent_turn_id == first.turn_id
     again = d.take(messages)
-    assert d.link(again) == one.turn_id
+    assert d.link(again) == first.turn_id
     (sample,) = check_invariants(d)
-    assert sample.turn_ids == (one.turn_id, again.turn_id)
+    assert sample.turn_ids == (first.turn_id, again.turn_id)
     assert "lost" not in d.tokenizer.decode(sample.tokens)
 
 
 def test_a_failed_engine_leaves_no_turn(desk: Any) -> None:
     """30: an engine that fails leaves a failed turn, which is no parent and in no sample."""
     d = desk(_script("Sunny.", EngineError("out of memory"), "Rain."))
-    one = d.take([USER])
+    first = d.take([USER])
     with pytest.raises(EngineError):
-        d.take([USER, one.reply, _user()])
-    two = d.take([USER, one.reply, _user()])
-    assert d.link(two) == one.turn_id
+        d.take([USER, first.reply, _user()])
+    second = d.take([USER, first.reply, _user()])
+    assert d.link(second) == first.turn_id
     assert [t.failed is not None for t in d.trajectory().turns.values()] == [False, True, False]
     assert len(check_invariants(d)) == 1
 
@@ -80,16 +80,16 @@ def test_a_failed_engine_leaves_no_turn(desk: Any) -> None:
 def test_no_ids_at_all_are_a_turn_of_none(desk: Any) -> None:
     """30: an engine stopped before its first token: the turn is recorded, trained and extended by nobody."""
     d = desk(_script("Sunny.", ("", "abort", None), "Rain."))
-    one = d.take([USER])
-    messages = [USER, one.reply, _user()]
+    first = d.take([USER])
+    messages = [USER, first.reply, _user()]
     none = d.take(messages)
     assert (none.reply["content"], len(none.completed.completion_ids)) == ("", 0)
-    three = d.take([*messages, none.reply, _user("Well?")])
-    assert d.link(three) == "root:parent_without_end_of_turn"
+    third = d.take([*messages, none.reply, _user("Well?")])
+    assert d.link(third) == "root:parent_without_end_of_turn"
     d.restart()  # which reads it back
     left, right = samples_of(d.trajectory())
-    assert (left.turn_ids, right.turn_ids) == ((one.turn_id, none.turn_id), (three.turn_id,))
-    assert int(left.loss_mask.sum()) == len(one.completed.completion_ids)
+    assert (left.turn_ids, right.turn_ids) == ((first.turn_id, none.turn_id), (third.turn_id,))
+    assert int(left.loss_mask.sum()) == len(first.completed.completion_ids)
 
 
 # Weights -------------------------------------------------------------------------------------------
@@ -99,15 +99,15 @@ def test_weights_that_change_in_mid_completion_are_two_spans(desk: Any) -> None:
     """33: each token has the version that sampled it, and the next prompt holds the ids of both."""
     d = desk(_script("Sunny and warm, all day long.", "Rain."))
     d.engine.swaps = 3
-    one = d.take([USER])
+    first = d.take([USER])
     d.engine.swaps = None
-    two = d.take([USER, one.reply, _user()])
-    spans = d.turn(one).completed.version_spans
-    length = len(one.completed.completion_ids)
+    second = d.take([USER, first.reply, _user()])
+    spans = d.turn(first).completed.version_spans
+    length = len(first.completed.completion_ids)
     assert [(s.version, s.start, s.end) for s in spans] == [(3, 0, 3), (4, 3, length)]
-    assert one.completed.policy_version == 4
+    assert first.completed.policy_version == 4
     (sample,) = check_invariants(d)
-    start, end = one.completed.prompt_length, two.completed.prompt_length
+    start, end = first.completed.prompt_length, second.completed.prompt_length
     assert sample.versions[start : start + length].tolist() == [3] * 3 + [4] * (length - 3)
     assert (sample.versions[start + length : end] == -1).all()
     assert sample.oldest_version == 3
@@ -123,15 +123,15 @@ def test_a_stop_string_inside_a_token_trims_the_text_alone(desk: Any) -> None:
     texts = [d.tokenizer.decode([i]) for i in d.engine.ids_of("the weather in Paris today")]
     cut = next(t for t in texts[1:] if len(t) > 3)  # a token of several letters
     stop = cut[1:3]
-    one = d.take([USER], stop=[stop])
+    first = d.take([USER], stop=[stop])
     before = "the weather in Paris today".split(stop)[0]
-    assert one.reply["content"] == before
+    assert first.reply["content"] == before
     assert before.endswith(cut[0])  # half of the token is text, half is not
-    assert one.completed.finish_reason == "stop"
-    assert one.completed.flags == ["stop_string"]
-    ids = d.turn(one).completed.completion_ids
+    assert first.completed.finish_reason == "stop"
+    assert first.completed.flags == ["stop_string"]
+    ids = d.turn(first).completed.completion_ids
     assert d.tokenizer.decode(ids) == "the weather in Paris today"
-    assert d.link(d.take([USER, one.reply, _user()])) == "root:parent_without_end_of_turn"
+    assert d.link(d.take([USER, first.reply, _user()])) == "root:parent_without_end_of_turn"
     left, _ = check_invariants(d)
     assert left.tokens[left.loss_mask].tolist() == ids.tolist()
 
@@ -139,11 +139,11 @@ def test_a_stop_string_inside_a_token_trims_the_text_alone(desk: Any) -> None:
 def test_an_immediate_stop_is_a_turn_of_one_token(desk: Any) -> None:
     """40: a completion that is its end-of-turn token alone is trained, and extended."""
     d = desk(_script("", "Rain."))
-    one = d.take([USER])
-    assert one.reply == {"role": "assistant", "content": ""}
-    assert one.completed.completion_ids.tolist() == [d.tokenizer.stop_ids[0]]
-    two = d.take([USER, {"role": "assistant", "content": None}, _user()])
-    assert d.link(two) == one.turn_id
+    first = d.take([USER])
+    assert first.reply == {"role": "assistant", "content": ""}
+    assert first.completed.completion_ids.tolist() == [d.tokenizer.stop_ids[0]]
+    second = d.take([USER, {"role": "assistant", "content": None}, _user()])
+    assert d.link(second) == first.turn_id
     (sample,) = check_invariants(d)
     assert d.tokenizer.decode(sample.tokens[sample.loss_mask], special=True) == "<|im_end|>Rain.<|im_end|>"
 
@@ -168,10 +168,10 @@ def test_thoughts_of_every_shape_extend(desk: Any, case: str, shown: bool) -> No
     """41: white space around </think>, empty, unclosed and stray marks: read one way, kept as sampled."""
     text, reasoning, content = THOUGHTS[case]
     d = desk(_script(text, "Rain."))
-    one = d.take([USER])
-    assert (one.reply.get("reasoning_content"), one.reply["content"]) == (reasoning, content)
-    echoed = one.reply if shown else {"role": "assistant", "content": content}
-    assert d.link(d.take([USER, echoed, _user()])) == one.turn_id
+    first = d.take([USER])
+    assert (first.reply.get("reasoning_content"), first.reply["content"]) == (reasoning, content)
+    echoed = first.reply if shown else {"role": "assistant", "content": content}
+    assert d.link(d.take([USER, echoed, _user()])) == first.turn_id
     (sample,) = check_invariants(d)
     assert text + "<|im_end|>\n" in d.tokenizer.decode(sample.tokens, special=True)
 
@@ -187,10 +187,10 @@ def test_four_choices_are_four_siblings(desk: Any, tools: list[dict[str, Any]], 
     messages = [USER, first.reply, _user()]
     [siblings] = d.take_all({"messages": messages, "tools": tools, "n": 4, "seed": 11})
     assert len({t.turn_id for t in siblings}) == 4
-    asked = [d.turn(t).requested for t in siblings]
-    assert {a.parent_turn_id for a in asked} == {first.turn_id}
-    assert len({a.request_id for a in asked}) == 1
-    assert [a.sampling["seed"] for a in asked] == [11, 12, 13, 14]
+    requests = [d.turn(t).requested for t in siblings]
+    assert {a.parent_turn_id for a in requests} == {first.turn_id}
+    assert len({a.request_id for a in requests}) == 1
+    assert [a.sampling["seed"] for a in requests] == [11, 12, 13, 14]
     assert len({t.completed.prompt_sha256 for t in siblings}) == 1
     assert len({t.completed.completion_ids.tobytes() for t in siblings}) == 4
     assert all(d.trajectory().messages(d.turn(t)) == messages for t in siblings)
@@ -203,22 +203,22 @@ def test_four_choices_are_four_siblings(desk: Any, tools: list[dict[str, Any]], 
     assert len(samples) == 4
     assert samples[0].turn_ids[0] == first.turn_id
     assert sum(int(s.loss_mask.sum()) for s in samples) == sum(
-        len(made.generation.completion_ids) for made in d.engine.seen.values()
+        len(sampled.generation.completion_ids) for sampled in d.engine.seen.values()
     )
 
 
 def test_call_ids_that_collide_keep_trajectories_apart(desk: Any, tools: list[dict[str, Any]]) -> None:
     """36: two agents that name their calls alike, in the very same words, go on from their own turns."""
     d = desk(_script(CALL, CALL, "Rain.", "Snow."))
-    ones = {name: d.take([USER], name, tools=tools) for name in ("a", "b")}
-    for name, one in ones.items():
-        [call] = one.reply["tool_calls"]
-        echoed = one.reply | {"tool_calls": [call | {"id": "call_0"}]}
+    firsts = {name: d.take([USER], name, tools=tools) for name in ("a", "b")}
+    for name, first in firsts.items():
+        [call] = first.reply["tool_calls"]
+        echoed = first.reply | {"tool_calls": [call | {"id": "call_0"}]}
         result = {"role": "tool", "tool_call_id": "call_0", "content": "3"}
-        two = d.take([USER, echoed, result], name, tools=tools)
-        assert d.link(two, name) == one.turn_id
+        second = d.take([USER, echoed, result], name, tools=tools)
+        assert d.link(second, name) == first.turn_id
         (sample,) = check_invariants(d, name)
-        assert sample.turn_ids == (one.turn_id, two.turn_id)
+        assert sample.turn_ids == (first.turn_id, second.turn_id)
 
 
 def test_a_call_id_of_another_trajectory_decides_nothing(desk: Any, tools: list[dict[str, Any]]) -> None:
@@ -239,9 +239,9 @@ def test_a_call_id_of_another_trajectory_decides_nothing(desk: Any, tools: list[
 def test_folding_the_log_twice_gives_the_same_samples(desk: Any, tools: list[dict[str, Any]]) -> None:
     """43: a fold is a function of the events: again, after a restart, and with other traffic in between."""
     d = desk(_script(CALL, "other", "Rain.", "Snow."))
-    one = d.take([USER], tools=tools)
+    first = d.take([USER], tools=tools)
     d.take([USER], "other")
-    messages = [USER, one.reply, {"role": "tool", "content": "3"}]
+    messages = [USER, first.reply, {"role": "tool", "content": "3"}]
     d.take(messages, tools=tools)
     d.take(messages, tools=tools)
 
@@ -251,7 +251,7 @@ def test_folding_the_log_twice_gives_the_same_samples(desk: Any, tools: list[dic
     d.runner.run(d.recorder.settle())
     before = digests()
     assert before == digests()
-    assert [len(found) for found in before] == [2, 1]
+    assert [len(samples) for samples in before] == [2, 1]
     d.restart()
     assert before == digests()
     assert sorted(before) == sorted([s.digest() for s in samples_of(t)] for t in d.trajectories())
@@ -271,16 +271,16 @@ def test_images_go_on_as_text_does(desk: Any, real_chat: Callable[..., ChatToken
     d.engine.takes_images = True
     shown = {"role": "user", "content": [_image("A"), {"type": "text", "text": "What is it?"}]}
     more = {"role": "user", "content": [{"type": "text", "text": "And this?"}, _image("B")]}
-    one = d.take([shown])
-    two = d.take([shown, one.reply, more])
-    assert d.link(two) == one.turn_id
+    first = d.take([shown])
+    second = d.take([shown, first.reply, more])
+    assert d.link(second) == first.turn_id
     urls = [part["image_url"]["url"] for part in (_image("A"), _image("B"))]
-    assert [d.engine.seen[t.turn_id].images for t in (one, two)] == [(urls[0],), tuple(urls)]
+    assert [d.engine.seen[t.turn_id].images for t in (first, second)] == [(urls[0],), tuple(urls)]
     (sample,) = check_invariants(d)
     pad = d.tokenizer.tokenizer.token_to_id("<|image_pad|>")
     assert int((sample.tokens == pad).sum()) == 2
     other = {"role": "user", "content": [_image("C"), shown["content"][1]]}
-    assert d.link(d.take([other, one.reply, more])) == "root:no_matching_turn"
+    assert d.link(d.take([other, first.reply, more])) == "root:no_matching_turn"
 
 
 def test_images_are_refused_where_the_engine_takes_none(desk: Any) -> None:
@@ -294,19 +294,19 @@ def test_images_are_refused_where_the_engine_takes_none(desk: Any) -> None:
 def test_ids_come_back_as_they_were_sent(desk: Any) -> None:
     """11: the parent's ids in the next prompt are the array that was sampled, not an encoding of its text."""
     d = desk(_script("Sunny and warm.", "Rain."))
-    one = d.take([USER])
+    first = d.take([USER])
     d.restart()
-    two = d.take([USER, one.reply, _user()])
-    sampled = d.engine.seen[one.turn_id].generation.completion_ids
-    start = one.completed.prompt_length
-    assert np.array_equal(d.engine.seen[two.turn_id].prompt[start : start + len(sampled)], sampled)
+    second = d.take([USER, first.reply, _user()])
+    sampled = d.engine.seen[first.turn_id].generation.completion_ids
+    start = first.completed.prompt_length
+    assert np.array_equal(d.engine.seen[second.turn_id].prompt[start : start + len(sampled)], sampled)
     assert sampled.tolist() != d.tokenizer.encode(d.tokenizer.decode(sampled, special=True)).tolist()
 
 
 def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
     """What names no trajectory is told apart by what it goes on from, whoever recorded the beginning."""
     d = desk(lambda messages, tools: "yes")
-    asked = [{"role": "user", "content": "who am I?"}]
+    history = [{"role": "user", "content": "who am I?"}]
 
     async def take(messages: list[Any]) -> tuple[str, str]:
         live = d.recorder.unnamed(chain_all(messages))
@@ -315,12 +315,12 @@ def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
         [turn] = await d.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
         return live.opened.name, turn.turn_id
 
-    name, first = d.runner.run(take(asked))
+    name, first = d.runner.run(take(history))
     d.restart()
-    more = [*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
+    more = [*history, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
     again, second = d.runner.run(take(more))
     assert again == name
-    other, _ = d.runner.run(take(asked))
+    other, _ = d.runner.run(take(history))
     assert other != name
     [trajectory] = [t for t in d.trajectories() if t.opened.name == name]
     assert trajectory.turns[second].requested.parent_turn_id == first

@@ -45,9 +45,9 @@ def _silent(answered: Any) -> dict[str, Any]:
 def test_dropped_reasoning_means_nothing(desk: Any, template: str) -> None:
     """02: under restore the model goes on from what it thought, though the client shows none of it."""
     d = desk(_script("<think>hm</think>Sunny.", "Rain."), template)
-    one = d.take([USER])
-    assert one.reply["reasoning_content"] == "hm"
-    assert d.link(d.take([USER, _silent(one), _tool("ok")])) == one.turn_id
+    first = d.take([USER])
+    assert first.reply["reasoning_content"] == "hm"
+    assert d.link(d.take([USER, _silent(first), _tool("ok")])) == first.turn_id
     (sample,) = check_invariants(d)
     assert "<think>hm</think>Sunny." in d.tokenizer.decode(sample.tokens)
 
@@ -55,9 +55,9 @@ def test_dropped_reasoning_means_nothing(desk: Any, template: str) -> None:
 def test_dropped_reasoning_is_a_removal(desk: Any) -> None:
     """02: under respect it is taken out of the prompt, which then is a root; shown, it extends."""
     d = desk(_script("<think>hm</think>Sunny.", "Rain.", "Snow."), policy=RESPECT)
-    one = d.take([USER])
-    assert d.link(d.take([USER, one.reply, _user()])) == one.turn_id
-    assert d.link(d.take([USER, _silent(one), _user()])) == "root:reasoning_removed"
+    first = d.take([USER])
+    assert d.link(d.take([USER, first.reply, _user()])) == first.turn_id
+    assert d.link(d.take([USER, _silent(first), _user()])) == "root:reasoning_removed"
     _, second = check_invariants(d)
     assert "hm" not in d.tokenizer.decode(second.tokens)
 
@@ -66,21 +66,21 @@ def test_dropped_reasoning_is_a_removal(desk: Any) -> None:
 def test_edited_reasoning_makes_a_root(desk: Any, name: str) -> None:
     """10: reasoning that the client changed was not sampled; under which name it is shown means nothing."""
     d = desk(_script("<think>hm</think>Sunny.", "Rain.", "Snow."))
-    one = d.take([USER])
-    assert d.link(d.take([USER, _silent(one) | {name: " hm\n"}, _user()])) == one.turn_id
-    assert d.link(d.take([USER, _silent(one) | {name: "changed"}, _user()])) == "root:no_matching_turn"
+    first = d.take([USER])
+    assert d.link(d.take([USER, _silent(first) | {name: " hm\n"}, _user()])) == first.turn_id
+    assert d.link(d.take([USER, _silent(first) | {name: "changed"}, _user()])) == "root:no_matching_turn"
     assert len(check_invariants(d)) == 2
 
 
 def test_edited_reasoning_of_an_earlier_turn_makes_a_root(desk: Any) -> None:
     """10: that of any turn counts, not only that of the last."""
     d = desk(_script("<think>hm</think>Sunny.", "Rain.", "Snow.", "Bye."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    edited = one.reply | {"reasoning_content": "changed"}
-    three = d.take([USER, edited, _user(), two.reply, _user("More")])
-    assert d.link(three).startswith("root:")
-    assert d.link(d.take([USER, _silent(one), _user(), two.reply, _user("More")])) == two.turn_id
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    edited = first.reply | {"reasoning_content": "changed"}
+    third = d.take([USER, edited, _user(), second.reply, _user("More")])
+    assert d.link(third).startswith("root:")
+    assert d.link(d.take([USER, _silent(first), _user(), second.reply, _user("More")])) == second.turn_id
     check_invariants(d)
 
 
@@ -88,18 +88,18 @@ def test_reasoning_put_into_what_was_not_sampled_makes_a_root(desk: Any) -> None
     """10: thoughts added to an assistant message that the client wrote itself are an edit, too."""
     d = desk(_script("Sunny.", "Rain."))
     shot = [_user("2+2?"), {"role": "assistant", "content": "4"}, USER]
-    one = d.take(shot)
+    first = d.take(shot)
     shot[1] = shot[1] | {"reasoning_content": "easy"}
-    assert d.link(d.take([*shot, one.reply, _user()])) == "root:no_matching_turn"
+    assert d.link(d.take([*shot, first.reply, _user()])) == "root:no_matching_turn"
 
 
 def test_earlier_dropped_reasoning_is_a_removal(desk: Any) -> None:
     """02: under respect a client that drops it from an earlier turn, later, removes it as well."""
     d = desk(_script("<think>hm</think>Sunny.", "Rain.", "Snow."), policy=RESPECT)
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    three = d.take([USER, _silent(one), _user(), two.reply, _user("More")])
-    assert d.link(three) == "root:reasoning_removed"
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    third = d.take([USER, _silent(first), _user(), second.reply, _user("More")])
+    assert d.link(third) == "root:reasoning_removed"
     check_invariants(d)
 
 
@@ -109,21 +109,21 @@ def test_earlier_dropped_reasoning_is_a_removal(desk: Any) -> None:
 def test_reasoning_dropped_long_ago_is_not_forgotten(desk: Any) -> None:
     """16: what a template takes away is seen, though no message the client sends shows it any more."""
     d = desk(_script("<think>hm</think>Looking.", "Rain.", "Bye."), "rewriting")
-    one = d.take([USER])
-    messages = [USER, _silent(one), _tool("rain")]
-    two = d.take(messages)
-    assert d.link(two) == one.turn_id
-    three = d.take([*messages, two.reply, _user()])
-    assert d.link(three) == "root:template_rewrites_history"
+    first = d.take([USER])
+    messages = [USER, _silent(first), _tool("rain")]
+    second = d.take(messages)
+    assert d.link(second) == first.turn_id
+    third = d.take([*messages, second.reply, _user()])
+    assert d.link(third) == "root:template_rewrites_history"
     check_invariants(d)
 
 
 def test_the_history_may_be_preserved(desk: Any) -> None:
     """15: under preserve a new user turn is appended to the thoughts that the template would take away."""
     d = desk(_script("<think>hm</think>Looking.", "Rain."), "rewriting", PRESERVE)
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    assert d.link(two) == one.turn_id
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    assert d.link(second) == first.turn_id
     (sample,) = check_invariants(d)
     assert d.tokenizer.decode(sample.tokens, special=True) == (
         "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\n"
@@ -146,13 +146,13 @@ def test_preserved_history_is_the_prefix_preserving_template(
         )
     else:
         d.engine.answers = _script("thinking\n</think>\n\nSunny.", "so\n</think>\n\nRain.", "x")
-    taken = []
+    turns = []
     for text in ("And tomorrow?", "And then?"):
-        taken.append(d.take(messages))
-        messages = [*messages, taken[-1].reply, _user(text)]
-    taken.append(d.take(messages))
-    assert [t.reply.get("reasoning_content") for t in taken[:2]] == ["thinking", "so"]
-    assert [d.link(t) for t in taken] == ["root:first_turn", taken[0].turn_id, taken[1].turn_id]
+        turns.append(d.take(messages))
+        messages = [*messages, turns[-1].reply, _user(text)]
+    turns.append(d.take(messages))
+    assert [t.reply.get("reasoning_content") for t in turns[:2]] == ["thinking", "so"]
+    assert [d.link(t) for t in turns] == ["root:first_turn", turns[0].turn_id, turns[1].turn_id]
     whole = real_chat(f"{family}_training").render(messages, None, generate=True)
     assert d.tokenizer.decode(d.engine.sent[-1], special=True) == whole
     assert np.array_equal(d.engine.sent[-1], d.tokenizer.encode(whole))
@@ -175,11 +175,11 @@ def test_preserved_history_is_the_prefix_preserving_template(
 def test_a_turn_without_an_end_may_be_closed(desk: Any, answer: Any, body: dict[str, Any]) -> None:
     """13: under close the end-of-turn token is appended as context: it was not sampled, nor is it trained."""
     d = desk(_script(answer, "Rain."), policy=CLOSE)
-    one = d.take([USER], **body)
-    two = d.take([USER, one.reply, _user()])
-    assert d.link(two) == one.turn_id
+    first = d.take([USER], **body)
+    second = d.take([USER, first.reply, _user()])
+    assert d.link(second) == first.turn_id
     (sample,) = check_invariants(d)
-    start = one.completed.prompt_length + len(one.completed.completion_ids)
+    start = first.completed.prompt_length + len(first.completed.completion_ids)
     assert sample.tokens[start] == d.tokenizer.stop_ids[0]
     assert not sample.loss_mask[start]
     assert sample.loss_mask[start - 1]
@@ -190,17 +190,17 @@ def test_a_turn_without_an_end_may_be_closed(desk: Any, answer: Any, body: dict[
 def test_a_turn_that_ended_otherwise_is_not_closed(desk: Any, chat: Any) -> None:
     """14: a turn that has an end, though not the template's, is not given another one."""
     d = desk(_script(("Sunny.", "stop", chat().stop_ids[1]), "Rain."), policy=CLOSE)
-    one = d.take([USER])
-    assert d.link(d.take([USER, one.reply, _user()])) == "root:no_end_of_turn_in_template"
+    first = d.take([USER])
+    assert d.link(d.take([USER, first.reply, _user()])) == "root:no_end_of_turn_in_template"
 
 
 @pytest.mark.parametrize("unfinished", ["root", "close"])
 def test_a_reply_that_was_cut_in_front_of_its_end_makes_a_root(desk: Any, unfinished: str) -> None:
     """13: an engine that ran past the stop string sampled what nobody was shown: nothing goes on from it."""
     d = desk(_script("Sunny.#stop# and more", "Rain."), policy=TreePolicy(unfinished=unfinished))
-    one = d.take([USER], stop=["#stop#"])
-    assert (one.reply["content"], one.completed.flags) == ("Sunny.", ["stop_string"])
-    assert int(one.completed.completion_ids[-1]) in d.tokenizer.stop_ids
-    two = d.take([USER, one.reply, USER])
-    assert d.link(two) == "root:reply_was_cut"
+    first = d.take([USER], stop=["#stop#"])
+    assert (first.reply["content"], first.completed.flags) == ("Sunny.", ["stop_string"])
+    assert int(first.completed.completion_ids[-1]) in d.tokenizer.stop_ids
+    second = d.take([USER, first.reply, USER])
+    assert d.link(second) == "root:reply_was_cut"
     assert "and more" not in d.tokenizer.decode(d.engine.sent[1], special=True)

@@ -189,8 +189,8 @@ class Clients(RuleBasedStateMachine):
         self, line: Line, index: int, answered: Any, finished: bool | None, messages: list[Any]
     ) -> None:
         """The line goes on with what it was answered."""
-        said = (*messages, answered.reply)
-        grown = replace(line, messages=said, turn=answered, certain=self._extends(finished))
+        history = (*messages, answered.reply)
+        grown = replace(line, messages=history, turn=answered, certain=self._extends(finished))
         self.lines = [*self.lines[:index], grown, *self.lines[index + 1 :]]
 
     def _request(self, line: Line, *, drop: bool) -> tuple[list[Any], Any]:
@@ -267,9 +267,9 @@ class Clients(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def fork(self, which: int) -> None:
         """The same history is gone on from twice."""
-        told = [line for line in self.lines if line.turn]
+        lines = [line for line in self.lines if line.turn]
         if len(self.lines) < 8:
-            self.lines.append(told[which % len(told)])
+            self.lines.append(lines[which % len(lines)])
 
     @precondition(lambda self: any(line.turn for line in self.lines))
     @rule(
@@ -278,8 +278,8 @@ class Clients(RuleBasedStateMachine):
     )
     def edit(self, which: int, how: str) -> None:
         """The client makes another conversation of it: what it changed was not sampled."""
-        told = [i for i, line in enumerate(self.lines) if line.turn]
-        index = told[which % len(told)]
+        indexes = [i for i, line in enumerate(self.lines) if line.turn]
+        index = indexes[which % len(indexes)]
         line = self.lines[index]
         last, tools, messages = line.messages[-1], line.tools, line.messages[:-1]
         match how:

@@ -126,14 +126,14 @@ def transition(kind: str, *, thinks: bool) -> tuple[list[Any], Any, list[Any], A
     return [user, called, _result(1)], answer, [more], TOOLS
 
 
-def best_bridge(tokenizer: ChatTokenizer, asked: Any, reply: Any, new: Any, tools: Any) -> tuple[Any, int]:
+def best_bridge(tokenizer: ChatTokenizer, messages: Any, reply: Any, new: Any, tools: Any) -> tuple[Any, int]:
     """The bridge behind the first end-of-turn token that has one, or why there is none; and that token."""
     refused: list[tuple[NoBridge, int]] = []
     for last in tokenizer.stop_ids:
-        found = bridge(tokenizer, asked, reply, new, tools, last)
-        if not isinstance(found, NoBridge):
-            return found, last
-        refused.append((found, last))
+        result = bridge(tokenizer, messages, reply, new, tools, last)
+        if not isinstance(result, NoBridge):
+            return result, last
+        refused.append((result, last))
     return refused[0]
 
 
@@ -155,12 +155,12 @@ def test_which_transitions_have_a_bridge(real_chat: RealChat, name: str) -> None
     for thinks in (False, True):
         row = []
         for kind in TRANSITIONS:
-            asked, reply, new, tools = transition(kind, thinks=thinks)
-            found, last = best_bridge(tokenizer, asked, reply, new, tools)
-            row.append(found.reason if isinstance(found, NoBridge) else BRIDGE)
-            if not isinstance(found, NoBridge):
-                whole = tokenizer.encode(tokenizer.render([*asked, reply, *new], tools, generate=True))
-                assert whole[-len(found) - 1 :].tolist() == [last, *found], (kind, thinks)
+            messages, reply, new, tools = transition(kind, thinks=thinks)
+            result, last = best_bridge(tokenizer, messages, reply, new, tools)
+            row.append(result.reason if isinstance(result, NoBridge) else BRIDGE)
+            if not isinstance(result, NoBridge):
+                whole = tokenizer.encode(tokenizer.render([*messages, reply, *new], tools, generate=True))
+                assert whole[-len(result) - 1 :].tolist() == [last, *result], (kind, thinks)
         rows.append(tuple(row))
     assert tuple(rows) == _expected(name)
 
@@ -189,10 +189,10 @@ def _conversations(rng: random.Random) -> Iterator[tuple[list[Any], Any, list[An
     """Transitions with texts that tokenizers and templates stumble over."""
     for kind in TRANSITIONS:
         for thinks in (False, True):
-            asked, reply, new, tools = transition(kind, thinks=thinks)
-            asked = [m | {"content": _spoken(rng)} for m in asked]
+            messages, reply, new, tools = transition(kind, thinks=thinks)
+            messages = [m | {"content": _spoken(rng)} for m in messages]
             yield (
-                asked,
+                messages,
                 reply | {"content": _spoken(rng)},
                 [m | {"content": _spoken(rng)} for m in new],
                 tools,
@@ -206,11 +206,11 @@ def test_a_bridge_is_what_rendering_the_whole_appends(real_chat: RealChat, name:
     tokenizer, rng = real_chat(name), random.Random(name)
     compared = 0
     for _ in range(6):
-        for asked, reply, new, tools in _conversations(rng):
-            found, last = best_bridge(tokenizer, asked, reply, new, tools)
-            if not isinstance(found, NoBridge):
-                whole = tokenizer.encode(tokenizer.render([*asked, reply, *new], tools, generate=True))
-                assert np.array_equal(whole[-len(found) - 1 :], [last, *found])
+        for messages, reply, new, tools in _conversations(rng):
+            result, last = best_bridge(tokenizer, messages, reply, new, tools)
+            if not isinstance(result, NoBridge):
+                whole = tokenizer.encode(tokenizer.render([*messages, reply, *new], tools, generate=True))
+                assert np.array_equal(whole[-len(result) - 1 :], [last, *result])
                 compared += 1
     assert compared or BRIDGE not in {*_expected(name)[0], *_expected(name)[1]}
 

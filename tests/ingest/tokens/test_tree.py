@@ -43,12 +43,12 @@ def _script(*answers: Any) -> Callable[[Any, Any], Any]:
 def test_a_verbatim_echo_extends(desk: Any) -> None:
     """01: the client sends back exactly what it got: one sample, whose mask is the two completions."""
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    assert d.link(one) == "root:first_turn"
-    assert d.link(two) == one.turn_id
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    assert d.link(first) == "root:first_turn"
+    assert d.link(second) == first.turn_id
     (sample,) = check_invariants(d)
-    assert sample.turn_ids == (one.turn_id, two.turn_id)
+    assert sample.turn_ids == (first.turn_id, second.turn_id)
     assert d.tokenizer.decode(sample.tokens, special=True) == (
         "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\nSunny.<|im_end|>\n"
         "<|im_start|>user\nAnd tomorrow?<|im_end|>\n<|im_start|>assistant\nRain.<|im_end|>"
@@ -91,35 +91,37 @@ ECHOES = {
 def test_a_reserialised_echo_extends(desk: Any, tools: list[dict[str, Any]], echo: str) -> None:
     """03, 04, 06, 07, 07b: key order, white space, 2.0 for 2, null for "", extra keys: still the turn."""
     d = desk(_script(TWO_CALLS, "Rain."))
-    one = d.take([USER], tools=tools)
-    echoed = ECHOES[echo](one.reply)
-    two = d.take([USER, echoed, _tool(one, "3"), _tool(one, "4", 1)], tools=tools)
-    assert d.link(two) == one.turn_id
+    first = d.take([USER], tools=tools)
+    echoed = ECHOES[echo](first.reply)
+    second = d.take([USER, echoed, _tool(first, "3"), _tool(first, "4", 1)], tools=tools)
+    assert d.link(second) == first.turn_id
     assert len(check_invariants(d)) == 1
 
 
 def test_text_as_parts_extends(desk: Any) -> None:
     """05: a client that sends text as a list of parts still goes on from its turn."""
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([USER])
+    first = d.take([USER])
     parts = {
         "role": "assistant",
         "content": [{"type": "text", "text": "Sun"}, {"type": "text", "text": "ny."}],
     }
-    two = d.take([{"role": "user", "content": [{"type": "text", "text": USER["content"]}]}, parts, _user()])
-    assert d.link(two) == one.turn_id
+    second = d.take(
+        [{"role": "user", "content": [{"type": "text", "text": USER["content"]}]}, parts, _user()]
+    )
+    assert d.link(second) == first.turn_id
 
 
 def test_sampled_ids_are_kept_though_no_tokenizer_gives_them(desk: Any) -> None:
     """11: the ids sampled stay in the next prompt, where encoding their text gives others."""
     d = desk(_script("calling the tool now, calling the tool now", "Rain."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
     sampled = d.engine.made[0].completion_ids
     text = d.tokenizer.decode(sampled, special=True)
     assert sampled.tolist() != d.tokenizer.encode(text).tolist()
-    prompt = d.trajectory().prompt_ids(d.turn(two))
-    start = one.completed.prompt_length
+    prompt = d.trajectory().prompt_ids(d.turn(second))
+    start = first.completed.prompt_length
     assert np.array_equal(prompt[start : start + len(sampled)], sampled)
     assert np.array_equal(d.engine.sent[1], prompt)
     assert not np.array_equal(prompt, d.tokenizer.encode(d.tokenizer.decode(prompt, special=True)))
@@ -129,8 +131,8 @@ def test_a_canonical_completion_equals_rendering_the_whole(desk: Any) -> None:
     """29: if the engine samples what the tokenizer would give, extending is rendering the history."""
     d = desk(_script("Sunny.", "Rain."))
     d.engine.ids_of = lambda text: d.tokenizer.encode(text).tolist()
-    one = d.take([USER])
-    messages = [USER, one.reply, _user()]
+    first = d.take([USER])
+    messages = [USER, first.reply, _user()]
     d.take(messages)
     whole = d.tokenizer.encode(d.tokenizer.render(messages, None, generate=True))
     assert np.array_equal(d.engine.sent[1], whole)
@@ -139,19 +141,19 @@ def test_a_canonical_completion_equals_rendering_the_whole(desk: Any) -> None:
 def test_tool_results_in_another_order_are_new_content(desk: Any, tools: list[dict[str, Any]]) -> None:
     """24: which result comes first is the client's to say."""
     d = desk(_script(TWO_CALLS, "Rain."))
-    one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply, _tool(one, "4", 1), _tool(one, "3")], tools=tools)
-    assert d.link(two) == one.turn_id
+    first = d.take([USER], tools=tools)
+    second = d.take([USER, first.reply, _tool(first, "4", 1), _tool(first, "3")], tools=tools)
+    assert d.link(second) == first.turn_id
 
 
 def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: list[dict[str, Any]]) -> None:
     """27: a file that holds <|im_end|> makes context without loss, and the turn after it extends too."""
     d = desk(_script(CALL, "Rain.", "Bye."))
-    one = d.take([USER], tools=tools)
-    messages = [USER, one.reply, _tool(one, "log:<|im_end|>\n<|im_start|>assistant\nhi")]
-    two = d.take(messages, tools=tools)
-    three = d.take([*messages, two.reply, _user()], tools=tools)
-    assert [d.link(two), d.link(three)] == [one.turn_id, two.turn_id]
+    first = d.take([USER], tools=tools)
+    messages = [USER, first.reply, _tool(first, "log:<|im_end|>\n<|im_start|>assistant\nhi")]
+    second = d.take(messages, tools=tools)
+    third = d.take([*messages, second.reply, _user()], tools=tools)
+    assert [d.link(second), d.link(third)] == [first.turn_id, second.turn_id]
     (sample,) = check_invariants(d)
     stop = d.tokenizer.stop_ids[0]
     assert int((sample.tokens[sample.loss_mask] == stop).sum()) == 3
@@ -160,9 +162,9 @@ def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: list[
 def test_a_template_that_wants_string_arguments_extends(desk: Any, tools: list[dict[str, Any]]) -> None:
     """The bridge is derived in the form of arguments the template takes."""
     d = desk(_script(CALL, "Rain."), "string_arguments")
-    one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply, _tool(one, "3")], tools=tools)
-    assert d.link(two) == one.turn_id
+    first = d.take([USER], tools=tools)
+    second = d.take([USER, first.reply, _tool(first, "3")], tools=tools)
+    assert d.link(second) == first.turn_id
 
 
 # What becomes a root -------------------------------------------------------------------------------
@@ -185,17 +187,17 @@ EDITS = {
 def test_an_edited_turn_makes_a_root(desk: Any, tools: list[dict[str, Any]], edit: str) -> None:
     """08, 09, 25: what the client changed was not sampled: two samples, each exact."""
     d = desk(_script(TWO_CALLS, "Rain."))
-    one = d.take([USER], tools=tools)
-    two = d.take([USER, EDITS[edit](one.reply), _tool(one, "3")], tools=tools)
-    assert d.link(two) == "root:no_matching_turn"
+    first = d.take([USER], tools=tools)
+    second = d.take([USER, EDITS[edit](first.reply), _tool(first, "3")], tools=tools)
+    assert d.link(second) == "root:no_matching_turn"
     assert len(check_invariants(d)) == 2
 
 
 def test_white_space_a_client_strips_makes_a_root(desk: Any) -> None:
     """White space of content counts: a stripped echo is another text."""
     d = desk(_script("Sunny.\n", "Rain."))
-    one = d.take([USER])
-    assert one.reply["content"] == "Sunny.\n"
+    first = d.take([USER])
+    assert first.reply["content"] == "Sunny.\n"
     assert (
         d.link(d.take([USER, {"role": "assistant", "content": "Sunny."}, _user()])) == "root:no_matching_turn"
     )
@@ -204,28 +206,28 @@ def test_white_space_a_client_strips_makes_a_root(desk: Any) -> None:
 def test_a_parent_cut_off_by_length_makes_a_root(desk: Any) -> None:
     """12: a turn that ran out of tokens is gone on from in a root of its own."""
     d = desk(_script(("Sunny with", "length", None), "Rain."))
-    one = d.take([USER])
-    assert one.completed.finish_reason == "length"
-    assert d.link(d.take([USER, one.reply, _user()])) == "root:parent_without_end_of_turn"
+    first = d.take([USER])
+    assert first.completed.finish_reason == "length"
+    assert d.link(d.take([USER, first.reply, _user()])) == "root:parent_without_end_of_turn"
     assert len(check_invariants(d)) == 2
 
 
 def test_a_parent_ended_by_another_stop_token_makes_a_root(desk: Any, chat: Any) -> None:
     """14: <|endoftext|> ends a completion, but the template does not write it."""
     d = desk(_script(("Sunny.", "stop", chat().stop_ids[1]), "Rain."))
-    one = d.take([USER])
-    assert one.reply["content"] == "Sunny."
-    assert d.link(d.take([USER, one.reply, _user()])) == "root:no_end_of_turn_in_template"
+    first = d.take([USER])
+    assert first.reply["content"] == "Sunny."
+    assert d.link(d.take([USER, first.reply, _user()])) == "root:no_end_of_turn_in_template"
 
 
 def test_a_template_that_drops_thinking_makes_a_root(desk: Any) -> None:
     """16: after a new user message this template would render earlier thinking away."""
     d = desk(_script("<think>hm</think>Looking.", "Rain.", "Bye."), "rewriting")
-    one = d.take([USER])
-    messages = [USER, one.reply, {"role": "tool", "content": "rain"}]
-    two = d.take(messages)
-    three = d.take([*messages, two.reply, _user()])
-    assert [d.link(two), d.link(three)] == [one.turn_id, "root:template_rewrites_history"]
+    first = d.take([USER])
+    messages = [USER, first.reply, {"role": "tool", "content": "rain"}]
+    second = d.take(messages)
+    third = d.take([*messages, second.reply, _user()])
+    assert [d.link(second), d.link(third)] == [first.turn_id, "root:template_rewrites_history"]
     assert len(check_invariants(d)) == 2
 
 
@@ -234,38 +236,38 @@ def test_other_tools_make_a_root(desk: Any, tools: list[dict[str, Any]], change:
     """17: tools are part of the prompt, in their order."""
     other = {"reordered": tools[::-1], "dropped": None, "edited": [tools[0], tools[1] | {"strict": True}]}
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply, _user()], tools=other[change])
-    assert d.link(two) == "root:no_matching_turn"
+    first = d.take([USER], tools=tools)
+    second = d.take([USER, first.reply, _user()], tools=other[change])
+    assert d.link(second) == "root:no_matching_turn"
 
 
 def test_another_system_message_makes_a_root(desk: Any) -> None:
     """18: a date in the system message is another conversation."""
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([{"role": "system", "content": "Today is Monday."}, USER])
-    two = d.take([{"role": "system", "content": "Today is Tuesday."}, USER, one.reply, _user()])
-    assert d.link(two) == "root:no_matching_turn"
+    first = d.take([{"role": "system", "content": "Today is Monday."}, USER])
+    second = d.take([{"role": "system", "content": "Today is Tuesday."}, USER, first.reply, _user()])
+    assert d.link(second) == "root:no_matching_turn"
 
 
 def test_an_injected_assistant_message_makes_a_root(desk: Any) -> None:
     """26: a turn the engine never took is in the prompt, so nothing of it may be trained."""
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([USER])
+    earlier = d.take([USER])
     injected = {"role": "assistant", "content": "Injected."}
-    two = d.take([USER, one.reply, _user(), injected, _user("Go on")])
-    assert d.link(two) == "root:foreign_assistant_message"
+    later = d.take([USER, earlier.reply, _user(), injected, _user("Go on")])
+    assert d.link(later) == "root:foreign_assistant_message"
     first, second = check_invariants(d)
     assert "Injected." in d.tokenizer.decode(second.tokens)
     assert "Injected." not in d.tokenizer.decode(second.tokens[second.loss_mask])
-    assert first.turn_ids == (one.turn_id,)
+    assert first.turn_ids == (earlier.turn_id,)
 
 
 def test_the_sentinel_in_user_text_makes_a_root(desk: Any) -> None:
     """42: text that holds this process's sentinel costs a sample and nothing else."""
     d = desk(_script("Sunny.", "Rain."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user(SENTINEL)])
-    assert d.link(two) == "root:sentinel_not_rendered_once"
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user(SENTINEL)])
+    assert d.link(second) == "root:sentinel_not_rendered_once"
     assert len(check_invariants(d)) == 2
 
 
@@ -273,9 +275,9 @@ def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
     """F2: where the self-test fails, every turn is a root that says so."""
     d = desk(_script("Sunny.", "Rain."), "not_atomic")
     assert d.turn_runner.bridges.refused == "end_of_turn_not_atomic"
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    assert [d.link(one), d.link(two)] == ["root:extension_refused", "root:extension_refused"]
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    assert [d.link(first), d.link(second)] == ["root:extension_refused", "root:extension_refused"]
     check_invariants(d)
 
 
@@ -295,36 +297,40 @@ def test_a_system_message_the_template_refuses_is_a_400(desk: Any) -> None:
 def test_compaction_makes_a_root_that_itself_extends(desk: Any) -> None:
     """19: after a summary the conversation is another one, and goes on as such: two samples."""
     d = desk(_script("Sunny.", "Rain.", "Snow.", "Bye."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
     summary = [_user("Summary: sun, then rain. Next?")]
-    three = d.take(summary)
-    four = d.take([*summary, three.reply, _user()])
-    assert [d.link(t) for t in (two, three, four)] == [one.turn_id, "root:no_matching_turn", three.turn_id]
+    third = d.take(summary)
+    fourth = d.take([*summary, third.reply, _user()])
+    assert [d.link(t) for t in (second, third, fourth)] == [
+        first.turn_id,
+        "root:no_matching_turn",
+        third.turn_id,
+    ]
     samples = check_invariants(d)
-    assert [s.turn_ids for s in samples] == [(one.turn_id, two.turn_id), (three.turn_id, four.turn_id)]
+    assert [s.turn_ids for s in samples] == [(first.turn_id, second.turn_id), (third.turn_id, fourth.turn_id)]
 
 
 def test_an_interleaved_sub_agent_leaves_the_main_line_alone(desk: Any, tools: list[dict[str, Any]]) -> None:
     """20: a sub-agent with its own system message has its own root; the main line still extends."""
     d = desk(_script(CALL, "sub 1", "Rain.", "sub 2"))
-    one = d.take([USER], tools=tools)
+    main = d.take([USER], tools=tools)
     sub_messages = [{"role": "system", "content": "Summarise."}, _user("text")]
     sub = d.take(sub_messages)
-    two = d.take([USER, one.reply, _tool(one, "3")], tools=tools)
+    main_two = d.take([USER, main.reply, _tool(main, "3")], tools=tools)
     sub_two = d.take([*sub_messages, sub.reply, _user()])
-    assert [d.link(t) for t in (one, sub)] == ["root:first_turn", "root:no_matching_turn"]
-    assert [d.link(t) for t in (two, sub_two)] == [one.turn_id, sub.turn_id]
+    assert [d.link(t) for t in (main, sub)] == ["root:first_turn", "root:no_matching_turn"]
+    assert [d.link(t) for t in (main_two, sub_two)] == [main.turn_id, sub.turn_id]
     assert len(check_invariants(d)) == 2
 
 
 def test_a_fork_trains_the_shared_turn_once(desk: Any) -> None:
     """21: two continuations of a turn are two samples; the first leaf owns the shared turn."""
     d = desk(_script("Sunny.", "Rain.", "Snow."))
-    one = d.take([USER])
-    two = d.take([USER, one.reply, _user()])
-    three = d.take([USER, one.reply, _user("And in winter?")])
-    assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
+    first = d.take([USER])
+    second = d.take([USER, first.reply, _user()])
+    third = d.take([USER, first.reply, _user("And in winter?")])
+    assert [d.link(second), d.link(third)] == [first.turn_id, first.turn_id]
     left, right = check_invariants(d)
     assert d.tokenizer.decode(left.tokens[left.loss_mask]) == "Sunny.Rain."
     assert d.tokenizer.decode(right.tokens[right.loss_mask]) == "Snow."
@@ -358,11 +364,11 @@ def test_twins_of_text_go_on_from_the_latest(desk: Any) -> None:
 def test_a_twin_without_an_end_leaves_the_other_flagged(desk: Any, chat: Any) -> None:
     """23: where the latest twin cannot be extended the other one is, and it is said that there were two."""
     d = desk(_script("Sunny.", ("Sunny.", "stop", chat().stop_ids[1]), "Rain."))
-    one = d.take([USER])
-    two = d.take([USER])
-    three = d.take([USER, two.reply, _user()])
-    assert d.link(three) == one.turn_id
-    assert three.completed.flags == ["ambiguous_parent"]
+    first = d.take([USER])
+    second = d.take([USER])
+    third = d.take([USER, second.reply, _user()])
+    assert d.link(third) == first.turn_id
+    assert third.completed.flags == ["ambiguous_parent"]
     check_invariants(d)
 
 
@@ -379,24 +385,24 @@ def test_a_twin_that_is_named_is_the_only_one(desk: Any, tools: list[dict[str, A
 def test_the_deepest_match_wins_and_gives_the_reason(desk: Any) -> None:
     """The deepest turn is tried first; where no bridge is found, the root names that turn's reason."""
     d = desk(_script("Sunny.", "Rain.", ("cut", "length", None), "Bye."))
-    one = d.take([USER])
-    messages = [USER, one.reply, _user()]
-    two = d.take(messages)
-    messages += [two.reply, _user("More")]
-    three = d.take(messages)
-    assert d.link(three) == two.turn_id
-    four = d.take([*messages, three.reply, _user("Again")])
+    first = d.take([USER])
+    messages = [USER, first.reply, _user()]
+    second = d.take(messages)
+    messages += [second.reply, _user("More")]
+    third = d.take(messages)
+    assert d.link(third) == second.turn_id
+    fourth = d.take([*messages, third.reply, _user("Again")])
     # The earlier turns would need the cut-off turn's text as an assistant message; its own reason counts.
-    assert d.link(four) == "root:parent_without_end_of_turn"
+    assert d.link(fourth) == "root:parent_without_end_of_turn"
 
 
 def test_the_same_request_again_is_a_sibling(desk: Any, tools: list[dict[str, Any]]) -> None:
     """A repeated request samples anew under the same parent."""
     d = desk(_script(CALL, "Rain.", "Snow."))
-    one = d.take([USER], tools=tools)
-    messages = [USER, one.reply, _tool(one, "3")]
-    two, three = d.take(messages, tools=tools), d.take(messages, tools=tools)
-    assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
+    first = d.take([USER], tools=tools)
+    messages = [USER, first.reply, _tool(first, "3")]
+    second, third = d.take(messages, tools=tools), d.take(messages, tools=tools)
+    assert [d.link(second), d.link(third)] == [first.turn_id, first.turn_id]
     assert len(check_invariants(d)) == 2
 
 
@@ -406,12 +412,12 @@ def test_an_echo_proves_delivery(desk: Any) -> None:
     d.recorder.mark_delivered = lambda live, turn_id, how: (
         type(d.recorder).mark_delivered(d.recorder, live, turn_id, how) if how == "echoed" else None
     )
-    one = d.take([USER])
-    assert d.turn(one).delivered is None
+    first = d.take([USER])
+    assert d.turn(first).delivered is None
     (sample,) = samples_of(d.trajectory())
     assert not sample.loss_mask.any()
-    d.take([USER, one.reply, _user()])
-    assert d.turn(one).delivered == "echoed"
+    d.take([USER, first.reply, _user()])
+    assert d.turn(first).delivered == "echoed"
 
 
 # Storage -------------------------------------------------------------------------------------------
@@ -474,21 +480,21 @@ def test_forty_turns_of_a_mutating_client_are_one_sample(
         return spoken + "".join(f"<tool_call>{json.dumps(c, ensure_ascii=False)}</tool_call>" for c in calls)
 
     d = desk(answer)
-    said: list[Any] = [{"role": "system", "content": "s"}, _user(text())]
-    taken = []
+    history: list[Any] = [{"role": "system", "content": "s"}, _user(text())]
+    turn_ids = []
     for _ in range(40):
-        echoed = [_mutated(m, rng) if m["role"] == "assistant" else m for m in said]
+        echoed = [_mutated(m, rng) if m["role"] == "assistant" else m for m in history]
         answered = d.take(echoed, tools=tools)
-        taken.append(answered.turn_id)
+        turn_ids.append(answered.turn_id)
         message = answered.reply
         calls = message.get("tool_calls") or ()
         new = [{"role": "tool", "tool_call_id": c["id"], "content": text()} for c in calls]
-        said += [message, *(new or [_user(text())])]
+        history += [message, *(new or [_user(text())])]
     trajectory = d.trajectory()
     (sample,) = check_invariants(d)
-    assert list(sample.turn_ids) == taken
-    parents = [trajectory.turns[t].requested.parent_turn_id for t in taken]
-    assert parents == [None, *taken[:-1]]
+    assert list(sample.turn_ids) == turn_ids
+    parents = [trajectory.turns[t].requested.parent_turn_id for t in turn_ids]
+    assert parents == [None, *turn_ids[:-1]]
     canonical = [
         d.tokenizer.encode(d.tokenizer.decode(g.completion_ids, special=True)) for g in d.engine.made
     ]

@@ -113,9 +113,9 @@ def test_any_text_goes_through_a_path(name: str, group: Any, task: Any, labels: 
         parts += [] if value is None else [word, quote(value, safe="")]
     for key, value in labels.items():
         parts += ["label", quote(key, safe=""), quote(value, safe="")]
-    said, rest = split_path(f"/t/{'/'.join(parts)}/v1/responses/x")
+    fields, rest = split_path(f"/t/{'/'.join(parts)}/v1/responses/x")
     wanted = {"id": name, "group": group, "task": task, "labels": labels or None}
-    assert said == {k: v for k, v in wanted.items() if v is not None}
+    assert fields == {k: v for k, v in wanted.items() if v is not None}
     assert rest == "/v1/responses/x"
 
 
@@ -208,22 +208,22 @@ def test_explicit_names_come_before_hints(proxy: InProcess, first: str, second: 
     """What comes first in the order names it; two explicit ones that differ are a 400."""
     headers: dict[str, str] = {}
     fields: dict[str, Any] = {}
-    for way, said in ((second, f"{name}-second"), (first, f"{name}-first")):
+    for way, value in ((second, f"{name}-second"), (first, f"{name}-first")):
         if way != "path":
-            more, body = WAYS[way](said)
+            more, body = WAYS[way](value)
             headers |= more
             fields["metadata"] = fields.get("metadata", {}) | body.pop("metadata", {})
             fields |= body
     path = f"/t/{name}-first{CHAT}" if first == "path" else CHAT
     reply = proxy.ask(path, asked("chat", **fields), headers=headers)
-    found = proxy.trajectories()
+    trajectories = proxy.trajectories()
     if second in EXPLICIT:
         assert (reply.status, reply.json["error"]["code"]) == (400, "trajectory_conflict")
-        assert name not in " ".join(found)
+        assert name not in " ".join(trajectories)
         return
     assert reply.status == 200
-    assert f"{name}-second" not in found
-    labels = found[f"{name}-first"].opened.labels
+    assert f"{name}-second" not in trajectories
+    labels = trajectories[f"{name}-first"].opened.labels
     assert labels == ({"session_id": f"{name}-second"} if first in EXPLICIT else {})
 
 
@@ -378,8 +378,8 @@ def _conversation(proxy: Any, kind: str, text: str, turns: int) -> set[str]:
     for turn in range(turns):
         reply = proxy.ask(PATHS[kind], asked(kind) | {key: items})
         names.add(reply.headers["x-rollbook-quarantined"])
-        said = {"role": "assistant", "content": "Hello"}
-        items = [*items, said, {"role": "user", "content": f"{text} {turn}"}]
+        message = {"role": "assistant", "content": "Hello"}
+        items = [*items, message, {"role": "user", "content": f"{text} {turn}"}]
     return names
 
 
@@ -402,8 +402,8 @@ def test_what_names_nothing_is_kept_apart(proxy: InProcess, kind: str) -> None:
 
 def test_equal_first_messages_are_two_conversations(proxy: InProcess) -> None:
     """What begins alike is not the same agent."""
-    one, two = (proxy.ask(CHAT, asked("chat", text="alike")) for _ in range(2))
-    assert one.headers["x-rollbook-quarantined"] != two.headers["x-rollbook-quarantined"]
+    first, second = (proxy.ask(CHAT, asked("chat", text="alike")) for _ in range(2))
+    assert first.headers["x-rollbook-quarantined"] != second.headers["x-rollbook-quarantined"]
 
 
 def test_a_quarantined_trajectory_can_be_named_and_finished(proxy: InProcess) -> None:
@@ -446,15 +446,15 @@ def test_identity_is_total(said: Any, headers: Any, body: Any, key: str | None) 
     """Anything gives an identity or a 400; the same twice; and what it says can be written down."""
     status = 200
     try:
-        found = identify(said, headers, body, key)
-        wanted = found.wanted()
+        identity = identify(said, headers, body, key)
+        wanted = identity.wanted()
     except RequestError as error:
         status = error.status
     if status != 200:
         assert status == 400
         return
-    assert identify(said, headers, body, key) == found
-    assert (found.name is None) == (found.by == "nothing")
+    assert identify(said, headers, body, key) == identity
+    assert (identity.name is None) == (identity.by == "nothing")
     orjson.dumps(wanted.model_dump())
 
 

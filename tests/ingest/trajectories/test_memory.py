@@ -57,14 +57,14 @@ def _until(what: Callable[[], Any]) -> None:
 
 def _tree_turn(turn: TreeTurn) -> Any:
     parent = None if turn.parent is None else turn.parent.turn_id
-    told = (turn.turn_id, turn.context_key, turn.messages, turn.reply, parent, turn.length, turn.cut)
-    return *told, turn.ids.tolist(), turn.hashes, turn.hasher.hexdigest()
+    fields = (turn.turn_id, turn.context_key, turn.messages, turn.reply, parent, turn.length, turn.cut)
+    return *fields, turn.ids.tolist(), turn.hashes, turn.hasher.hexdigest()
 
 
 def _plain(contents: Contents) -> Any:
     """What two contents must have alike."""
     turns = [_tree_turn(turn) for turn in contents.tree.turns]
-    tips = {tip: [t.turn_id for t in found] for tip, found in contents.tree._by_tip.items()}
+    tips = {tip: [t.turn_id for t in entries] for tip, entries in contents.tree._by_tip.items()}
     rest = (contents.completed, contents.delivered, contents.items, contents.replies, contents.arrivals)
     return turns, tips, rest, contents.requests
 
@@ -120,14 +120,14 @@ class Agent:
         headers = {"x-rollbook-labels": f'{{"k": {rng.randint(0, 3)}}}'} if kind == "label" else {}
         answer: httpx.Response = self.proxy.post(path, json=body, headers=headers)
         if answer.status_code == 200:
-            said = rng.choice(answer.json()["choices"])["message"]
-            self.seen.setdefault(name, []).append([*messages, said])
+            message = rng.choice(answer.json()["choices"])["message"]
+            self.seen.setdefault(name, []).append([*messages, message])
             self.sent.append((name, path, body))
         return answer
 
     def _respond(self, name: str) -> httpx.Response:
         body: dict[str, Any] = {"input": [{"role": "user", "content": f"say {self.rng.randint(0, 3)}"}]}
-        earlier = [one for one in self.responses if one[0] == name]
+        earlier = [response for response in self.responses if response[0] == name]
         path = f"/t/{name}/v1/responses"
         if earlier and self.rng.random() < 0.7:
             body["previous_response_id"] = self.rng.choice(earlier)[1]
@@ -139,27 +139,36 @@ class Agent:
         return answer
 
     def _message(self, name: str, messages: list[Any]) -> httpx.Response:
-        told = [m for m in messages if isinstance(m["content"], str)]
-        body = {"messages": told, "max_tokens": 100, "model": "m"}
+        plain = [m for m in messages if isinstance(m["content"], str)]
+        body = {"messages": plain, "max_tokens": 100, "model": "m"}
         answer: httpx.Response = self.proxy.post(f"/t/{name}/v1/messages", json=body)
         return answer
 
 
-def _recorded(found: dict[str, Trajectory]) -> list[Any]:
+def _recorded(by_name: dict[str, Trajectory]) -> list[Any]:
     """What the log says of all turns, with their places for their ids."""
-    told = []
-    for number, trajectory in enumerate(found.values()):
+    rows = []
+    for number, trajectory in enumerate(by_name.values()):
         place = {turn_id: i for i, turn_id in enumerate(trajectory.turns)}
         for turn in trajectory.turns.values():
-            asked, done = turn.requested, turn.completed
-            links = [place.get(i or "") for i in (asked.parent_turn_id, asked.base_turn_id, asked.sibling_of)]
-            what = (number, links, asked.root_reason, asked.shared_messages, asked.messages, asked.wire)
-            made = None
+            request, done = turn.requested, turn.completed
+            links = [
+                place.get(i or "") for i in (request.parent_turn_id, request.base_turn_id, request.sibling_of)
+            ]
+            what = (
+                number,
+                links,
+                request.root_reason,
+                request.shared_messages,
+                request.messages,
+                request.wire,
+            )
+            result = None
             if done is not None:
                 ids = (done.prompt_ids.tolist(), done.completion_ids.tolist(), done.prompt_sha256)
-                made = (*ids, done.flags, done.reply.get("content"))
-            told.append((*what, made, turn.delivered))
-    return told
+                result = (*ids, done.flags, done.reply.get("content"))
+            rows.append((*what, result, turn.delivered))
+    return rows
 
 
 @pytest.mark.more_but("0")
@@ -168,7 +177,7 @@ def test_what_is_written_off_is_as_if_it_had_stayed(
     in_process: Callable[..., InProcess], chat: Any, seed: int
 ) -> None:
     """The same requests are recorded alike, whichever trajectories had to be read back in between."""
-    told = []
+    outcomes = []
     for away in (False, True):
         proxy = in_process(
             ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat()
@@ -186,8 +195,8 @@ def test_what_is_written_off_is_as_if_it_had_stayed(
         assert (gone > 20) == away
         assert set(answers) <= {200, 404}
         _check_memory(proxy)
-        told.append((answers, _without_ids(proxy)))
-    assert told[0] == told[1]
+        outcomes.append((answers, _without_ids(proxy)))
+    assert outcomes[0] == outcomes[1]
 
 
 def _without_ids(proxy: Any) -> list[Any]:
@@ -202,12 +211,12 @@ def test_memory_of_open_trajectories_has_a_bound(in_process: Any, chat: Any) -> 
     proxy = in_process(ScriptedEngine(ReplyWriter(chat(), HERMES), lambda m, t: "Hi"), chat())
     known = proxy.recorder.trajectories
     known.budget = 40_000
-    said: dict[str, list[Any]] = {}
+    histories: dict[str, list[Any]] = {}
     for _ in range(3):
         for name in "abcdefgh":
-            messages = [*said.get(name, []), {"role": "user", "content": os.urandom(1000).hex()}]
+            messages = [*histories.get(name, []), {"role": "user", "content": os.urandom(1000).hex()}]
             reply = proxy.chat(name, *messages)
-            said[name] = [*messages, reply.json()["choices"][0]["message"]]
+            histories[name] = [*messages, reply.json()["choices"][0]["message"]]
     assert known.bytes < 40_000
     there = [live.opened.name for live in known.open() if live.contents is not None]
     assert 0 < len(there) < 8
@@ -287,12 +296,15 @@ def test_after_spells_memory_is_what_the_log_has(
     assert {a.status_code for a in answers} <= {200, 404, 503}
     _check_memory(proxy)
     there = {
-        t.turn_id for found in proxy.trajectories().values() for t in found.turns.values() if t.completed
+        t.turn_id
+        for trajectory in proxy.trajectories().values()
+        for t in trajectory.turns.values()
+        if t.completed
     }
     answered = [a.headers["x-rollbook-turn-id"].split(",") for a in answers if a.status_code == 200]
     assert {turn_id for turns in answered for turn_id in turns} <= there
-    for found in proxy.trajectories().values():
-        parents = {t.requested.parent_turn_id for t in found.turns.values()} - {None}
+    for trajectory in proxy.trajectories().values():
+        parents = {t.requested.parent_turn_id for t in trajectory.turns.values()} - {None}
         assert parents <= there
 
 
@@ -321,25 +333,25 @@ def test_a_delivery_that_was_not_noted_is_noted_later(
         reply = proxy.chat("t", USER).json()["choices"][0]["message"]
         proxy.settled()
     assert proxy.chat("t", USER, reply, USER).status_code == 200
-    one, two = proxy.trajectories()["t"].turns.values()
-    assert (one.delivered, two.delivered) == ("echoed", "sent")
+    first, second = proxy.trajectories()["t"].turns.values()
+    assert (first.delivered, second.delivered) == ("echoed", "sent")
 
 
 def test_a_trajectory_that_did_not_begin_takes_no_place(
     proxy: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its name nor its place among those that wait to be trained on."""
-    told: list[str] = []
+    ids: list[str] = []
     outstanding = proxy.recorder.known_run.outstanding
     with monkeypatch.context() as patch:
         _refuse(patch, proxy, lambda event: event.kind == "trajectory.opened")
         unopened = proxy.recorder.on_unopened
-        patch.setattr(proxy.recorder, "on_unopened", lambda id_: (told.append(id_), unopened(id_)))
+        patch.setattr(proxy.recorder, "on_unopened", lambda id_: (ids.append(id_), unopened(id_)))
         assert proxy.post("/v1/trajectories", json={"id": "t"}).status_code == 400
         assert proxy.chat("u", USER).status_code == 400
         proxy.settled()
         proxy.recorder._notify()
-    assert len(told) == 2
+    assert len(ids) == 2
     assert outstanding._trajectories == {}
     assert list(proxy.recorder.trajectories.open()) == []
     assert proxy.chat("t", USER).status_code == 200
@@ -408,23 +420,23 @@ def test_a_new_name_is_asked_of_the_log_only_where_the_filter_cannot_say(
     proxy: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then it is new all the same."""
-    asked: list[str] = []
+    lookups: list[str] = []
     real = type(proxy.store).opening
 
     def opening(store: Any, run: str, name: str) -> Any:
-        asked.append(name)
+        lookups.append(name)
         return real(store, run, name)
 
     monkeypatch.setattr(type(proxy.store), "opening", opening)
     assert proxy.chat("one", USER).status_code == 200
-    assert asked == []
+    assert lookups == []
     ended = proxy.recorder.trajectories.ended
     ended._filter = NameFilter(1)
     for i in range(20):
         ended._filter.add(f"{i}")
     assert proxy.chat("two", USER).status_code == 200
     assert proxy.post("/v1/trajectories", json={"id": "three"}).status_code == 201
-    assert set(asked) == {"two", "three"}
+    assert set(lookups) == {"two", "three"}
     assert proxy.chat("two", USER).status_code == 200
 
 
@@ -487,8 +499,8 @@ def test_a_response_is_found_without_asking_every_trajectory(proxy: InProcess) -
         known.write_off(live)
     again = proxy.post("/v1/responses", json={"input": "more", "previous_response_id": ids[3]})
     assert again.status_code == 200
-    one, two = proxy.trajectories()["t3"].turns.values()
-    assert two.requested.parent_turn_id == one.turn_id
+    parent, child = proxy.trajectories()["t3"].turns.values()
+    assert child.requested.parent_turn_id == parent.turn_id
     assert proxy.run(proxy.client.get(f"/v1/responses/{ids[1]}")).status_code == 200
     proxy.post("/v1/trajectories/t1/finish", json={})
     assert proxy.run(proxy.client.get(f"/v1/responses/{ids[1]}")).status_code == 404
@@ -553,8 +565,8 @@ def test_what_runs_goes_on_while_its_trajectory_is_read_back(played: Callable[..
     slow, again = proxy.run(scenario())
     assert slow.json == again.json
     assert len(engine.prompts) == 1
-    one, two = proxy.trajectories()["t"].turns.values()
-    assert two.requested.parent_turn_id == one.turn_id
+    parent, child = proxy.trajectories()["t"].turns.values()
+    assert child.requested.parent_turn_id == parent.turn_id
     _check_memory(proxy)
 
 
@@ -562,16 +574,18 @@ def test_several_wait_for_one_reading(proxy: InProcess, monkeypatch: pytest.Monk
     """Requests that come together to a trajectory that is away read it back once."""
     reads: list[str] = []
     real = recorder.restored
-    monkeypatch.setattr(recorder, "restored", lambda found: (reads.append(found.opened.name), real(found))[1])
+    monkeypatch.setattr(
+        recorder, "restored", lambda trajectory: (reads.append(trajectory.opened.name), real(trajectory))[1]
+    )
     reply = proxy.chat("t", USER).json()["choices"][0]["message"]
     known = proxy.recorder.trajectories
     [live] = known.open()
     known.write_off(live)
 
     async def several() -> Any:
-        one = {"messages": [USER, reply, USER]}
+        body = {"messages": [USER, reply, USER]}
         path = "/t/t/v1/chat/completions"
-        return await asyncio.gather(*(proxy.client.post(path, json=one) for _ in range(5)))
+        return await asyncio.gather(*(proxy.client.post(path, json=body) for _ in range(5)))
 
     assert [answer.status_code for answer in proxy.run(several())] == [200] * 5
     assert reads == ["t"]

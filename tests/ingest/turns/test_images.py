@@ -68,7 +68,7 @@ def _resolved(links: ImageLinks, *messages: dict[str, Any]) -> list[Any]:
 
 def test_a_link_to_an_allowed_host_is_fetched_once(host: tuple[str, list[str]]) -> None:
     """The image takes its place, the link stays beside it; a conversation that repeats it asks no more."""
-    url, asked = host
+    url, requested = host
     links = ImageLinks(["127.0.0.1"])
     sent = _message(f"{url}/one.png")
     first, second = _resolved(links, sent, {"role": "user", "content": "text"})
@@ -77,27 +77,27 @@ def test_a_link_to_an_allowed_host_is_fetched_once(host: tuple[str, list[str]]) 
     assert second == {"role": "user", "content": "text"}
     assert sent["content"][1]["image_url"] == {"url": f"{url}/one.png"}  # what was sent is not touched
     assert _resolved(links, sent) == [first]
-    assert asked == ["/one.png"]
+    assert requested == ["/one.png"]
 
 
 @pytest.mark.parametrize("allowed", [[], ["images.example.com"], ["127.0.0.2"]])
 def test_other_links_pass_as_they_are(host: tuple[str, list[str]], allowed: list[str]) -> None:
     """Nothing is fetched from a host that the operator did not name, and data URLs are images already."""
-    url, asked = host
+    url, requested = host
     messages = [_message(f"{url}/one.png", DATA, "ftp://127.0.0.1/x", "http://[", "file:///etc/passwd")]
     assert _resolved(ImageLinks(allowed), *messages) == messages
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.parametrize("path", ["page", "gone.png", "moved.png", "huge.png"])
 def test_a_link_that_leads_to_no_image_is_refused(host: tuple[str, list[str]], path: str) -> None:
     """Also a redirect: it could lead to any host."""
-    url, asked = host
+    url, requested = host
     with pytest.raises(RequestError) as refused:
         _resolved(ImageLinks(["127.0.0.1"]), _message(f"{url}/{path}"))
     assert (refused.value.status, refused.value.code) == (400, "image_not_fetched")
     assert f"{url}/{path}" in refused.value.message
-    assert asked == [f"/{path}"]
+    assert requested == [f"/{path}"]
 
 
 def test_a_host_that_is_away_is_told() -> None:

@@ -170,7 +170,7 @@ def test_unicode_calls_survive_the_round_trip(
     read: Callable[..., Reply], calls: list[tuple[str, Any]]
 ) -> None:
     """Any names and arguments that hold no marker come out as they were said."""
-    said = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    text = "".join(f"<tool_call>{json.dumps(c, ensure_ascii=False)}</tool_call>" for c in said)
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    text = "".join(f"<tool_call>{json.dumps(c, ensure_ascii=False)}</tool_call>" for c in objects)
     if text.count("tool_call>") == 2 * len(calls) and "<|" not in text:
         assert _calls(read(text)) == calls

@@ -65,17 +65,17 @@ def test_a_retry_gets_the_stored_reply_byte_for_byte(proxy: InProcess, kind: str
 def test_a_streamed_retry_says_the_same(proxy: InProcess, kind: str) -> None:
     """Its chunks may be cut otherwise, and add up to the same reply of the same turn."""
     name, body = f"restream-{kind}", asked(kind, stream=True)
-    one, two = (proxy.ask(f"/t/{name}{PATHS[kind]}", body, headers=h) for h in ({}, AGAIN))
-    assert streamed.together(kind, one.data) == streamed.together(kind, two.data)
+    first, second = (proxy.ask(f"/t/{name}{PATHS[kind]}", body, headers=h) for h in ({}, AGAIN))
+    assert streamed.together(kind, first.data) == streamed.together(kind, second.data)
     assert len(_turns(proxy, name)) == 1
 
 
 def test_n_choices_are_replayed_together(proxy: InProcess) -> None:
     """All siblings, in their order."""
     body = asked("chat", n=3, logprobs=True)
-    one, two = (proxy.ask(f"/t/three{CHAT}", body, headers=h) for h in ({}, AGAIN))
-    assert one.data == two.data
-    assert [c["message"]["content"] for c in two.json["choices"]] == ["sample 0", "sample 1", "sample 2"]
+    first, second = (proxy.ask(f"/t/three{CHAT}", body, headers=h) for h in ({}, AGAIN))
+    assert first.data == second.data
+    assert [c["message"]["content"] for c in second.json["choices"]] == ["sample 0", "sample 1", "sample 2"]
     assert len({t.requested.request_id for t in _turns(proxy, "three")}) == 1
 
 
@@ -152,10 +152,10 @@ def test_a_retry_of_what_is_being_aborted_is_a_new_attempt(proxy: InProcess) -> 
     finally:
         del engine.abort
     assert second.json["choices"][0]["message"]["content"] == "sample 1"
-    one, two = _turns(proxy, "given-up")
-    assert (one.completed.finish_reason, one.delivered) == ("abort", None)
-    assert (two.completed.finish_reason, two.delivered) == ("stop", "sent")
-    assert [t.requested.wire.get("retry") for t in (one, two)] == [None, 1]
+    aborted, retried = _turns(proxy, "given-up")
+    assert (aborted.completed.finish_reason, aborted.delivered) == ("abort", None)
+    assert (retried.completed.finish_reason, retried.delivered) == ("stop", "sent")
+    assert [t.requested.wire.get("retry") for t in (aborted, retried)] == [None, 1]
 
 
 def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: InProcess) -> None:
@@ -176,8 +176,8 @@ def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: InProcess) -> None:
     engine.pace = None
     reply = proxy.ask(f"/t/aborted{CHAT}", asked("chat"), headers=AGAIN)
     assert reply.json["choices"][0]["message"]["content"] == "sample 1"
-    one, two = _turns(proxy, "aborted")
-    assert (one.completed.finish_reason, two.completed.finish_reason) == ("abort", "stop")
+    aborted, retried = _turns(proxy, "aborted")
+    assert (aborted.completed.finish_reason, retried.completed.finish_reason) == ("abort", "stop")
 
 
 def test_a_reply_that_nobody_took_is_taken_by_a_retry(
@@ -224,8 +224,8 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(
 def test_an_equal_body_without_the_mark_is_a_new_sample(proxy: InProcess, headers: Any) -> None:
     """A resample is what the agent wants: two turns with one parent, one prompt and different seeds."""
     name = f"resample-{headers.get('x-stainless-retry-count')}"
-    one, two = (proxy.ask(f"/t/{name}{CHAT}", asked("chat"), headers=headers) for _ in range(2))
-    assert [r.json["choices"][0]["message"]["content"] for r in (one, two)] == ["sample 0", "sample 1"]
+    reply, other = (proxy.ask(f"/t/{name}{CHAT}", asked("chat"), headers=headers) for _ in range(2))
+    assert [r.json["choices"][0]["message"]["content"] for r in (reply, other)] == ["sample 0", "sample 1"]
     first, second = _turns(proxy, name)
     assert first.requested.parent_turn_id == second.requested.parent_turn_id
     assert first.requested.request_id != second.requested.request_id
@@ -244,11 +244,11 @@ def test_equal_bodies_at_once_are_siblings(proxy: InProcess) -> None:
         await both[0].until(lambda: len(engine.prompts) == 2)
         for _ in range(99):
             engine.pace.release()
-        return [await one.end() for one in both]
+        return [await exchange.end() for exchange in both]
 
     replies = proxy.run(scenario())
-    said = {r.json["choices"][0]["message"]["content"] for r in replies}
-    assert said == {"sample 0", "sample 1"}
+    contents = {r.json["choices"][0]["message"]["content"] for r in replies}
+    assert contents == {"sample 0", "sample 1"}
     assert [t.delivered for t in _turns(proxy, "at-once")] == ["sent", "sent"]
 
 
@@ -293,13 +293,13 @@ def test_both_who_wait_are_told_of_a_failure(proxy: InProcess) -> None:
     engine.doors.clear()
 
     async def scenario() -> Any:
-        one = proxy.exchange(path, asked("chat"))
-        await one.until(lambda: _calls(proxy, "both-fail"))
+        first = proxy.exchange(path, asked("chat"))
+        await first.until(lambda: _calls(proxy, "both-fail"))
         (call,) = _calls(proxy, "both-fail")
-        two = proxy.exchange(path, asked("chat"), headers=AGAIN)
-        await two.until(lambda: len(call._listeners) == 2)
+        second = proxy.exchange(path, asked("chat"), headers=AGAIN)
+        await second.until(lambda: len(call._listeners) == 2)
         engine.doors.set()
-        return await one.end(), await two.end()
+        return await first.end(), await second.end()
 
     replies = proxy.run(scenario())
     assert [r.status for r in replies] == [502, 502]

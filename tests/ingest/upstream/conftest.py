@@ -70,8 +70,8 @@ class Passed:
         deadline = time.monotonic() + 30
         while True:
             quiet = self._quiet()  # asked before the log is read, or it might be of a later moment
-            found = self.trajectories().get(name)
-            turns = list(found.turns.values()) if found else []
+            trajectory = self.trajectories().get(name)
+            turns = list(trajectory.turns.values()) if trajectory else []
             over = [t for t in turns if t.completed or t.failed]
             if len(turns) >= count and (not ended or (len(over) == len(turns) and quiet)):
                 return turns
@@ -108,18 +108,18 @@ class Passed:
 @pytest.fixture
 def passing(tmp_path: Path, upstream: HttpUpstream) -> Iterator[Callable[..., Passed]]:
     """Makes proxies before the upstream; stops them."""
-    made: list[Passed] = []
+    proxies: list[Passed] = []
 
-    def make(key: str | None = None, ask: Any = None, url: str | None = None, **given: Any) -> Passed:
-        for one in made:
-            one.close()
+    def make(key: str | None = None, ask: Any = None, url: str | None = None, **options: Any) -> Passed:
+        for proxy in proxies:
+            proxy.close()
         target = Upstream(EngineAddress.of(url or upstream.url), key, ask)
-        made.append(Passed(tmp_path / "store", target, **given))
-        return made[-1]
+        proxies.append(Passed(tmp_path / "store", target, **options))
+        return proxies[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for proxy in proxies:
+        proxy.close()
 
 
 @pytest.fixture

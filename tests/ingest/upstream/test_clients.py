@@ -40,9 +40,12 @@ def client(front: Served) -> Iterator[openai.OpenAI]:
 def _trajectory(served: Any, name: str, turns: int) -> Trajectory:
     deadline = time.monotonic() + 30
     while True:
-        found = {t.opened.name: t for t in fold(store.open(served.path).events()).values()}
-        if name in found and sum(t.delivered is not None for t in found[name].turns.values()) >= turns:
-            return found[name]
+        trajectories = {t.opened.name: t for t in fold(store.open(served.path).events()).values()}
+        if (
+            name in trajectories
+            and sum(t.delivered is not None for t in trajectories[name].turns.values()) >= turns
+        ):
+            return trajectories[name]
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -67,18 +70,18 @@ def test_an_agents_loop_is_one_trajectory(client: openai.OpenAI, front: Any, beh
     assert [c.message.content for c in several.choices] == ["6: more"] * 2
 
     trajectory = _trajectory(front, "sdk", 4)
-    one, two, three, four = trajectory.turns.values()
-    assert [t.requested.parent_turn_id for t in (one, two, three, four)] == [
+    root, second, third, fourth = trajectory.turns.values()
+    assert [t.requested.parent_turn_id for t in (root, second, third, fourth)] == [
         None,
-        one.turn_id,
-        two.turn_id,
-        two.turn_id,
+        root.turn_id,
+        second.turn_id,
+        second.turn_id,
     ]
     assert [t.completed.flags for t in trajectory.turns.values() if t.completed] == [["text_only"]] * 4
-    assert [t.completed.finish_reason for t in (one, two) if t.completed] == ["tool_calls", "stop"]
+    assert [t.completed.finish_reason for t in (root, second) if t.completed] == ["tool_calls", "stop"]
     ids = [t.completed.upstream["id"] for t in trajectory.turns.values() if t.completed]
     assert ids == [first.id, chunks[0].id, several.id, several.id]
-    done = two.completed
+    done = second.completed
     assert done is not None
     assert done.upstream["usage"] == chunks[-1].usage.model_dump(exclude_none=True)  # type: ignore[union-attr]
     # Behind it the traffic named nothing: it is the same conversation, in quarantine.
@@ -105,16 +108,16 @@ def test_anthropics_sdk(front: Served) -> None:
     """Messages, whole and streamed."""
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=f"{front.url}/t/claude", api_key="none", max_retries=0) as sdk:
-        asked = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
-        assert sdk.messages.create(**asked).content[0].text == "1: hello"
-        with sdk.messages.stream(**asked) as stream:
+        body = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+        assert sdk.messages.create(**body).content[0].text == "1: hello"
+        with sdk.messages.stream(**body) as stream:
             assert stream.get_final_text() == "1: hello"
     turns = list(_trajectory(front, "claude", 2).turns.values())
-    one, two = (t.completed for t in turns)
-    assert one is not None
-    assert two is not None
-    assert one.reply == two.reply == {"role": "assistant", "content": "1: hello"}
-    assert one.finish_reason == two.finish_reason == "stop"
+    first, second = (t.completed for t in turns)
+    assert first is not None
+    assert second is not None
+    assert first.reply == second.reply == {"role": "assistant", "content": "1: hello"}
+    assert first.finish_reason == second.finish_reason == "stop"
 
 
 def test_an_error_is_the_sdks_own(client: openai.OpenAI, front: Served) -> None:
@@ -135,11 +138,13 @@ def test_an_error_is_the_sdks_own(client: openai.OpenAI, front: Served) -> None:
 def test_a_reply_is_the_bytes_that_the_upstream_said(front: Served, behind: Served) -> None:
     """The same request to either gives the same headers and bytes, but for ids and times."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
-    one, two = (httpx.post(f"{served.url}/v1/chat/completions", json=body) for served in (behind, front))
-    told = [_untimed(reply.text) for reply in (one, two)]
-    assert told[0] == told[1]
+    direct, passed = (
+        httpx.post(f"{served.url}/v1/chat/completions", json=body) for served in (behind, front)
+    )
+    texts = [_untimed(reply.text) for reply in (direct, passed)]
+    assert texts[0] == texts[1]
     ours = ("x-rollbook", "date", "server")
-    shown = [{k: v for k, v in reply.headers.items() if not k.startswith(ours)} for reply in (one, two)]
+    shown = [{k: v for k, v in reply.headers.items() if not k.startswith(ours)} for reply in (direct, passed)]
     assert shown[0] == shown[1]
 
 

@@ -32,8 +32,8 @@ def _content(logprobs: list[float]) -> dict[str, Any]:
 
 def _choice(ids: Any = IDS, logprobs: Any = LOGPROBS, **more: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": "Hi you"}
-    told = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids}
-    return told | {"logprobs": None if logprobs is None else _content(logprobs)} | more
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids}
+    return choice | {"logprobs": None if logprobs is None else _content(logprobs)} | more
 
 
 def _vllm(**more: Any) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def test_whole_and_streamed_are_one_record(passed: Passed, upstream: HttpUpstrea
     upstream.answers += [whole(_vllm(created=1700000000)), streamed(_vllm_stream())]
     passed.chat(USER)
     passed.chat(USER, stream=True)
-    one, two = passed.turns(count=2)
+    first, second = passed.turns(count=2)
     for name in ("reply", "upstream", "finish_reason", "logprob_semantics", "prompt_sha256", "flags"):
-        assert getattr(one.completed, name) == getattr(two.completed, name)
-    assert np.array_equal(one.completed.logprobs, two.completed.logprobs)
+        assert getattr(first.completed, name) == getattr(second.completed, name)
+    assert np.array_equal(first.completed.logprobs, second.completed.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_logprobs_that_do_not_fit_are_none(passed: Passed, upstream: HttpUpstrea
 
 def test_what_else_a_token_could_have_been_is_kept(passed: Passed, upstream: HttpUpstream) -> None:
     """top_logprobs have no column; they stay beside the reply."""
-    said = _content(LOGPROBS)
-    said["content"][1]["top_logprobs"] = [{"token": "u", "logprob": -3.0}]
-    upstream.answers.append(whole(_vllm(choices=[_choice(logprobs=None) | {"logprobs": said}])))
+    logprobs = _content(LOGPROBS)
+    logprobs["content"][1]["top_logprobs"] = [{"token": "u", "logprob": -3.0}]
+    upstream.answers.append(whole(_vllm(choices=[_choice(logprobs=None) | {"logprobs": logprobs}])))
     passed.chat(USER)
     done = passed.turn().completed
     assert done.logprobs.tolist() == LOGPROBS
-    assert done.upstream["choice"]["logprobs"] == said
+    assert done.upstream["choice"]["logprobs"] == logprobs
 
 
 def test_exact_and_text_only_turns_in_one_conversation(passed: Passed, upstream: HttpUpstream) -> None:
@@ -214,7 +214,7 @@ def test_what_was_asked_for_besides_is_asked(passing: Callable[..., Passed], ups
     passed = passing(ask={"return_token_ids": True, "logprobs": True})
     passed.chat(USER, logprobs=False)
     passed.post("/v1/messages", {"max_tokens": 4, "messages": [USER]}, name="u")
-    chat, messages = (asked.json for asked in upstream.asked)
+    chat, messages = (request.json for request in upstream.asked)
     assert chat == {"model": "m", "messages": [USER], "return_token_ids": True, "logprobs": False}
     assert messages == {"max_tokens": 4, "messages": [USER]}
     assert passed.turn().requested.request == {"model": "m", "logprobs": False}

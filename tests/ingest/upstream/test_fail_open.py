@@ -54,13 +54,13 @@ def test_a_store_that_failed_before_lets_requests_pass(
     passed.chat(USER, name="first")  # finds out
     while passed.recorder.writer.failure is None:
         pass
-    for path, told in ENDPOINTS.items():
-        upstream.answers += [whole(told["whole"]), streamed(told["stream"], [50])]
-        one = passed.post(path, told["asks"])
-        two = passed.post(path, told["asks"] | {"stream": True})
-        assert (one.json(), two.content) == (told["whole"], told["stream"])
-        assert one.headers["x-rollbook-unrecorded"] == two.headers["x-rollbook-unrecorded"] == "1"
-        assert "x-rollbook-turn-id" not in one.headers
+    for path, endpoint in ENDPOINTS.items():
+        upstream.answers += [whole(endpoint["whole"]), streamed(endpoint["stream"], [50])]
+        reply = passed.post(path, endpoint["asks"])
+        stream = passed.post(path, endpoint["asks"] | {"stream": True})
+        assert (reply.json(), stream.content) == (endpoint["whole"], endpoint["stream"])
+        assert reply.headers["x-rollbook-unrecorded"] == stream.headers["x-rollbook-unrecorded"] == "1"
+        assert "x-rollbook-turn-id" not in reply.headers
     passed.chat(USER, n=3)
     passed.http.post("/v1/embeddings", json={})
     assert _gap(passed) == (1 + 8 + 3, 1 + 8 + 3, 503)
@@ -135,9 +135,9 @@ def test_recording_goes_on_by_itself(
     again = passed.chat(USER, reply, USER, unseen, USER)
     assert "x-rollbook-unrecorded" not in again.headers
     assert "x-rollbook-unrecorded" not in passed.chat(USER, name="other").headers
-    one, two = passed.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id  # the last that the log knows
-    assert passed.trajectories()["t"].messages(two) == [USER, reply, USER, unseen, USER]
+    parent, child = passed.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id  # the last that the log knows
+    assert passed.trajectories()["t"].messages(child) == [USER, reply, USER, unseen, USER]
     assert passed.metric("rollbook_store_failures_total") == 1
     assert _gap(passed) == (2, 2, 200)
 
@@ -159,10 +159,10 @@ def test_recording_goes_on_after_a_restart(
     assert _gap(again) == (0, 0, 200)
     again.chat(USER, reply, {"role": "user", "content": "else"})
     again.chat(USER, reply, USER, unseen, USER)
-    one, two, three = again.turns(count=3)
-    assert two.requested.parent_turn_id == one.turn_id
-    assert three.requested.parent_turn_id == one.turn_id  # the last that the log knows
-    assert again.trajectories()["t"].messages(three) == [USER, reply, USER, unseen, USER]
+    first, second, third = again.turns(count=3)
+    assert second.requested.parent_turn_id == first.turn_id
+    assert third.requested.parent_turn_id == first.turn_id  # the last that the log knows
+    assert again.trajectories()["t"].messages(third) == [USER, reply, USER, unseen, USER]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_request_that_has_no_stored_form(passed: Passed, upstream: HttpUpstrea
     assert (reply.status_code, reply.headers["x-rollbook-unrecorded"]) == (200, "1")
     assert upstream.asked[-1].body == body
     passed.chat(USER, first.json()["choices"][0]["message"], USER)
-    one, two = passed.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id
+    parent, child = passed.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id
     assert _gap(passed) == (1, 1, 200)
 
 

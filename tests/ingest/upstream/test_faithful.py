@@ -74,7 +74,7 @@ def test_packets_come_as_they_are_said(passed: Passed, upstream: HttpUpstream) -
 
 def test_status_and_headers_are_the_upstreams(passed: Passed, upstream: HttpUpstream) -> None:
     """All of them, in order, repeated ones and UTF-8 too; but not those between two neighbours."""
-    told = [
+    headers = [
         ("date", "Tue, 01 Jul 2025 00:00:00 GMT"),
         ("server", "somebody"),
         ("content-type", "application/json"),
@@ -86,10 +86,10 @@ def test_status_and_headers_are_the_upstreams(passed: Passed, upstream: HttpUpst
         ("x-hop", "for the neighbour"),
         ("keep-alive", "timeout=5"),
     ]
-    upstream.answers.append(Answer([json.dumps(chat_reply()).encode()], "203 Odd", told, chunked=False))
+    upstream.answers.append(Answer([json.dumps(chat_reply()).encode()], "203 Odd", headers, chunked=False))
     reply, _ = _raw(passed, f"/t/t{CHAT}")
     assert reply.status_code == 203
-    kept = [pair for pair in told if pair[0] not in ("connection", "x-hop", "keep-alive")]
+    kept = [pair for pair in headers if pair[0] not in ("connection", "x-hop", "keep-alive")]
     assert _shown(reply) == [*kept, ("content-length", str(len(json.dumps(chat_reply()).encode())))]
     assert set(OURS[:2]) <= set(reply.headers)
 
@@ -110,10 +110,10 @@ def test_the_request_arrives_as_it_was_sent(passed: Any, upstream: HttpUpstream)
     passed.http.headers.clear()
     reply = passed.http.post(f"/t/a%20b{CHAT}{query}", content=body, headers=headers)
     assert reply.status_code == 200
-    [asked] = upstream.asked
-    assert (asked.method, asked.target) == ("POST", f"{CHAT}{query}")
-    assert asked.body == body
-    arrived = sorted((k.lower(), v) for k, v in asked.headers)
+    [request] = upstream.asked
+    assert (request.method, request.target) == ("POST", f"{CHAT}{query}")
+    assert request.body == body
+    arrived = sorted((k.lower(), v) for k, v in request.headers)
     own = [(b"host", f"127.0.0.1:{upstream.port}".encode()), (b"content-length", b"%d" % len(body))]
     sent = [(k.encode(), v if isinstance(v, bytes) else v.encode()) for k, v in headers[:-1]]
     assert arrived == sorted([*sent, *own, (b"accept-encoding", b"identity")])
@@ -128,7 +128,7 @@ def test_nobody_gets_anothers_cookies(passing: Callable[..., Passed], upstream: 
     passed.chat(USER, name="one")
     passed.http.cookies.clear()
     passed.chat(USER, name="two")
-    assert [asked.header("cookie") for asked in upstream.asked] == [None, None]
+    assert [request.header("cookie") for request in upstream.asked] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_what_is_no_completion_passes_unrecorded(
     passed: Passed, upstream: HttpUpstream, method: str, path: str, body: bytes, prefix: str
 ) -> None:
     """Any path, method and body; nothing of it is in the log, and nothing is counted as lost."""
-    said = bytes(reversed(range(256)))
+    data = bytes(reversed(range(256)))
     headers = [("content-type", "application/x-any")]
-    upstream.answers.append(Answer([said], "202 Accepted", headers, chunked=False))
+    upstream.answers.append(Answer([data], "202 Accepted", headers, chunked=False))
     with passed.http.stream(method, prefix + path, content=body) as reply:
-        assert (reply.status_code, b"".join(reply.iter_raw())) == (202, said)
+        assert (reply.status_code, b"".join(reply.iter_raw())) == (202, data)
         assert _shown(reply, FRAMING) == [*headers, ("content-length", "256")]
-    [asked] = upstream.asked
-    assert (asked.method, asked.target, asked.body) == (method, path, body)
-    assert asked.header("accept-encoding") != "identity"
+    [request] = upstream.asked
+    assert (request.method, request.target, request.body) == (method, path, body)
+    assert request.header("accept-encoding") != "identity"
     assert passed.trajectories() == {}
     assert passed.metric("rollbook_unrecorded_total") == 0
 
@@ -187,15 +187,15 @@ def test_errors_pass_and_are_failed_turns(
     passed: Passed, upstream: HttpUpstream, status: str, headers: dict[str, str]
 ) -> None:
     """The agent sees the upstream's error as it is; the log says the turn failed, and how."""
-    said = b'{"error":{"message":"no","type":"x"}}'
-    upstream.answers.append(whole(said, status, **headers))
+    body = b'{"error":{"message":"no","type":"x"}}'
+    upstream.answers.append(whole(body, status, **headers))
     reply, data = _raw(passed, f"/t/t{CHAT}")
-    assert (reply.status_code, data) == (int(status[:3]), said)
+    assert (reply.status_code, data) == (int(status[:3]), body)
     for name, value in headers.items():
         assert reply.headers[name.replace("_", "-")] == value
     turn = passed.turn()
     assert turn.completed is None
-    assert turn.failed.error == f"the upstream answers {status[:3]}: {said.decode()}"
+    assert turn.failed.error == f"the upstream answers {status[:3]}: {body.decode()}"
 
 
 def test_a_compressed_reply_passes_compressed(passed: Passed, upstream: HttpUpstream) -> None:
@@ -232,8 +232,8 @@ def test_a_body_in_chunks_and_one_that_waits_for_100(passed: Passed, upstream: H
         while part := client.recv(65536):
             data += part
     assert data.endswith(json.dumps(chat_reply()).encode())
-    [asked] = upstream.asked
-    assert (asked.body, asked.header("expect"), asked.header("connection")) == (body, None, None)
+    [request] = upstream.asked
+    assert (request.body, request.header("expect"), request.header("connection")) == (body, None, None)
 
 
 def test_a_reply_that_breaks_off_breaks_off(passed: Passed, upstream: HttpUpstream) -> None:

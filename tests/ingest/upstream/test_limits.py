@@ -37,9 +37,9 @@ def test_a_reply_that_is_too_large_to_keep(
 ) -> None:
     """It passes byte for byte; its turn says that it was not kept, and is counted. The next one is kept."""
     passed = passing(max_reply_mb=1)
-    said = json.dumps(chat_reply("x" * 3 * MIB)).encode()
+    body = json.dumps(chat_reply("x" * 3 * MIB)).encode()
     kind = "text/event-stream" if stream else "application/json"
-    packets = [b"data: " + said + b"\n\n", b"data: [DONE]\n\n"] if stream else [said]
+    packets = [b"data: " + body + b"\n\n", b"data: [DONE]\n\n"] if stream else [body]
     upstream.answers.append(Answer(packets, headers=[("content-type", kind)]))
     assert passed.chat(USER, stream=stream).content == b"".join(packets)
     assert "more than 1048576 bytes" in passed.turn().failed.error
@@ -82,8 +82,8 @@ def test_what_would_unfold_into_memory_is_not_kept(
     passed = passing()
     many = b"[" + b"{}," * 300_000 + b"{}]"
     upstream.answers += [whole(chat_reply()), whole(b'{"choices": ' + many + b"}")]
-    asked = b'{"messages": [{"role": "user", "content": "hi"}], "x": ' + many + b"}"
-    assert passed.http.post(f"/t/one{CHAT}", content=asked).status_code == 200
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "x": ' + many + b"}"
+    assert passed.http.post(f"/t/one{CHAT}", content=body).status_code == 200
     assert passed.chat(USER, name="two").status_code == 200
     assert "weigh more" in passed.turn("two").failed.error
     assert _counted(passed) == (2, 2)
@@ -104,11 +104,11 @@ def test_a_stream_without_end_ends_with_its_client(
     passed = passing(max_reply_mb=2)
     packets = [b"data: "] + [b"x" * 65536] * 10_000
     upstream.answers.append(Answer(packets, headers=[("content-type", "text/event-stream")], pause_s=0))
-    before, taken = _peak(), 0
+    before, received = _peak(), 0
     with httpx.stream("POST", f"{passed.url}/t/t{CHAT}", json={"messages": [USER], "stream": True}) as reply:
         for part in reply.iter_raw():
-            taken += len(part)
-            if taken > 60 * MIB:
+            received += len(part)
+            if received > 60 * MIB:
                 break
     assert passed.turn().failed is not None
     assert _peak() - before < 50 * MIB
@@ -148,6 +148,6 @@ def test_the_end_of_a_stream_is_found_in_any_packets(size: int, where: str) -> N
         stream = stream[-5000:] if where == "within" else b"data: {}\n\n" + stream[-3000:]
         stream = b"data: x" + stream
     finder, begun = EndFinder(chat.API.upstream.last_event), time.monotonic()
-    found = [at for at in range(0, len(stream), size) if finder.feed(stream[at : at + size])]
-    assert found == [(len(stream) - 1) // size * size]
+    ends = [at for at in range(0, len(stream), size) if finder.feed(stream[at : at + size])]
+    assert ends == [(len(stream) - 1) // size * size]
     assert time.monotonic() - begun < 60

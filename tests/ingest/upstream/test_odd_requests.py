@@ -29,10 +29,10 @@ def test_chat_content_of_any_shape_is_recorded(passed: Passed, upstream: HttpUps
     assert passed.chat(message).status_code == 200
     passed.chat(message, {"role": "assistant", "content": "Hi"}, USER)
     assert upstream.asked[0].json["messages"] == [message]
-    one, two = passed.turns(count=2)
-    assert passed.trajectories()["t"].messages(one) == [message]
-    assert two.requested.parent_turn_id == one.turn_id
-    assert len(two.requested.messages) == 2
+    parent, child = passed.turns(count=2)
+    assert passed.trajectories()["t"].messages(parent) == [message]
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert len(child.requested.messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_chat_content_of_any_shape_is_recorded(passed: Passed, upstream: HttpUps
 )
 def test_calls_of_any_shape_are_recorded(passed: Passed, upstream: HttpUpstream, calls: Any) -> None:
     """Ids that are no texts name nothing, and are no fault."""
-    said = {"role": "assistant", "content": None, "tool_calls": calls}
-    upstream.answers += [whole(chat_reply(choices=[{"index": 0, "message": said}]))] * 2
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    upstream.answers += [whole(chat_reply(choices=[{"index": 0, "message": message}]))] * 2
     passed.chat(USER)
-    assert passed.chat(USER, said, USER).status_code == 200
+    assert passed.chat(USER, message, USER).status_code == 200
     turns = passed.turns(count=2)
     assert all(turn.completed is not None for turn in turns)
     assert passed.http.get("/healthz").json()["unrecorded"] == 0
@@ -57,7 +57,7 @@ def test_blocks_of_another_shape_are_read_as_far_as_they_go(passed: Passed, upst
     upstream.answers += [whole(ENDPOINTS[path]["whole"] | {"content": content})] * 2
     passed.post(path, {"max_tokens": 4, "messages": [USER]})
     passed.post(path, {"max_tokens": 4, "messages": [USER, {"role": "assistant", "content": content}, USER]})
-    one, two = passed.turns(count=2)
-    assert one.completed is not None
-    assert one.completed.upstream["choice"]["content"] == content
-    assert two.requested.parent_turn_id == one.turn_id
+    parent, child = passed.turns(count=2)
+    assert parent.completed is not None
+    assert parent.completed.upstream["choice"]["content"] == content
+    assert child.requested.parent_turn_id == parent.turn_id

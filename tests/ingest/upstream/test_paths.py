@@ -70,10 +70,10 @@ def test_odd_spellings_mean_what_they_mean(path: str) -> None:
 @given(st.text(alphabet="/.%2eE5cC;v1\\ ax", max_size=30))
 def test_what_is_meant_is_plain(path: str) -> None:
     """Resolved once it stays as it is, and never leaves the root."""
-    found = canonical_path("/" + path)
-    assert canonical_path(found) == found
-    parts = found.split("/")[1:]
-    assert found == "/" or not set(parts) & {"", ".", ".."}
+    resolved = canonical_path("/" + path)
+    assert canonical_path(resolved) == resolved
+    parts = resolved.split("/")[1:]
+    assert resolved == "/" or not set(parts) & {"", ".", ".."}
 
 
 PASSING = [rule.split() for rule in allowed()]
@@ -126,10 +126,10 @@ def test_agents_paths_pass(passing: Callable[..., Passed], upstream: HttpUpstrea
     ]
     for method, path in paths:
         assert _raw(passed, method, path) == 200, path
-    assert [asked.target for asked in upstream.asked] == [path for _, path in paths]
+    assert [request.target for request in upstream.asked] == [path for _, path in paths]
     assert all(
-        asked.header("x-api-key" if "messages" in asked.target else "authorization")
-        for asked in upstream.asked
+        request.header("x-api-key" if "messages" in request.target else "authorization")
+        for request in upstream.asked
     )
 
 
@@ -143,7 +143,7 @@ def test_without_a_key_everything_passes(passed: Passed, upstream: HttpUpstream)
             _raw(passed, "POST", f"/t/odd{i}{path}", b'{"messages": [{"role": "user", "content": "x"}]}')
             == 200
         )
-    assert [asked.target for asked in upstream.asked[2:]] == odd
+    assert [request.target for request in upstream.asked[2:]] == odd
     assert all(passed.turn(f"odd{i}").completed for i in range(len(odd)))
     assert passed.metric("rollbook_unrecorded_total") == 0
     assert passed.metric("rollbook_passed_total") == 2
@@ -210,7 +210,7 @@ def test_ones_own_responses(keyed: Passed, upstream: HttpUpstream) -> None:
     upstream.answers += [whole(_response("resp_w1")), whole(_response("resp_t"))]
     assert keyed.post(RESPONSES, asks, "t1", headers=w1).status_code == 200
     assert keyed.post(RESPONSES, asks, None, headers=_own(keyed, "t2")).status_code == 200
-    asked = len(upstream.asked)
+    before = len(upstream.asked)
     cases = [
         ("resp_w1", w1, "", True),
         ("resp_w1", w2, "", False),
@@ -236,7 +236,7 @@ def test_ones_own_responses(keyed: Passed, upstream: HttpUpstream) -> None:
             ).status_code,
         ]
         assert statuses == [200 if mine else 404] * 5, (response_id, key, prefix)
-    assert len(upstream.asked) - asked == 5 * sum(mine for *_, mine in cases)
+    assert len(upstream.asked) - before == 5 * sum(mine for *_, mine in cases)
     refused = keyed.http.get(f"{RESPONSES}/resp_t", headers=w1).json()["error"]
     assert refused["code"] == "unknown_response"
 

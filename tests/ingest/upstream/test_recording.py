@@ -24,27 +24,30 @@ def _record(turn: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_whole_and_streamed_are_one_record(passed: Passed, upstream: HttpUpstream, path: str) -> None:
     """Reasoning, text, parallel calls, finish reason, usage and id: through every API, either way."""
-    told = ENDPOINTS[path]
-    upstream.answers += [whole(told["whole"]), streamed(told["stream"], range(3, len(told["stream"]), 11))]
-    assert passed.post(path, told["asks"]).json() == told["whole"]
-    one = passed.turn()
-    assert passed.post(path, told["asks"] | {"stream": True}).content == told["stream"]
-    two = passed.turns(count=2)[1]
-    assert one.completed.reply == told["message"]
-    assert one.completed.finish_reason == told["finish"]
-    assert one.completed.flags == ["text_only"]
-    assert one.completed.upstream["id"] == told["whole"]["id"]
-    assert one.completed.upstream["usage"] == told["whole"]["usage"]
-    assert _record(one) == _record(two)
+    endpoint = ENDPOINTS[path]
+    upstream.answers += [
+        whole(endpoint["whole"]),
+        streamed(endpoint["stream"], range(3, len(endpoint["stream"]), 11)),
+    ]
+    assert passed.post(path, endpoint["asks"]).json() == endpoint["whole"]
+    first = passed.turn()
+    assert passed.post(path, endpoint["asks"] | {"stream": True}).content == endpoint["stream"]
+    second = passed.turns(count=2)[1]
+    assert first.completed.reply == endpoint["message"]
+    assert first.completed.finish_reason == endpoint["finish"]
+    assert first.completed.flags == ["text_only"]
+    assert first.completed.upstream["id"] == endpoint["whole"]["id"]
+    assert first.completed.upstream["usage"] == endpoint["whole"]["usage"]
+    assert _record(first) == _record(second)
     counts = "upstream_prompt_tokens, upstream_completion_tokens, prompt_length, completion_length"
-    usage = told["whole"]["usage"]
-    asked, answered = (
+    usage = endpoint["whole"]["usage"]
+    prompt, answered = (
         next((usage[name] for name in names if name in usage), None)
         for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     )
-    assert asked
-    assert passed.sql(f"select {counts} from turns") == [(asked, answered, 0, 0)] * 2
-    for turn in (one, two):
+    assert prompt
+    assert passed.sql(f"select {counts} from turns") == [(prompt, answered, 0, 0)] * 2
+    for turn in (first, second):
         assert turn.delivered == "sent"
         assert turn.requested.wire["endpoint"] == path
         assert turn.requested.requested_model == "m"
@@ -71,25 +74,25 @@ def test_what_chat_form_has_no_place_for_is_kept(passed: Passed, upstream: HttpU
 @pytest.mark.parametrize("path", [p for p in ENDPOINTS if ENDPOINTS[p]["goes_on"]])
 def test_a_conversation_is_one_path(passed: Passed, upstream: HttpUpstream, path: str) -> None:
     """The next request, which shows the reply with its results, hangs on it; nothing is stored twice."""
-    told = ENDPOINTS[path]
-    upstream.answers += [streamed(told["stream"]), whole(told["whole"]), whole(told["whole"])]
-    passed.post(path, told["asks"] | {"stream": True})
-    passed.post(path, told["goes_on"])
-    passed.post(path, told["asks"])
-    one, two, fork = passed.turns(count=3)
-    assert two.requested.parent_turn_id == one.turn_id
-    assert (one.requested.root_reason, fork.requested.root_reason) == ("first_turn", "no_matching_turn")
+    endpoint = ENDPOINTS[path]
+    upstream.answers += [streamed(endpoint["stream"]), whole(endpoint["whole"]), whole(endpoint["whole"])]
+    passed.post(path, endpoint["asks"] | {"stream": True})
+    passed.post(path, endpoint["goes_on"])
+    passed.post(path, endpoint["asks"])
+    parent, child, fork = passed.turns(count=3)
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert (parent.requested.root_reason, fork.requested.root_reason) == ("first_turn", "no_matching_turn")
     assert fork.requested.parent_turn_id is None
     trajectory = passed.trajectories()["t"]
-    roles = [m["role"] for m in trajectory.messages(two) if m["role"] != "system"]
+    roles = [m["role"] for m in trajectory.messages(child) if m["role"] != "system"]
     assert roles == ["user", "assistant", "tool", "tool"]
     name = "input" if path == "/v1/responses" else "messages"
     if path == CHAT:
-        assert trajectory.messages(two) == told["goes_on"]["messages"]
+        assert trajectory.messages(child) == endpoint["goes_on"]["messages"]
     else:
-        assert trajectory.items(two) == told["goes_on"][name]
-        assert two.requested.wire["shared_items"] == 1
-    assert one.delivered in ("sent", "echoed")
+        assert trajectory.items(child) == endpoint["goes_on"][name]
+        assert child.requested.wire["shared_items"] == 1
+    assert parent.delivered in ("sent", "echoed")
 
 
 def test_forks_hang_on_the_turn_they_fork_from(passed: Passed, upstream: HttpUpstream) -> None:
@@ -120,8 +123,8 @@ def test_the_next_request_may_come_before_the_streams_last_byte(
         passed.chat(USER, {"role": "assistant", "content": "Hi"}, USER)
         hold.set()
         list(parts)
-    one, two = passed.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id
+    parent, child = passed.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -163,9 +166,9 @@ def test_choices_that_nobody_foresaw_are_turns_too(passed: Passed, upstream: Htt
     passed.post("/v1/completions", {"prompt": ["a", "b"], "n": 2}, name="p")
     assert [t.completed.reply["content"] for t in passed.turns("p", 4)] == ["0", "1", "2", "3"]
     passed.post("/v1/completions", {"prompt": ["a", "b"]}, name="q")
-    one, two = passed.turns("q", 2)
-    assert one.completed.reply["content"] == "0"
-    assert two.failed.error == "the upstream gave no such choice"
+    first, second = passed.turns("q", 2)
+    assert first.completed.reply["content"] == "0"
+    assert second.failed.error == "the upstream gave no such choice"
     extra = [{"index": i, "message": {"role": "assistant", "content": str(i)}} for i in range(2)]
     upstream.answers.append(whole(chat_reply(choices=extra)))
     passed.chat(USER, name="r")
@@ -269,16 +272,16 @@ def test_a_finish_waits_for_the_reply(passed: Passed, upstream: HttpUpstream) ->
 def test_responses_are_gone_on_from_by_their_id(passed: Passed, upstream: HttpUpstream) -> None:
     """previous_response_id names the upstream's own response: the conversation still hangs together."""
     path = "/v1/responses"
-    told = ENDPOINTS[path]
-    asked = {k: v for k, v in told["asks"].items() if k != "input"}
+    endpoint = ENDPOINTS[path]
+    fields = {k: v for k, v in endpoint["asks"].items() if k != "input"}
     output = {"type": "function_call_output", "call_id": "call_0", "output": "18 C"}
-    upstream.answers += [whole(told["whole"]), whole(told["whole"] | {"id": "resp_u2"})]
-    passed.post(path, told["asks"])
-    passed.post(path, asked | {"input": [output], "previous_response_id": "resp_u1"})
-    one, two = passed.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id
-    assert passed.trajectories()["t"].items(two) == [output]
-    assert two.requested.request["previous_response_id"] == "resp_u1"
+    upstream.answers += [whole(endpoint["whole"]), whole(endpoint["whole"] | {"id": "resp_u2"})]
+    passed.post(path, endpoint["asks"])
+    passed.post(path, fields | {"input": [output], "previous_response_id": "resp_u1"})
+    parent, child = passed.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert passed.trajectories()["t"].items(child) == [output]
+    assert child.requested.request["previous_response_id"] == "resp_u1"
     passed.post(path, {"input": "x", "previous_response_id": "resp_unknown"})
     third = passed.turns(count=3)[2]
     assert third.requested.root_reason == "unresolved_reference"
@@ -288,8 +291,8 @@ def test_responses_are_gone_on_from_by_their_id(passed: Passed, upstream: HttpUp
 def test_unnamed_traffic_is_quarantined_and_told_apart(passed: Passed, upstream: HttpUpstream) -> None:
     """Each conversation in a trajectory of its own."""
     reply = passed.chat(USER, name=None)
-    said = reply.json()["choices"][0]["message"]
-    again = passed.chat(USER, said, USER, name=None)
+    message = reply.json()["choices"][0]["message"]
+    again = passed.chat(USER, message, USER, name=None)
     other = passed.chat(USER, name=None)
     names = [r.headers["x-rollbook-quarantined"] for r in (reply, again, other)]
     assert names[0] == names[1] != names[2]
@@ -321,17 +324,17 @@ def test_what_we_would_refuse_passes_and_hangs_together(
 ) -> None:
     """An upstream knows more than we do: the request is kept as sent, and its conversation goes on."""
     name = "input" if path == "/v1/responses" else "messages"
-    told = ENDPOINTS[path]
-    upstream.answers += [whole(told["whole"]), whole(told["whole"])]
+    endpoint = ENDPOINTS[path]
+    upstream.answers += [whole(endpoint["whole"]), whole(endpoint["whole"])]
     assert passed.post(path, body).status_code == 200
-    echo = told["goes_on"][name][1:]
+    echo = endpoint["goes_on"][name][1:]
     passed.post(path, body | {name: [*body[name], *echo]})
-    one, two = passed.turns(count=2)
+    parent, child = passed.turns(count=2)
     trajectory = passed.trajectories()["t"]
-    sent = trajectory.items(one) if path != CHAT else trajectory.messages(one)
+    sent = trajectory.items(parent) if path != CHAT else trajectory.messages(parent)
     assert sent == body[name]
-    assert one.requested.request == {k: v for k, v in body.items() if k != name}
-    assert two.requested.parent_turn_id == one.turn_id
+    assert parent.requested.request == {k: v for k, v in body.items() if k != name}
+    assert child.requested.parent_turn_id == parent.turn_id
 
 
 def test_custom_tools_hang_together(passed: Any, upstream: HttpUpstream) -> None:
@@ -342,11 +345,11 @@ def test_custom_tools_hang_together(passed: Any, upstream: HttpUpstream) -> None
     upstream.answers.append(whole(chat_reply(choices=[choice])))
     passed.chat(USER)
     passed.chat(USER, message, {"role": "tool", "tool_call_id": "c1", "content": "ok"})
-    one, two = passed.turns(count=2)
-    assert one.completed.upstream["choice"]["tool_calls"] == [custom]
-    assert one.completed.reply["tool_calls"][0]["function"]["arguments"] == "*** Begin"
-    assert two.requested.parent_turn_id == one.turn_id
-    assert passed.trajectories()["t"].items(two)[1] == message
+    parent, child = passed.turns(count=2)
+    assert parent.completed.upstream["choice"]["tool_calls"] == [custom]
+    assert parent.completed.reply["tool_calls"][0]["function"]["arguments"] == "*** Begin"
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert passed.trajectories()["t"].items(child)[1] == message
 
 
 def test_stored_size_grows_with_what_is_new(passed: Passed, upstream: HttpUpstream) -> None:

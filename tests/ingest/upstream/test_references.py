@@ -65,14 +65,14 @@ def test_references_are_what_they_name(passed: Passed, upstream: HttpUpstream, s
     """The AI SDK's default: the conversation hangs together, and is recorded with what it says."""
     _ask(passed, upstream, _response(), input=[USER])
     _ask(passed, upstream, _response("resp_2", [MESSAGE | {"id": "msg_2"}]), input=[USER, *shown, RESULT])
-    one, two = passed.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id
-    assert two.completed.flags == ["text_only"]
+    parent, child = passed.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert child.completed.flags == ["text_only"]
     trajectory = passed.trajectories()["t"]
-    assert trajectory.items(two) == [USER, *shown, RESULT]
-    said = trajectory.messages(two)[1]
-    assert (said["content"], said["reasoning_content"]) == ("Looking.", "hm")
-    assert said["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    assert trajectory.items(child) == [USER, *shown, RESULT]
+    message = trajectory.messages(child)[1]
+    assert (message["content"], message["reasoning_content"]) == ("Looking.", "hm")
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
     rows = passed.sql("select count(*) from turns where parent_turn_id is not null")
     assert rows == [(1,)]
 
@@ -94,8 +94,8 @@ def test_references_outlive_a_restart(passing: Callable[..., Passed], upstream: 
     again = passing()
     _ask(again, upstream, _response("resp_2"), input=[USER, *_refer("rs_up", "msg_up", "fc_up"), RESULT])
     _ask(again, upstream, _response("resp_3"), input=[MORE], previous_response_id="resp_up")
-    one, two, three = again.turns(count=3)
-    assert two.requested.parent_turn_id == three.requested.parent_turn_id == one.turn_id
+    first, second, third = again.turns(count=3)
+    assert second.requested.parent_turn_id == third.requested.parent_turn_id == first.turn_id
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_store_that_fails(
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_failed")
             assert reply.headers["retry-after"] == "10"
         assert refusing.http.get("/v1/models").status_code == 200  # nothing of it is recorded anyway
-    assert [asked.target for asked in upstream.asked] == [CHAT, "/v1/models"]
+    assert [request.target for request in upstream.asked] == [CHAT, "/v1/models"]
     assert refusing.metric("rollbook_unrecorded_total") == 0
 
 

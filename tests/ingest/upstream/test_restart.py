@@ -26,20 +26,20 @@ def test_a_conversation_goes_on_over_a_restart(
     passing: Callable[..., Passed], upstream: HttpUpstream, path: str
 ) -> None:
     """The next request hangs on the turn from before, and is stored as what is new in it."""
-    told = ENDPOINTS[path]
-    upstream.answers += [streamed(told["stream"]), whole(told["whole"])]
+    endpoint = ENDPOINTS[path]
+    upstream.answers += [streamed(endpoint["stream"]), whole(endpoint["whole"])]
     passed = passing()
-    passed.post(path, told["asks"] | {"stream": True})
+    passed.post(path, endpoint["asks"] | {"stream": True})
     passed.turn()
     again = passing()
-    again.post(path, told["goes_on"])
-    one, two = again.turns(count=2)
-    assert two.requested.parent_turn_id == one.turn_id
-    assert two.requested.base_turn_id == one.turn_id
+    again.post(path, endpoint["goes_on"])
+    parent, child = again.turns(count=2)
+    assert child.requested.parent_turn_id == parent.turn_id
+    assert child.requested.base_turn_id == parent.turn_id
     if path != CHAT:
-        assert two.requested.wire["shared_items"] == 1
-        sent = told["goes_on"]["input" if path == "/v1/responses" else "messages"]
-        assert again.trajectories()["t"].items(two) == sent
+        assert child.requested.wire["shared_items"] == 1
+        sent = endpoint["goes_on"]["input" if path == "/v1/responses" else "messages"]
+        assert again.trajectories()["t"].items(child) == sent
 
 
 def test_a_finished_trajectory_takes_no_more(passing: Callable[..., Passed], upstream: HttpUpstream) -> None:
@@ -81,7 +81,7 @@ def test_rewards_by_the_replys_own_id(passing: Callable[..., Passed], upstream: 
     upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
     passed.chat(USER)
     passed.chat(USER)
-    one, two = passed.turns(count=2)
+    first, second = passed.turns(count=2)
 
     def reward(turn: str, value: float) -> httpx.Response:
         body = {"reward": value, "turn": turn, "source": "judge"}
@@ -90,13 +90,13 @@ def test_rewards_by_the_replys_own_id(passing: Callable[..., Passed], upstream: 
     assert reward("chatcmpl-b", 0.25).status_code == 201
     assert passed.finish(reward=1.0).status_code == 200
     assert reward("chatcmpl-a", 0.75).status_code == 201
-    assert reward(f"chatcmpl-{two.turn_id}", 0.5).status_code == 201
+    assert reward(f"chatcmpl-{second.turn_id}", 0.5).status_code == 201
     assert reward("chatcmpl-c", 0.5).status_code == 422
     label = {"name": "good", "value": True, "turn": "chatcmpl-a"}
     assert passed.http.post("/v1/trajectories/t/labels", json=label).status_code == 201
     trajectory = passed.trajectories()["t"]
-    assert trajectory.reward("judge", one.turn_id) == 0.75
-    assert trajectory.reward("judge", two.turn_id) == 0.5
+    assert trajectory.reward("judge", first.turn_id) == 0.75
+    assert trajectory.reward("judge", second.turn_id) == 0.5
     assert trajectory.reward() == 1.0
 
 
@@ -109,14 +109,14 @@ def test_a_finish_rewards_turns_by_the_upstreams_ids(
     upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
     passed.chat(USER)
     passed.chat(USER)
-    one, two = passed.turns(count=2)
+    first, second = passed.turns(count=2)
     if restarted:
         passed = passing()
     assert passed.finish(turn_rewards={"chatcmpl-c": 1.0}).status_code == 422
-    given = {"chatcmpl-b": 0.25, f"chatcmpl-{one.turn_id}": 0.5}
-    assert passed.finish(turn_rewards=given).status_code == 200
+    rewards = {"chatcmpl-b": 0.25, f"chatcmpl-{first.turn_id}": 0.5}
+    assert passed.finish(turn_rewards=rewards).status_code == 200
     trajectory = passed.trajectories()["t"]
-    assert [trajectory.reward("agent", t.turn_id) for t in (one, two)] == [0.5, 0.25]
+    assert [trajectory.reward("agent", t.turn_id) for t in (first, second)] == [0.5, 0.25]
 
 
 def test_of_several_choices_the_first_has_the_id(passed: Passed, upstream: HttpUpstream) -> None:
@@ -162,9 +162,9 @@ def test_kill_between_request_and_reply(serve: Callable[..., Served], upstream: 
     assert httpx.post(url, json=following).json() == chat_reply()
     finish = httpx.post(f"{served.url}/v1/trajectories/t/finish", json={"reward": 1.0})
     assert finish.json()["turns"] == 2
-    one, lost, again = _turns(served)
+    parent, lost, again = _turns(served)
     assert (lost.completed, lost.failed) == (None, None)
-    assert again.requested.parent_turn_id == lost.requested.parent_turn_id == one.turn_id
+    assert again.requested.parent_turn_id == lost.requested.parent_turn_id == parent.turn_id
     rows = store.connect(served.path).execute("select status from turns order by seq").fetchall()
     assert rows == [("completed",), ("running",), ("completed",)]
     served.stop()
@@ -172,6 +172,6 @@ def test_kill_between_request_and_reply(serve: Callable[..., Served], upstream: 
 
 def _turns(served: Any) -> list[Any]:
     """Of its only trajectory, as far as they are durable: a reply that only passes does not wait for that."""
-    found = list(fold(store.open(served.path).events()).values())
-    assert len(found) <= 1
-    return [turn for trajectory in found for turn in trajectory.turns.values()]
+    trajectories = list(fold(store.open(served.path).events()).values())
+    assert len(trajectories) <= 1
+    return [turn for trajectory in trajectories for turn in trajectory.turns.values()]

@@ -34,8 +34,8 @@ def test_the_agents_key_goes_to_the_upstream_and_not_to_disk(
     passed: Passed, upstream: HttpUpstream, headers: dict[str, str]
 ) -> None:
     """Not with the request, not where a body or a query holds it, and not where an error repeats it."""
-    said = whole({"error": {"message": f"Incorrect API key provided: {SECRET}"}}, "401 Unauthorized")
-    upstream.answers += [whole(chat_reply()), said]
+    refusal = whole({"error": {"message": f"Incorrect API key provided: {SECRET}"}}, "401 Unauthorized")
+    upstream.answers += [whole(chat_reply()), refusal]
     body = {"messages": [USER], "api_key": SECRET, "extra_headers": {"x": SECRET}}
     for name in ("t", "u"):
         reply = passed.post(f"{CHAT}?key={SECRET}", body, name, headers=headers)
@@ -44,9 +44,9 @@ def test_the_agents_key_goes_to_the_upstream_and_not_to_disk(
     assert "provided: [secret:" in passed.turn("u").failed.error
     passed.close()
     assert SECRET.encode() not in passed.bytes_on_disk()
-    for asked in upstream.asked:
-        assert all(asked.header(name) == value for name, value in headers.items())
-        assert asked.json == body
+    for request in upstream.asked:
+        assert all(request.header(name) == value for name, value in headers.items())
+        assert request.json == body
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_trajectorys_key_never_leaves(
     header = "x-api-key" if form == "{}" else "authorization"
     reply = passed.post(CHAT, {"messages": [USER]}, None, headers={header: form.format(own)})
     assert reply.status_code == 200
-    [asked] = upstream.asked
-    assert "trajectory:" not in str(asked.headers)
-    sent = {"authorization": asked.header("authorization"), "x-api-key": asked.header("x-api-key")}
+    [request] = upstream.asked
+    assert "trajectory:" not in str(request.headers)
+    sent = {"authorization": request.header("authorization"), "x-api-key": request.header("x-api-key")}
     assert sent[header] == (key and (key if header == "x-api-key" else f"Bearer {key}"))
     passed.http.headers["authorization"] = f"Bearer {secret}"
     assert passed.turn("named").completed
@@ -113,7 +113,7 @@ def test_the_proxys_own_key_never_leaves(passing: Callable[..., Passed], upstrea
     assert reply.status_code == 200
     passed.post(CHAT, {"messages": [USER]}, headers={"authorization": "Bearer proxy-secret"})
     assert len(upstream.asked) == 2
-    assert all("proxy-secret" not in str(asked.headers) for asked in upstream.asked)
+    assert all("proxy-secret" not in str(request.headers) for request in upstream.asked)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -141,16 +141,16 @@ def test_redaction_is_of_the_record_alone(
             "finish_reason": "stop",
         }
         answer = whole(chat_reply(choices=[choice], prompt_token_ids=prompt))
-    said = b"".join(answer.packets)
+    data = b"".join(answer.packets)
     upstream.answers += [answer, whole({"error": "no SECRET-9"}, "400 Bad Request")]
     body = {"messages": [{"role": "user", "content": "mine is SECRET-17"}], "stream": stream}
-    assert passed.post(CHAT, body).content == said
+    assert passed.post(CHAT, body).content == data
     assert upstream.asked[0].json == body
     done = passed.turn().completed
-    [said_, replied] = (passed.turn().requested.messages[0]["content"], done.reply["content"])
-    assert PLACEHOLDER.fullmatch(said_.removeprefix("mine is "))
+    [sent, replied] = (passed.turn().requested.messages[0]["content"], done.reply["content"])
+    assert PLACEHOLDER.fullmatch(sent.removeprefix("mine is "))
     assert PLACEHOLDER.fullmatch(replied)
-    assert replied not in said_
+    assert replied not in sent
     assert done.flags == ["text_only", "redacted"]
     assert "token_ids" not in json.dumps(done.upstream)
     assert "RET-" not in json.dumps(done.upstream)
@@ -210,8 +210,8 @@ def test_cookies_and_credentials_that_an_error_repeats(
         "c00kie-sent",
         "in-the-query",
     ]
-    said = {"error": {"message": f"no: {' | '.join(shown)} Set-Cookie: other=v4lue; Path=/"}}
-    answer = streamed(sse(said), [9]) if stream else whole(said, "400 Bad Request")
+    body = {"error": {"message": f"no: {' | '.join(shown)} Set-Cookie: other=v4lue; Path=/"}}
+    answer = streamed(sse(body), [9]) if stream else whole(body, "400 Bad Request")
     answer.headers = [*answer.headers, ("set-cookie", "sid=set-by-you; HttpOnly")]
     upstream.answers.append(answer)
     headers = {"authorization": f"Basic {login}", "cookie": "c=c00kie-sent"}
@@ -237,9 +237,9 @@ def test_a_login_in_the_address_goes_to_the_upstream_and_nowhere_else(
     upstream.answers += [whole(chat_reply()), whole({"error": f"bad {LOGIN} k-pl4nted"}, "401 Unauthorized")]
     for name in ("t", "u"):
         passed.post(f"{CHAT}?x=1", {"messages": [USER]}, name, headers={"x-api-key": "mine"})
-    for asked in upstream.asked:
-        assert (asked.header("authorization"), asked.header("x-api-key")) == (LOGIN, "mine")
-        assert asked.target.endswith("/v1/chat/completions?api-version=7&key=k-pl4nted&x=1")
+    for request in upstream.asked:
+        assert (request.header("authorization"), request.header("x-api-key")) == (LOGIN, "mine")
+        assert request.target.endswith("/v1/chat/completions?api-version=7&key=k-pl4nted&x=1")
     failed = passed.turn("u").failed.error
     shown = [failed, passed.http.get("/healthz").text, passed.http.get("/metrics").text, *capsys.readouterr()]
     passed.close()

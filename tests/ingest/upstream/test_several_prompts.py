@@ -23,9 +23,9 @@ IDS = {0: [1, 2], 1: [3, 4, 5]}
 
 def _choice(index: int | None, prompt: Any, **more: Any) -> dict[str, Any]:
     place = 0 if index is None else index
-    told = {"text": f"c{place}", "finish_reason": "stop", "token_ids": [100 + place, 9]}
-    told |= {"logprobs": {"token_logprobs": [-0.5 - place, -0.25]}}
-    return told | ({} if index is None else {"index": index}) | {"prompt_token_ids": prompt} | more
+    choice = {"text": f"c{place}", "finish_reason": "stop", "token_ids": [100 + place, 9]}
+    choice |= {"logprobs": {"token_logprobs": [-0.5 - place, -0.25]}}
+    return choice | ({} if index is None else {"index": index}) | {"prompt_token_ids": prompt} | more
 
 
 def _reply(*choices: Any, **more: Any) -> dict[str, Any]:
@@ -170,6 +170,6 @@ def test_a_stream_that_takes_back_its_ids_is_not_believed() -> None:
 
 def test_a_prompt_sent_as_ids_may_be_told_with_one_in_front() -> None:
     """An upstream puts its first token before them, or cuts a long prompt at its beginning."""
-    for told in ([0, 7, 8], [8], [7, 8]):
-        reply = read_reply(FORM, _reply(_choice(0, told), _choice(1, IDS[0])))
-        assert _prompts({"prompt": [[7, 8], IDS[0]]}, reply) == {0: told, 1: IDS[0]}
+    for ids in ([0, 7, 8], [8], [7, 8]):
+        reply = read_reply(FORM, _reply(_choice(0, ids), _choice(1, IDS[0])))
+        assert _prompts({"prompt": [[7, 8], IDS[0]]}, reply) == {0: ids, 1: IDS[0]}

@@ -31,9 +31,9 @@ def bare(package: str, *inner: str) -> None:
     Args:
         inner: "" is the package itself.
     """
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.origin is not None
-    root = Path(found.origin).parent
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
     for name in inner:
         empty(f"{package}.{name}" if name else package, str(root.joinpath(*name.split("."))))

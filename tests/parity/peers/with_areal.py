@@ -22,20 +22,20 @@ def loss(
 ) -> torch.Tensor:
     """The actor's loss: decoupled where tokens are rejected or weighted by `rejection`."""
     config = None if rejection is None else RejectionSamplingConfig(**rejection)
-    given = case.logprobs, case.old, case.rollout, case.advantages.clone(), low, case.mask
-    return functional.ppo_actor_loss_fn(*given, rejection_sampling=config, **keys)[0]
+    arguments = case.logprobs, case.old, case.rollout, case.advantages.clone(), low, case.mask
+    return functional.ppo_actor_loss_fn(*arguments, rejection_sampling=config, **keys)[0]
 
 
 def weights(case: Case, **rejection: Any) -> torch.Tensor:
     """Weights of tokens by rejection sampling."""
-    given = case.old, case.rollout, case.mask, None, RejectionSamplingConfig(**rejection)
-    return functional.apply_rejection_sampling(*given).behave_imp_weight
+    arguments = case.old, case.rollout, case.mask, None, RejectionSamplingConfig(**rejection)
+    return functional.apply_rejection_sampling(*arguments).behave_imp_weight
 
 
 def normalized(case: Case, **keys: Any) -> torch.Tensor:
     """Advantages of rewards, normalized by group."""
-    made = Normalization(NormConfig(**{"group_size": case.group_size, "eps": 1e-6} | keys))
-    return torch.where(case.mask, made(case.rewards)[:, None], 0.0)
+    normalize = Normalization(NormConfig(**{"group_size": case.group_size, "eps": 1e-6} | keys))
+    return torch.where(case.mask, normalize(case.rewards)[:, None], 0.0)
 
 
 def rewards_normalized(case: Case) -> torch.Tensor:
@@ -84,8 +84,8 @@ def estimated(
     }
     if critic:
         padded["values"] = torch.cat([case.old_values, after], 1)
-    found = it._compute_advantages(padded)[name][:, :columns]
-    return torch.where(case.mask, found, 0.0)
+    result = it._compute_advantages(padded)[name][:, :columns]
+    return torch.where(case.mask, result, 0.0)
 
 
 def overlong(case: Case, *, longest: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
@@ -97,8 +97,8 @@ def overlong(case: Case, *, longest: int, buffer: int, factor: float = 1.0) -> t
 
 def value_loss(case: Case, clip: float) -> torch.Tensor:
     """The critic's loss: half of the squared error."""
-    given = case.values, case.old_values, case.returns, clip, case.mask, "mse"
-    return functional.ppo_critic_loss_fn(*given)[0]
+    arguments = case.values, case.old_values, case.returns, clip, case.mask, "mse"
+    return functional.ppo_critic_loss_fn(*arguments)[0]
 
 
 def kl(case: Case, estimator: str) -> torch.Tensor:

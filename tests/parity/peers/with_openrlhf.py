@@ -35,8 +35,8 @@ def value_loss(case: Case, clip: float) -> torch.Tensor:
 
 def kl(case: Case, estimator: str) -> torch.Tensor:
     """The mean of an estimate, clamped to +-10."""
-    found = functions.compute_approx_kl(case.logprobs, case.reference, kl_estimator=estimator)
-    return found[case.mask].mean()
+    estimate = functions.compute_approx_kl(case.logprobs, case.reference, kl_estimator=estimator)
+    return estimate[case.mask].mean()
 
 
 def estimated(
@@ -99,7 +99,7 @@ def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dpo(case: Case, *, ipo: bool = False, beta: float = 0.1, smoothing: float = 0.0) -> torch.Tensor:
     """DPO's or IPO's loss of pairs: each sample of the first half against one of the second."""
-    sums = [(of * case.floats).sum(-1) for of in (case.logprobs, case.reference)]
+    sums = [(logprobs * case.floats).sum(-1) for logprobs in (case.logprobs, case.reference)]
     return losses.DPOLoss(beta, smoothing, ipo)(*_halves(sums[0]), *_halves(sums[1]))[0]
 
 

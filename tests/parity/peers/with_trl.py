@@ -119,16 +119,16 @@ class _Generating:
 
 
 def _scored(case: Case, kind: Any, **keys: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = kind._generate_and_score_completions(
+    outputs: dict[str, torch.Tensor] = kind._generate_and_score_completions(
         _Generating(case, **keys), [{"prompt": ""}] * len(case.mask)
     )
-    return found
+    return outputs
 
 
 def advantages(case: Case, scale: str = "group") -> torch.Tensor:
     """GRPO's, of `scale_rewards`; 0 outside the mask."""
-    found = _scored(case, GRPOTrainer, is_grpo=True, scale_rewards=scale)["advantages"]
-    return torch.where(case.mask, found[:, None], 0.0)
+    values = _scored(case, GRPOTrainer, is_grpo=True, scale_rewards=scale)["advantages"]
+    return torch.where(case.mask, values[:, None], 0.0)
 
 
 def rloo(case: Case) -> torch.Tensor:
@@ -138,7 +138,7 @@ def rloo(case: Case) -> torch.Tensor:
 
 def weights(case: Case, mode: str, low: float | None, high: float) -> torch.Tensor:
     """The ratios of a `vllm_importance_sampling_mode`, 0 outside the mask."""
-    found = _scored(
+    ratios = _scored(
         case,
         GRPOTrainer,
         is_grpo=True,
@@ -148,7 +148,7 @@ def weights(case: Case, mode: str, low: float | None, high: float) -> torch.Tens
         vllm_importance_sampling_clip_min=low,
         vllm_importance_sampling_clip_max=high,
     )["importance_sampling_ratio"]
-    return torch.where(case.mask, found.expand(case.mask.shape), 0.0)
+    return torch.where(case.mask, ratios.expand(case.mask.shape), 0.0)
 
 
 def _pairs(values: torch.Tensor) -> torch.Tensor:
@@ -160,12 +160,15 @@ def dpo(case: Case, kind: str = "sigmoid", beta: float = 0.1) -> torch.Tensor:
 
     The first column of what the trainer sees is a prompt's, of which there is no loss.
     """
-    given = [torch.where(case.mask, of, 0.0) for of in (case.logprobs, case.reference)]
+    masked = [torch.where(case.mask, logprobs, 0.0) for logprobs in (case.logprobs, case.reference)]
     policy, reference = (
         SimpleNamespace(
-            log_probs=_pairs(of), entropy=_pairs(of), mean_logits=_pairs(of), is_top1=_pairs(of) > 0
+            log_probs=_pairs(logprobs),
+            entropy=_pairs(logprobs),
+            mean_logits=_pairs(logprobs),
+            is_top1=_pairs(logprobs) > 0,
         )
-        for of in given
+        for logprobs in masked
     )
     mask = torch.nn.functional.pad(_pairs(case.mask).long(), (1, 0))
     model = torch.nn.Identity()

@@ -24,40 +24,40 @@ def loss(
     config = _config(**keys)
     if length is not None:
         config.global_batch_info["loss_scale_factor"] = length
-    given = case.old, case.logprobs, case.advantages, case.floats
-    return core_algos.get_policy_loss_fn(name)(*given, loss_agg_mode=mode, config=config)[0]
+    arguments = case.old, case.logprobs, case.advantages, case.floats
+    return core_algos.get_policy_loss_fn(name)(*arguments, loss_agg_mode=mode, config=config)[0]
 
 
 def weighted_loss(
     case: Case, level: str, threshold: str | float, name: str = "vanilla", mode: str = "token-mean"
 ) -> torch.Tensor:
     """A policy loss with its weights of an engine's mismatch."""
-    given = case.old, case.logprobs, case.advantages, case.floats
+    arguments = case.old, case.logprobs, case.advantages, case.floats
     return core_algos.get_policy_loss_fn(name)(
-        *given, loss_agg_mode=mode, config=_config(), rollout_is_weights=weights(case, level, threshold)
+        *arguments, loss_agg_mode=mode, config=_config(), rollout_is_weights=weights(case, level, threshold)
     )[0]
 
 
 def rejected_loss(case: Case, option: str, threshold: str, mode: str = "token-mean") -> torch.Tensor:
     """PPO's loss of the tokens that `rollout_rs` keeps, weighted by ratios that nothing bounds."""
     mask = kept(case, option, threshold)
-    given = case.old, case.logprobs, case.advantages, mask
+    arguments = case.old, case.logprobs, case.advantages, mask
     return core_algos.compute_policy_loss_vanilla(
-        *given, loss_agg_mode=mode, config=_config(), rollout_is_weights=weights(case, "token", 1e30)
+        *arguments, loss_agg_mode=mode, config=_config(), rollout_is_weights=weights(case, "token", 1e30)
     )[0]
 
 
 def kept(case: Case, option: str, threshold: str) -> torch.Tensor:
     """1 for tokens that `rollout_rs` keeps, else 0."""
-    given = torch.where(case.mask, case.old - case.rollout, 0.0), case.floats
-    return rollout_corr_helper.compute_rollout_rejection_mask(*given, option, threshold)[0]
+    arguments = torch.where(case.mask, case.old - case.rollout, 0.0), case.floats
+    return rollout_corr_helper.compute_rollout_rejection_mask(*arguments, option, threshold)[0]
 
 
 def dro(case: Case, beta: float) -> torch.Tensor:
     """DRO, with a configuration of which only two keys are read."""
     config = SimpleNamespace(policy_loss=SimpleNamespace(dro_beta=beta), global_batch_info={})
-    given = case.old, case.logprobs, case.advantages, case.floats
-    return core_algos.compute_policy_loss_dro(*given, config=config)[0]
+    arguments = case.old, case.logprobs, case.advantages, case.floats
+    return core_algos.compute_policy_loss_dro(*arguments, config=config)[0]
 
 
 def _at_last(case: Case) -> torch.Tensor:
@@ -78,28 +78,30 @@ def advantages(case: Case, name: str, *, kl: float = 0.0, turns: bool = False, *
         keys["index"] = case.groups.numpy()
     if name.startswith("reinforce_plus_plus"):
         keys = {"config": SimpleNamespace(gamma=keys.pop("gamma", 1.0)), **keys}
-    given = {"token_level_rewards": rewards, "response_mask": case.floats}
-    found, _ = core_algos.get_adv_estimator_fn(name)(**given, **keys)
-    return torch.where(case.mask, found, 0.0)
+    arguments = {"token_level_rewards": rewards, "response_mask": case.floats}
+    result, _ = core_algos.get_adv_estimator_fn(name)(**arguments, **keys)
+    return torch.where(case.mask, result, 0.0)
 
 
 def gae(case: Case, name: str, *, gamma: float = 1.0, lam: float = 1.0) -> torch.Tensor:
     """GAE: whitened `advantages` or `returns`."""
-    given = _at_last(case), case.old_values * case.mask, case.floats, gamma, lam
-    found = dict(zip(("advantages", "returns"), core_algos.compute_gae_advantage_return(*given), strict=True))
-    return torch.where(case.mask, found[name], 0.0)
+    arguments = _at_last(case), case.old_values * case.mask, case.floats, gamma, lam
+    result = dict(
+        zip(("advantages", "returns"), core_algos.compute_gae_advantage_return(*arguments), strict=True)
+    )
+    return torch.where(case.mask, result[name], 0.0)
 
 
 def whitened(case: Case) -> torch.Tensor:
     """Old values of the batch's tokens, whitened with the unbiased variance."""
-    found = functional.masked_whiten(case.old_values, case.floats)
-    return torch.where(case.mask, found, 0.0)
+    result = functional.masked_whiten(case.old_values, case.floats)
+    return torch.where(case.mask, result, 0.0)
 
 
 def value_loss(case: Case, clip: float, mode: str = "token-mean") -> torch.Tensor:
     """The clipped value loss."""
-    given = case.values, case.returns, case.old_values, case.floats, clip
-    return core_algos.compute_value_loss(*given, loss_agg_mode=mode)[0]
+    arguments = case.values, case.returns, case.old_values, case.floats, clip
+    return core_algos.compute_value_loss(*arguments, loss_agg_mode=mode)[0]
 
 
 def kl(case: Case, estimator: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ def rows_in(folders: Iterable[str]) -> tuple[Row, ...]:
 
 def fixtures_in(folders: Iterable[str]) -> tuple[Fixture, ...]:
     """Cases worked out by hand, that a module of rows may have as `FIXTURES`."""
-    return tuple(one for module in _modules(folders) for one in getattr(module, "FIXTURES", ()))
+    return tuple(fixture for module in _modules(folders) for fixture in getattr(module, "FIXTURES", ()))
 
 
 def _modules(folders: Iterable[str]) -> list[ModuleType]:

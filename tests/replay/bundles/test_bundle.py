@@ -76,8 +76,8 @@ def test_what_would_take_too_much_memory(plain: Path, monkeypatch: pytest.Monkey
 # Replayed -----------------------------------------------------------------------------------------
 
 
-def _not_proven(found: StepReplay) -> set[str]:
-    return {one.stage for one in found.unproven}
+def _not_proven(result: StepReplay) -> set[str]:
+    return {stage.stage for stage in result.unproven}
 
 
 @pytest.mark.more_but("0-0-*", "7-4-*")
@@ -103,15 +103,15 @@ def test_it_replays_without_its_store(
         assert set(opened.trajectories()) == named
         assert opened.head() == head
         assert opened.cut(f"step:{step}") == rb.parse_cut(steps[step].planned.cut)
-        found = replay_bundle(bundle, opened)
+        result = replay_bundle(bundle, opened)
         assert list(opened.path.glob("checkpoints/*/*/*")) == [
             opened.path / f"checkpoints/demo/actor/v{base:08d}"
         ]
-    assert found.exact
-    assert (found.reran, found.differs_in) == (reran, None)
-    assert _not_proven(found) == ({"schedule"} if step > 8 else {"selection", "schedule"})
+    assert result.exact
+    assert (result.reran, result.differs_in) == (reran, None)
+    assert _not_proven(result) == ({"schedule"} if step > 8 else {"selection", "schedule"})
     claims = {"selection", "schedule", "training", "metrics", "evidence"}
-    assert set(found.stages) - {"backed"} == {*claims, *fabric.EVERY_STEPS_STAGES}
+    assert set(result.stages) - {"backed"} == {*claims, *fabric.EVERY_STEPS_STAGES}
     assert not opened.path.exists()
 
 
@@ -126,8 +126,8 @@ def test_other_checkpoints(tmp_path: Path, changes: dict[str, Any]) -> None:
     export_step(log, tmp_path / "one.rollbook", 1)
     shutil.rmtree(log.path)
     with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
-        found = replay_bundle(bundle, opened)
-    assert (found.exact, found.whole, found.from_version) == (True, True, 1)
+        result = replay_bundle(bundle, opened)
+    assert (result.exact, result.whole, result.from_version) == (True, True, 1)
 
 
 def test_a_fresh_process_opens_it(plain: Path, tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_a_critic_a_reference_and_a_rollout_batch(of_critic: Store, tmp_path: Pa
     names = [member.name.removeprefix("checkpoints/demo/actor/") for member in done.bundle.members]
     assert done.bundle.steps == (2, 3)
     assert {n for n in names if n.endswith("safetensors")} == {
-        *(f"v00000002/{of}.safetensors" for of in ("model", "optimizer", "critic", "critic_optimizer")),
-        *(f"v00000000/{of}.safetensors" for of in ("model",)),
+        *(f"v00000002/{name}.safetensors" for name in ("model", "optimizer", "critic", "critic_optimizer")),
+        *(f"v00000000/{name}.safetensors" for name in ("model",)),
     }
     with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
-        found = replay_bundle(bundle, opened)
-    assert found.exact
-    assert {"reference_logprobs", "values", "critic_weights"} <= set(found.stages)
+        result = replay_bundle(bundle, opened)
+    assert result.exact
+    assert {"reference_logprobs", "values", "critic_weights"} <= set(result.stages)
 
 
 def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, tmp_path: Path) -> None:
@@ -164,20 +164,20 @@ def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, tmp_path: P
     log = rb.open(shutil.copytree(of_critic.path, tmp_path / "store"))
     before = next(c for c in fabric.steps_of(log).checkpoints if c.policy_version == 2)
     fabric.append(log, [replace(before, policy_version=3)])
-    found = replay_step(log, 3)
-    assert (found.reran, found.bit_for_bit) == ([2, 3], True)
-    assert found.passed_over == ("version 3: it is in the middle of a rollout batch",)
+    result = replay_step(log, 3)
+    assert (result.reran, result.bit_for_bit) == ([2, 3], True)
+    assert result.passed_over == ("version 3: it is in the middle of a rollout batch",)
 
 
 def test_a_late_reward_is_shown(trained: Stores, tmp_path: Path) -> None:
     """What came after the step's cut about its trajectories is in the bundle; the step is as it was."""
     log = trained()
-    one = fabric.steps_of(log).steps[11].planned.samples[0]["trajectory_id"]
-    fabric.append(log, [RewardAssigned(one, None, 99.0), RewardAssigned("teach0", None, 98.0)])
+    trajectory = fabric.steps_of(log).steps[11].planned.samples[0]["trajectory_id"]
+    fabric.append(log, [RewardAssigned(trajectory, None, 99.0), RewardAssigned("teach0", None, 98.0)])
     export_step(log, tmp_path / "one.rollbook", 11)
     with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
-        assert opened.trajectories()[one].reward() == 99.0
-        assert opened.trajectories(opened.cut("step:11"))[one].reward() != 99.0
+        assert opened.trajectories()[trajectory].reward() == 99.0
+        assert opened.trajectories(opened.cut("step:11"))[trajectory].reward() != 99.0
         assert replay_bundle(bundle, opened).exact
 
 
@@ -205,20 +205,20 @@ def test_without_the_optimizer(
     weights = [sum(m.bytes for m in e.bundle.members if "safetensors" in m.name) for e in (whole, less)]
     assert weights[1] < 0.4 * weights[0]
     with opened_bundle(tmp_path / "less") as (bundle, opened):
-        found = replay_bundle(bundle, opened)
-    assert (found.differs_in, bundle.without) == (None, ("optimizer",))
-    assert _not_proven(found) == {"input_optimizer", "optimizer", "weights", "schedule"}
-    proven = [one for one in found.stages.values() if one.verdict != Verdict.not_proven]
-    assert {one.verdict for one in proven} == {Verdict.equal}
-    assert {"selection", "gradients"} < {one.stage for one in proven}
+        result = replay_bundle(bundle, opened)
+    assert (result.differs_in, bundle.without) == (None, ("optimizer",))
+    assert _not_proven(result) == {"input_optimizer", "optimizer", "weights", "schedule"}
+    proven = [stage for stage in result.stages.values() if stage.verdict != Verdict.not_proven]
+    assert {stage.verdict for stage in proven} == {Verdict.equal}
+    assert {"selection", "gradients"} < {stage.stage for stage in proven}
     code, out, _ = cli("replay", "open", tmp_path / "less")
     assert (code, "from the weights-only checkpoint of version 11" in out) == (0, True)
-    said = " ".join(out.split())
+    printed = " ".join(out.split())
     assert (
         "step 11: equal in part: bit for bit in training, input_weights, rng, selection, samples to gradients"
-        in said
+        in printed
     )
-    assert "not compared: input_optimizer, schedule, optimizer, weights" in said
+    assert "not compared: input_optimizer, schedule, optimizer, weights" in printed
     where = ("--store", log.path, "-o", tmp_path / "no")
     code, _, err = cli("replay", "export", "step", 7, *where, "--without", "optimizer")
     assert (code, "from that of version 4 on, 3 steps are run first" in err) == (2, True)
@@ -248,15 +248,15 @@ def test_without_weights(
     export_step(log, tmp_path / "changed", 12, without="weights")
     shutil.rmtree(log.path)
     stages = {"selection", "training", "samples", "old_logprobs", "rewards", "advantages", "evidence"}
-    for one, more in zip(done, (set(), set(), {"logprobs", "losses"}), strict=True):
-        assert one.bundle.up_to == ("losses" if more else "advantages")
-        assert (one.bundle.from_version, one.bundle.without) == (None, ("weights",))
-        [model] = [m.name for m in one.bundle.members if m.name.startswith("checkpoints/")]
+    for export, more in zip(done, (set(), set(), {"logprobs", "losses"}), strict=True):
+        assert export.bundle.up_to == ("losses" if more else "advantages")
+        assert (export.bundle.from_version, export.bundle.without) == (None, ("weights",))
+        [model] = [m.name for m in export.bundle.members if m.name.startswith("checkpoints/")]
         assert model.endswith("/config.json")
-        with opened_bundle(Path(one.to)) as (bundle, opened):
-            found = replay_bundle(bundle, opened)
-        assert (set(found.stages), found.equal, found.from_version) == (stages | more, True, None)
-        assert _not_proven(found) == ({"selection"} if bundle.step == 0 else set())
+        with opened_bundle(Path(export.to)) as (bundle, opened):
+            result = replay_bundle(bundle, opened)
+        assert (set(result.stages), result.equal, result.from_version) == (stages | more, True, None)
+        assert _not_proven(result) == ({"selection"} if bundle.step == 0 else set())
     code, out, _ = cli("replay", "open", tmp_path / "12")
     assert (code, "by the log alone, 8 trajectories, without the weights, up to the losses" in out) == (
         0,
@@ -273,11 +273,11 @@ def test_a_critics_step_without_the_optimizer_or_weights(of_critic: Store, tmp_p
     """Weights of the critic stay, and what it gives is proven; without any the step is refused, with why."""
     export_step(of_critic, tmp_path / "one", 2, without="optimizer")
     with opened_bundle(tmp_path / "one") as (bundle, opened):
-        found = replay_bundle(bundle, opened)
+        result = replay_bundle(bundle, opened)
     updates = {"input_optimizer", "optimizer", "weights"}
-    assert _not_proven(found) == {"schedule"} | updates | {f"critic_{stage}" for stage in updates}
-    assert (found.equal, found.weights_only) == (True, True)
-    assert found.stages["critic_gradients"].verdict == Verdict.equal
+    assert _not_proven(result) == {"schedule"} | updates | {f"critic_{stage}" for stage in updates}
+    assert (result.equal, result.weights_only) == (True, True)
+    assert result.stages["critic_gradients"].verdict == Verdict.equal
     with pytest.raises(ReplayError, match=r"one of several on a rollout batch.*Leave out --without"):
         export_step(of_critic, tmp_path / "two", 2, without="weights")
     assert not (tmp_path / "two").exists()
@@ -291,8 +291,8 @@ def test_samples_that_were_used_before(trained: Stores, tamper: Tamper, tmp_path
     export_step(log, tmp_path / "one", 11)
     with opened_bundle(tmp_path / "one") as (bundle, opened):
         assert set(fabric.steps_of(opened).steps) == {9, 10, 11}
-        found = replay_bundle(bundle, opened)
-    assert (bundle.steps, found.differs_in) == ((11,), "selection")
+        result = replay_bundle(bundle, opened)
+    assert (bundle.steps, result.differs_in) == ((11,), "selection")
     assert replay_step(log, 11).differs_in == "selection"
 
 
@@ -312,11 +312,11 @@ def test_samples_of_an_attempt_that_was_skipped(tmp_path: Path, monkeypatch: pyt
     export_step(log, tmp_path / "one", 0, trust_parts=True)
     with opened_bundle(tmp_path / "one") as (bundle, opened):
         plans = [e.record for e in opened.events_of([StepPlanned.KIND])]
-        found = replay_bundle(bundle, opened, trust_parts=True)
+        result = replay_bundle(bundle, opened, trust_parts=True)
     assert [plan.attempt for plan in plans if isinstance(plan, StepPlanned)] == [1, 2]
     assert (bundle.trajectories, bundle.attempt) == (16, 2)
-    assert found.stages["selection"].verdict == Verdict.equal
-    assert found.exact
+    assert result.stages["selection"].verdict == Verdict.equal
+    assert result.exact
 
 
 def _plant(record: Any) -> Any:
@@ -326,9 +326,13 @@ def _plant(record: Any) -> Any:
             labels, group = {MARK: MARK}, record.group and f"{MARK} {record.group}"
             return replace(record, name=f"{MARK} {record.name}", task=MARK, labels=labels, group=group)
         case TurnRequested():
-            said: list[Any] = [{"role": "user", "content": MARK}]
+            messages: list[Any] = [{"role": "user", "content": MARK}]
             return replace(
-                *(record,), messages=said, request={"tools": [MARK]}, requested_model=MARK, wire={"key": MARK}
+                *(record,),
+                messages=messages,
+                request={"tools": [MARK]},
+                requested_model=MARK,
+                wire={"key": MARK},
             )
         case TurnCompleted():
             return replace(record, reply={"role": "assistant", "content": MARK})

@@ -30,8 +30,8 @@ def test_what_a_training_says_is_backed(trained: Stores) -> None:
     """All of it; also a version without a checkpoint that an engine serves: the step that made it has it."""
     log = trained()
     steps = [event.record for event in log.events_of({StepCommitted.KIND})]
-    [made] = [one for one in steps if isinstance(one, StepCommitted) and one.policy_version == 3]
-    written(log, PolicyActivated("actor", 3, "http://e", made.digests["weights"], ""))
+    [step] = [record for record in steps if isinstance(record, StepCommitted) and record.policy_version == 3]
+    written(log, PolicyActivated("actor", 3, "http://e", step.digests["weights"], ""))
     assert find_unbacked(log) == []
 
 
@@ -53,9 +53,9 @@ def test_what_nothing_backs_is_named(trained: Stores, what: str) -> None:
     assert (odd.event_id, odd.digest, odd.policy_version) == (event_id, "f" * 64, FORGED[what].policy_version)
     assert find_unbacked(log, "other") == []
     if what == "published":
-        found = prove_stretch(log, history_of(log, None, "actor"), 0, 0)
-        assert ([one.replay.equal for one in found.steps if one.replay], found.equal) == ([True], False)
-        assert found.unbacked == [odd]
+        result = prove_stretch(log, history_of(log, None, "actor"), 0, 0)
+        assert ([step.replay.equal for step in result.steps if step.replay], result.equal) == ([True], False)
+        assert result.unbacked == [odd]
 
 
 @pytest.mark.parametrize(("what", "step"), [("published", 3), ("activated", 0), ("activated", 3)])
@@ -63,12 +63,12 @@ def test_a_replay_of_a_step_names_it(trained: Stores, what: str, step: int) -> N
     """If it is of the version that the step starts from, or makes; of others it says nothing."""
     log = trained()
     [event_id] = written(log, FORGED[what])
-    found = replay_step(log, step)
+    result = replay_step(log, step)
     if what == "activated" and step == 3:
-        assert found.bit_for_bit
+        assert result.bit_for_bit
         return
-    assert (found.equal, found.differs_in, found.differs_at_step) == (False, "backed", step)
-    assert event_id in found.stages["backed"].why
+    assert (result.equal, result.differs_in, result.differs_at_step) == (False, "backed", step)
+    assert event_id in result.stages["backed"].why
 
 
 def test_what_cannot_be_known_is_not_said() -> None:
@@ -113,4 +113,4 @@ def test_verify_looks_at_weights(trained: Stores, cli: Callable[..., tuple[int, 
     )
     assert len(faults) == len(wanted)
     for fault, part in zip(faults, wanted, strict=True):
-        assert all(one in fault for one in part.split(".*")), fault
+        assert all(words in fault for words in part.split(".*")), fault

@@ -39,33 +39,33 @@ HALF = {"top_fraction": 0.5, "drop_zero_variance": True}
 def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Runs that drop the worse half of each group, or none of it, at a cut, and on the tail, where more came
     after the first step. Never write to it."""
-    made = rb.open(tmp_path_factory.mktemp("choices") / "store", create=True)
+    store = rb.open(tmp_path_factory.mktemp("choices") / "store", create=True)
     for place, run in enumerate(RUNS + PLAIN):
         rollouts = fabric.rollout_records(8, 4, first=10 * place)
         flat = [r for i in range(4) for r in fabric.records(f"{run}.{i}", group=f"{run}-flat", reward=1.0)]
         half = len(rollouts) // 2
-        append = partial(fabric.append, made, run=run, lane=f"serve-{run}")
+        append = partial(fabric.append, store, run=run, lane=f"serve-{run}")
         append([*flat, *rollouts[:half]])
         changes = {"run": run, "steps": 2, "algorithm": GROUPS, "recipe": HALF if run in RUNS else {}}
         with _told_late(append, rollouts[half:]):
             fabric.train(
-                made, fabric.config(fabric.GRPO, **changes), run.removeprefix("plain-"), lane=f"train-{run}"
+                store, fabric.config(fabric.GRPO, **changes), run.removeprefix("plain-"), lane=f"train-{run}"
             )
-    return made
+    return store
 
 
 @pytest.fixture(scope="module")
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two runs on the tail whose trajectories ended in two lanes, in the second more than a group takes.
     Never write to it."""
-    made = rb.open(tmp_path_factory.mktemp("lanes") / "store", create=True)
+    store = rb.open(tmp_path_factory.mktemp("lanes") / "store", create=True)
     for run, size in (("lanes", 4), ("more", 5)):
         for i in range(size):
             own = [fabric.records(f"{run}{g}.{i}", group=f"{run}{g}", reward=float(i)) for g in range(4)]
-            fabric.append(made, [r for one in own for r in one], run=run, lane=f"serve-{i % 2}")
+            fabric.append(store, [r for records in own for r in records], run=run, lane=f"serve-{i % 2}")
         settings = fabric.config(fabric.GRPO, run=run, steps=2, algorithm=GROUPS)
-        fabric.train(made, settings, "tail", lane=f"train-{run}")
-    return made
+        fabric.train(store, settings, "tail", lane=f"train-{run}")
+    return store
 
 
 @contextmanager
@@ -90,13 +90,13 @@ def _selection(log: Store, run: str, step: int) -> StageReplay:
 
 def _forged(log: Store, folder: Path, run: str, change: Callable[[list[Event]], list[Event]]) -> Store:
     """A copy of the log whose training wrote other events."""
-    made = rb.open(folder / "forged", create=True)
+    store = rb.open(folder / "forged", create=True)
     whole = list(log.events())
     for lane in log.lanes():
         events = [event for event in whole if event.lane == lane]
-        with made.writer(lane) as writer:
+        with store.writer(lane) as writer:
             writer.append(change(events) if lane == f"train-{run}" else events).result(30)
-    return made
+    return store
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,17 @@ class Forgery:
 
     def __call__(self, step: int, events: list[Event]) -> list[Event]:
         """The events of the training with it."""
-        made: list[Event] = []
+        forged: list[Event] = []
         for event in events:
             record = event.record
             if isinstance(record, SampleDropped) and record.step == step:
                 changed = self.drops(record)
-                made += [] if changed is None else [replace(event, record=changed)]
+                forged += [] if changed is None else [replace(event, record=changed)]
             elif isinstance(record, StepPlanned) and record.step == step:
-                made += self._planned(event, record)
+                forged += self._planned(event, record)
             else:
-                made.append(event)
-        return [Event(event.record, event.run) for event in made]
+                forged.append(event)
+        return [Event(event.record, event.run) for event in forged]
 
     def _planned(self, event: Event, plan: StepPlanned) -> list[Event]:
         gone = [ref for i, ref in enumerate(plan.samples) if self.leaves(i, plan)]
@@ -178,10 +178,10 @@ FORGERIES = {
 def test_what_is_left_out_is_named(log: Store, tmp_path: Path, run: str, forgery: str) -> None:
     """At a cut and on the tail alike, at the step itself."""
     forged = FORGERIES[forgery]
-    found = _selection(_forged(log, tmp_path, run, partial(forged, 1)), run, 1)
-    assert found.verdict == Verdict.differs
-    assert found.place is not None
-    assert (found.place.key or "").partition("[")[0].partition(".")[0] == forged.key.partition("[")[0]
+    stage = _selection(_forged(log, tmp_path, run, partial(forged, 1)), run, 1)
+    assert stage.verdict == Verdict.differs
+    assert stage.place is not None
+    assert (stage.place.key or "").partition("[")[0].partition(".")[0] == forged.key.partition("[")[0]
 
 
 @pytest.mark.more_but("cut", "tail")
@@ -191,7 +191,10 @@ def test_the_ledger_names_a_member_that_is_left_out(log: Store, tmp_path: Path, 
     forged = _forged(log, tmp_path, run, partial(FORGERIES["a member is left out"], 1))
     [gone] = _refs(log, run) - _refs(forged, run)
     assert _omitted(log) == []
-    assert [(one.trajectory_id, *one.turns[-1:]) for one in _omitted(forged)] in ([gone], [gone[:1]])
+    assert [(omitted.trajectory_id, *omitted.turns[-1:]) for omitted in _omitted(forged)] in (
+        [gone],
+        [gone[:1]],
+    )
 
 
 def _refs(log: Store, run: str) -> set[tuple[str, str]]:
@@ -201,7 +204,7 @@ def _refs(log: Store, run: str) -> set[tuple[str, str]]:
 
 def _omitted(log: Store) -> list[Omitted]:
     ledgers = read_ledger(connect_at(log, format_cut(log.head())))
-    return [one for ledger in ledgers for one in ledger.omitted]
+    return [omitted for ledger in ledgers for omitted in ledger.omitted]
 
 
 @pytest.mark.more_but("cut", "tail")
@@ -211,8 +214,8 @@ def test_the_log_as_it_was_written_is_proven(log: Store, tmp_path: Path, run: st
     copy = _forged(log, tmp_path, run, partial(Forgery(""), 0))
     for held in (log, copy):
         for step in fold_history(held.events_of(KINDS), run, "actor").steps:
-            found = _selection(held, run, step)
-            assert (found.verdict, found.why) == (Verdict.equal, "")
+            stage = _selection(held, run, step)
+            assert (stage.verdict, stage.why) == (Verdict.equal, "")
 
 
 @pytest.mark.more_but("*-False")
@@ -227,9 +230,10 @@ def test_details_of_another_form(
     """Of what another release recorded, those of today's keys that it has are compared; in an excerpt too."""
 
     def change(events: list[Event]) -> list[Event]:
-        made = Forgery("", drops=lambda drop: replace(drop, detail=detail))(1, events)
+        edited = Forgery("", drops=lambda drop: replace(drop, detail=detail))(1, events)
         old = (
-            replace(e.record, environment={}) if isinstance(e.record, StepPlanned) else e.record for e in made
+            replace(e.record, environment={}) if isinstance(e.record, StepPlanned) else e.record
+            for e in edited
         )
         return [Event(record, RUNS[0]) for record in old]
 
@@ -253,9 +257,9 @@ def test_groups_in_another_order(log: Store, tmp_path: Path, run: str) -> None:
             for e in events
         ]
 
-    found = _selection(_forged(log, tmp_path, run, swapped), run, 1)
-    assert found.place is not None
-    assert found.place.key == "samples[0]"
+    stage = _selection(_forged(log, tmp_path, run, swapped), run, 1)
+    assert stage.place is not None
+    assert stage.place.key == "samples[0]"
 
 
 @pytest.mark.more_but("tail")
@@ -281,22 +285,22 @@ def test_a_failure_of_another_kind_gives_no_reason(log: Store, tmp_path: Path, r
     """An attempt that failed for lack of memory drops nothing as not finite."""
 
     def failed(events: list[Event]) -> list[Event]:
-        made: list[Event] = []
+        forged: list[Event] = []
         for event in events:
             record = event.record
             if isinstance(record, StepPlanned) and record.step == 1:
-                made += [Event(record, run), Event(StepFailed(1, 1, "actor", "MemoryError('none')"), run)]
+                forged += [Event(record, run), Event(StepFailed(1, 1, "actor", "MemoryError('none')"), run)]
                 first = record.samples[0]
                 why = ("not_finite", record.recipe_digest, 1, {}, 2)
-                made.append(Event(SampleDropped(first["trajectory_id"], first["turn_id"], *why), run))
-                made.append(Event(replace(record, attempt=2, samples=record.samples[1:]), run))
+                forged.append(Event(SampleDropped(first["trajectory_id"], first["turn_id"], *why), run))
+                forged.append(Event(replace(record, attempt=2, samples=record.samples[1:]), run))
             else:
                 again = getattr(record, "step", None) == 1 and not isinstance(record, SampleDropped)
-                made.append(Event(replace(record, attempt=2) if again else record, run))  # type: ignore[call-arg]
-        return made
+                forged.append(Event(replace(record, attempt=2) if again else record, run))  # type: ignore[call-arg]
+        return forged
 
-    found = _selection(_forged(log, tmp_path, run, failed), run, 1)
-    assert found.verdict == Verdict.differs
+    stage = _selection(_forged(log, tmp_path, run, failed), run, 1)
+    assert stage.verdict == Verdict.differs
 
 
 def test_several_lanes_hide_what_came_first(lanes: Store, tmp_path: Path) -> None:
@@ -304,16 +308,16 @@ def test_several_lanes_hide_what_came_first(lanes: Store, tmp_path: Path) -> Non
     out, is proven all the same."""
     assert _omitted(lanes) == []
     for step in (0, 1):
-        found = _selection(lanes, "lanes", step)
-        assert (found.verdict, found.why.split(",")[0]) == (
+        stage = _selection(lanes, "lanes", step)
+        assert (stage.verdict, stage.why.split(",")[0]) == (
             Verdict.equal,
             "which groups came first hung on clocks or on several lanes",
         )
     for number, leaves in enumerate((_first, lambda place, plan: place < 4)):
         forged = partial(Forgery("", leaves), 1)
         (tmp_path / f"{number}").mkdir()
-        found = _selection(_forged(lanes, tmp_path / f"{number}", "lanes", forged), "lanes", 1)
-        assert found.verdict == Verdict.differs
+        stage = _selection(_forged(lanes, tmp_path / f"{number}", "lanes", forged), "lanes", 1)
+        assert stage.verdict == Verdict.differs
 
 
 def test_more_than_a_group_takes_in_several_lanes(lanes: Store) -> None:

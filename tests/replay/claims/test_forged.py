@@ -145,24 +145,24 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Store:
     algorithm = {"name": "ppo", "groups": 3, "mini_batches": 2}
     keys = {"algorithm": algorithm, "critic": {"lr": 0.01}, "record": {"vectors": VECTORS}}
     fabric.train(log, fabric.config(fabric.GRPO, steps=4, **keys))
-    made: Store = log
-    return made
+    store: Store = log
+    return store
 
 
 @pytest.fixture
 def copied(course: Store, tmp_path: Path) -> Store:
     """A copy of it."""
-    made: Store = rb.open(shutil.copytree(course.path, tmp_path / "store"))
-    return made
+    store: Store = rb.open(shutil.copytree(course.path, tmp_path / "store"))
+    return store
 
 
 def test_untouched(course: Store) -> None:
     """Each step is bit for bit, and so is what the log alone proves of one."""
     for step in range(4):
-        found = replay_step(course, step)
-        assert found.bit_for_bit, found.first_difference
-        assert not found.unproven
-        assert not found.unrecorded
+        result = replay_step(course, step)
+        assert result.bit_for_bit, result.first_difference
+        assert not result.unproven
+        assert not result.unrecorded
 
 
 @pytest.mark.more_but("batch", "opened *", "removed *", "metric", "vector")
@@ -179,8 +179,8 @@ def test_what_is_forged_is_named(copied: Store, tamper: Tamper, name: str) -> No
         return forged.change(record) if fits else None
 
     assert tamper.rewrite(copied, "train", change) == 1
-    found = replay_step(copied, STEP)
-    first = found.first_difference
+    result = replay_step(copied, STEP)
+    first = result.first_difference
     assert first is not None
     assert first.place is not None
     assert (first.stage, str(first.place.key)[: len(forged.key)]) == (forged.stage, forged.key), first

@@ -86,10 +86,10 @@ def _weights(log: Store, version: int) -> Callable[[], Iterator[tuple[str, torch
 
 
 def _compared(log: Store, version: int, stream: Any) -> dict[str, Sent]:
-    found = sent_differences(
+    results = sent_differences(
         activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
     )
-    return {sent.engine: sent for sent in found}
+    return {sent.engine: sent for sent in results}
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
@@ -99,15 +99,18 @@ def test_every_engine_holds_the_version(given: tuple[Store, dict[str, str]], ver
     log, urls = given
     sent = _compared(log, version, _weights(log, version))
     assert set(sent) == set(urls.values())
-    assert {one.verdict for one in sent.values()} == {"equal"}
-    assert all(len(one.found_checksums or "") == 64 for one in sent.values())
-    assert len({one.recorded_checksums for one in sent.values()}) == 3
+    assert {entry.verdict for entry in sent.values()} == {"equal"}
+    assert all(len(entry.found_checksums or "") == 64 for entry in sent.values())
+    assert len({entry.recorded_checksums for entry in sent.values()}) == 3
     held = {
         e.record.engine: e.record.held
         for e in log.events_of([PolicyActivated.KIND])
         if isinstance(e.record, PolicyActivated) and e.record.policy_version == version
     }
-    dtypes = {url: (one["dtype"], one["padded"], one["tp_size"], one["merged"]) for url, one in held.items()}
+    dtypes = {
+        url: (entry["dtype"], entry["padded"], entry["tp_size"], entry["merged"])
+        for url, entry in held.items()
+    }
     merged = ["gate_up_proj", "qkv_proj"]
     assert dtypes == {
         urls["embedded"]: ("float32", False, 1, []),
@@ -145,13 +148,13 @@ def test_one_ulp(given: tuple[Store, dict[str, str]]) -> None:
             yield name, tensor
 
     sent = _compared(log, 1, stream)
-    assert {one.verdict for one in sent.values()} == {"differs"}
-    assert all(one.found_weights != one.recorded_weights for one in sent.values())
+    assert {result.verdict for result in sent.values()} == {"differs"}
+    assert all(result.found_weights != result.recorded_weights for result in sent.values())
     claimed = digest_stream(_weights(log, 1)())
-    found = sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), claimed, stream)
-    assert [one.verdict for one in found] == ["differs"] * 3
-    assert all(one.found_weights == one.recorded_weights for one in found)
-    assert all(one.found_checksums != one.recorded_checksums for one in found)
+    results = sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), claimed, stream)
+    assert [result.verdict for result in results] == ["differs"] * 3
+    assert all(result.found_weights == result.recorded_weights for result in results)
+    assert all(result.found_checksums != result.recorded_checksums for result in results)
 
 
 def test_a_tensor_is_skipped_and_the_verification_is_wrong(
@@ -173,10 +176,10 @@ def test_a_tensor_is_skipped_and_the_verification_is_wrong(
 
     def verdicts(version: int, url: str) -> list[str]:
         stream = _weights(log, version)
-        found = sent_differences(
+        results = sent_differences(
             activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
         )
-        return [one.verdict for one in found if one.engine == url]
+        return [result.verdict for result in results if result.engine == url]
 
     # What it has of version 0 it was started with; the second training gives version 1 again, whole.
     assert [verdicts(version, bad) for version in (0, 1, 2)] == [["equal"], ["differs", "equal"], ["equal"]]
@@ -194,8 +197,10 @@ def golden(root: Path, tmp_path: Path) -> Store:
 
 def _of_golden(log: Store, weights: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
     stream = weights.items
-    found = sent_differences(activations(log, "golden", "actor").get(1, ()), digest_tensors(weights), stream)
-    return [(one.engine, one.verdict) for one in found]
+    results = sent_differences(
+        activations(log, "golden", "actor").get(1, ()), digest_tensors(weights), stream
+    )
+    return [(result.engine, result.verdict) for result in results]
 
 
 def test_what_an_earlier_release_recorded(golden: Store) -> None:

@@ -67,8 +67,8 @@ async def _serving(log: Store, model: Path, **options: Any) -> AsyncIterator[htt
     recorder = Recorder(log, "serve", RUN)
     identity = identity_of(recorder, "actor", model)
     parts = proxy_parts(store=log.path, model=model, threads=1, **options)
-    made = make_engine(*parts, tokenizer)
-    engine: Engine = made(identity)
+    factory = make_engine(*parts, tokenizer)
+    engine: Engine = factory(identity)
     family = choose_family("auto", model, tokenizer.template_source)
     app = build_app(
         TurnRunner(recorder, engine, Bridges.tested(tokenizer), family), *parts, identity=identity
@@ -81,14 +81,14 @@ async def _serving(log: Store, model: Path, **options: Any) -> AsyncIterator[htt
 
 async def _converse(client: httpx.AsyncClient, name: str, split: str, **sampling: Any) -> None:
     """A question that takes a call, the call's result, and a word of thanks: three turns."""
-    said: list[dict[str, Any]] = [{"role": "user", "content": "What is 37 plus 58?"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 37 plus 58?"}]
     for then in ({"role": "tool", "content": "95"}, {"role": "user", "content": "Thank you."}, None):
-        body = {"messages": said, "tools": TOOLS, "max_tokens": 32} | sampling
+        body = {"messages": messages, "tools": TOOLS, "max_tokens": 32} | sampling
         path = f"/t/{name}/split/{split}/v1/chat/completions"
         reply = (await client.post(path, json=body)).raise_for_status().json()["choices"][0]["message"]
         if then is not None and then["role"] == "tool":
             then = then | {"tool_call_id": reply["tool_calls"][0]["id"]}
-        said += [reply] if then is None else [reply, then]
+        messages += [reply] if then is None else [reply, then]
     (await client.post(f"/v1/trajectories/{name}/finish", json={"reward": 1.0})).raise_for_status()
 
 
@@ -97,8 +97,8 @@ async def _other_apis(client: httpx.AsyncClient) -> None:
     hello, more = [{"role": "user", "content": "Hello."}], [{"role": "user", "content": "Thank you."}]
     body: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "system": "Be kind."}
     first = await client.post("/t/apis/v1/messages", json=body | {"messages": hello})
-    said = [*hello, {"role": "assistant", "content": first.raise_for_status().json()["content"]}, *more]
-    (await client.post("/t/apis/v1/messages", json=body | {"messages": said})).raise_for_status()
+    messages = [*hello, {"role": "assistant", "content": first.raise_for_status().json()["content"]}, *more]
+    (await client.post("/t/apis/v1/messages", json=body | {"messages": messages})).raise_for_status()
     body = {"max_output_tokens": 6, "temperature": 1, "seed": 7}
     first = await client.post("/t/apis/v1/responses", json=body | {"input": "Hello."})
     named = {"previous_response_id": first.raise_for_status().json()["id"], "input": more}
@@ -167,15 +167,15 @@ def test_the_same_weights_give_the_same_tokens(log: Store, cli: Cli, name: str) 
     before = _events(log, source)
     code, out, err = cli("replay", "rollout", name, "--policy", VERSION, "--store", log.path, "--json")
     assert code == 0, err
-    said = orjson.loads(out)
+    report = orjson.loads(out)
     turns = list(source.turns.values())
-    assert [turn["turn_id"] for turn in said["turns"]] == [turn.turn_id for turn in turns]
-    assert [(t["number"], t["same"], t["repeatable"]) for t in said["turns"]] == [
+    assert [turn["turn_id"] for turn in report["turns"]] == [turn.turn_id for turn in turns]
+    assert [(t["number"], t["same"], t["repeatable"]) for t in report["turns"]] == [
         (number, True, True) for number in (1, 2, 3)
     ]
-    assert max(turn["largest_gap"] for turn in said["turns"]) < 1e-4
+    assert max(turn["largest_gap"] for turn in report["turns"]) < 1e-4
     [replay] = _replays(log)
-    assert replay.opened.trajectory_id == said["new_trajectory_id"]
+    assert replay.opened.trajectory_id == report["new_trajectory_id"]
     assert replay.opened.origin == {
         "trajectory_id": source.opened.trajectory_id,
         "turn_id": turns[0].turn_id,
@@ -269,8 +269,8 @@ def test_the_same_reply_goes_on_as_recorded(log: Store, cli: Cli) -> None:
     options = ("--continue", "--policy", VERSION, "--json")
     code, out, err = cli("replay", "rollout", "task-7", *options, "--store", log.path)
     assert code == 0, err
-    said = orjson.loads(out)
-    assert [turn["same"] and turn["repeatable"] for turn in said["turns"]] == [True] * 3
+    report = orjson.loads(out)
+    assert [turn["same"] and turn["repeatable"] for turn in report["turns"]] == [True] * 3
     [replay] = _replays(log)
     result = replay.messages(list(replay.turns.values())[1])[2]
     reply = _completed(replay)[0].reply

@@ -27,7 +27,7 @@ def _proven(path: Path, steps: Sequence[int] = STEPS) -> None:
     log = rb.open(path)
     for step in steps:
         stages = replay_step(log, step).stages
-        assert {str(one.verdict) for one in stages.values()} == {"equal"}, step
+        assert {str(stage.verdict) for stage in stages.values()} == {"equal"}, step
         assert {"selection", "schedule", "metrics"} <= stages.keys()
 
 
@@ -80,7 +80,7 @@ def test_what_other_steps_used_is_dropped(in_units: Path) -> None:
     log = rb.open(in_units)
     retire_steps(log, "demo", "actor", "space", steps=(0, 1))
     report = retain(log, "0s")
-    assert [one.dropped for one in report.units if one.lane == "serve"] == [True, *[False] * 4]
+    assert [unit.dropped for unit in report.units if unit.lane == "serve"] == [True, *[False] * 4]
     _proven(in_units, (3,))
     with pytest.raises(ReplayError, match="step 0: the log no longer holds its sample"):
         replay_step(log, 1)
@@ -122,6 +122,6 @@ def test_without_the_checkpoints_that_may_go(trained: Stores) -> None:
         shutil.rmtree(path / f"checkpoints/demo/actor/v{version:08d}")
     log = rb.open(path)
     for step, start in ((5, 0), (11, 9)):
-        found = replay_step(log, step)
-        assert (found.bit_for_bit, found.from_version) == (True, start)
-        assert found.first_difference is None
+        result = replay_step(log, step)
+        assert (result.bit_for_bit, result.from_version) == (True, start)
+        assert result.first_difference is None

@@ -38,8 +38,8 @@ def plan(root: Path) -> StepPlanned:
     """The manifest of the step, with a schedule, which its release did not record."""
     log = rb.open(root / "tests/data/trained-1")
     plans = [e.record for e in log.events_of([StepPlanned.KIND]) if isinstance(e.record, StepPlanned)]
-    [found] = [one for one in plans if one.step == STEP]
-    return StepPlanned(**_values(found) | {"schedule": SCHEDULE | {"slice": None}})
+    [planned] = [record for record in plans if record.step == STEP]
+    return StepPlanned(**_values(planned) | {"schedule": SCHEDULE | {"slice": None}})
 
 
 def _values(plan: StepPlanned) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def test_a_key_that_is_missing_is_named(plan: StepPlanned, key: str) -> None:
         changed = _changed(plan, key, lambda inside, k: inside.update({k: "fast"}))
     else:
         changed = _changed(plan, key, _remove)
-    with pytest.raises(ReplayError) as told:
+    with pytest.raises(ReplayError) as raised:
         list(checked([Event(changed, "demo")]))
-    assert f"step 2 of run 'demo': the manifest's {key} cannot be read" in str(told.value)
+    assert f"step 2 of run 'demo': the manifest's {key} cannot be read" in str(raised.value)
 
 
 def test_micro_batches_that_divide_other_samples(plan: StepPlanned) -> None:
@@ -101,9 +101,11 @@ def test_whatever_a_key_is(plan: StepPlanned, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(_paths(asdict(plan)))))
     other = data.draw(st.sampled_from(OTHERS))
     changed = _changed(plan, path, lambda inside, key: inside.__setitem__(key, other))
-    said = _refused(changed)
-    assert said is None or f"the manifest's {path.partition('.')[0]}" in said or path.startswith("samples")
-    assert "\n" not in (said or "")
+    message = _refused(changed)
+    assert (
+        message is None or f"the manifest's {path.partition('.')[0]}" in message or path.startswith("samples")
+    )
+    assert "\n" not in (message or "")
 
 
 def _refused(plan: StepPlanned) -> str | None:
@@ -121,16 +123,16 @@ def test_a_replay_says_it_in_one_line(
     """Exit code 2, of replays of a step and of all; nothing on standard output, and no traceback."""
     log = rb.open(shutil.copytree(root / "tests/data/trained-1", tmp_path / "store"))
     lane = log.path / "lanes/train"
-    kept = {file: file.read_bytes() for file in lane.iterdir()}
+    saved = {file: file.read_bytes() for file in lane.iterdir()}
     for path in ("environment.threads", "recipe.reward_source", "samples.0.turn_id", "optimizer.betas"):
         tamper.event(log, "step.planned", lambda p, path=path: _changed(p, path, _odd), step=STEP, attempt=1)
         for command in (("step", STEP), ("run",)):
             code, out, err = cli("replay", *command, "--store", log.path)
             assert (code, out) == (2, ""), (path, err)
-            said = " ".join(err.split())
-            assert f"step 2 of run 'demo': the manifest's {path.rpartition('.')[0]}" in said
+            printed = " ".join(err.split())
+            assert f"step 2 of run 'demo': the manifest's {path.rpartition('.')[0]}" in printed
             assert "Traceback" not in err
-        for file, data in kept.items():
+        for file, data in saved.items():
             file.write_bytes(data)
 
 

@@ -32,9 +32,9 @@ STEP = 11
 
 
 def _place(log: Store, stage: str, step: int = STEP) -> Place:
-    found = replay_step(log, step)
-    assert found.differs_in == stage, found.first_difference
-    place = found.stages[stage].place
+    result = replay_step(log, step)
+    assert result.differs_in == stage, result.first_difference
+    place = result.stages[stage].place
     assert place is not None
     return place
 
@@ -72,9 +72,9 @@ def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
     (folder / "rollbook.json").write_bytes(orjson.dumps(manifest))
     assert _place(log, f"input_{stage}").tensor == name
     # The step that made it says which number of it.
-    found = replay_step(log, STEP - 1)
-    assert found.differs_in == "checkpoint"
-    assert stage in found.stages["checkpoint"].why
+    result = replay_step(log, STEP - 1)
+    assert result.differs_in == "checkpoint"
+    assert stage in result.stages["checkpoint"].why
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -144,8 +144,8 @@ def test_the_last_checkpoint(trained: Stores, tamper: Tamper) -> None:
     """That nothing starts from, with a manifest that fits it."""
     log = trained()
     tamper.checkpoint(log, 12, "weights")
-    found = replay_step(log, STEP)
-    assert (found.differs_in, found.stages["weights"].verdict) == ("checkpoint", "equal")
+    result = replay_step(log, STEP)
+    assert (result.differs_in, result.stages["weights"].verdict) == ("checkpoint", "equal")
 
 
 def test_a_late_reward_is_shown(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
@@ -158,9 +158,9 @@ def test_a_late_reward_is_shown(trained: Stores, cli: Callable[..., tuple[int, s
     late = {"trajectory_id": name, "turn_id": None, "reward": 77.0, "source": "judge"}
     assert (code, values["bit_for_bit"], values["late"]) == (0, True, [late])
     code, out, _ = cli("replay", "step", STEP, "--store", log.path)
-    said = " ".join(out.split())
+    printed = " ".join(out.split())
     assert code == 0
-    assert f"reward 77 of {name}, by 'judge', came after the step was planned" in said
+    assert f"reward 77 of {name}, by 'judge', came after the step was planned" in printed
 
 
 def test_a_step_of_a_gpu(trained: Stores, tamper: Tamper) -> None:
@@ -170,9 +170,9 @@ def test_a_step_of_a_gpu(trained: Stores, tamper: Tamper) -> None:
     tamper.event(log, "step.planned", _other_random_state, step=STEP)
     assert replay_step(log, STEP).differs_in == "rng"
     tamper.environment(log, device="cuda:0")
-    found = replay_step(log, STEP)
-    assert (found.equal, found.promised, found.stages["rng"].verdict) == (True, False, "not proven")
-    assert found.stages["rng"].why == "another kind of device draws from other generators"
+    result = replay_step(log, STEP)
+    assert (result.equal, result.promised, result.stages["rng"].verdict) == (True, False, "not proven")
+    assert result.stages["rng"].why == "another kind of device draws from other generators"
 
 
 def _other_random_state(plan: StepPlanned) -> StepPlanned:
@@ -194,9 +194,9 @@ def test_other_instructions(trained: Stores, tamper: Tamper, root: Path) -> None
     assert ran.returncode == 3, ran.stdout + ran.stderr
     assert "bits are not promised here" in ran.stderr
     assert "equal within" in ran.stdout
-    said = " ".join(ran.stdout.split())
-    assert "step 11: equal in part: bit for bit in training to advantages" in said
-    assert "not compared: logprobs" in said
+    printed = " ".join(ran.stdout.split())
+    assert "step 11: equal in part: bit for bit in training to advantages" in printed
+    assert "not compared: logprobs" in printed
     name = fabric.steps_of(log).steps[STEP].planned.samples[0]["trajectory_id"]
     tamper.event(log, "reward.assigned", lambda r: replace(r, reward=r.reward + 0.25), trajectory_id=name)
     ran = replayed()

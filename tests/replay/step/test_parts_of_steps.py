@@ -63,7 +63,7 @@ def test_up_to_the_losses_by_the_log_alone(with_vectors: Store) -> None:
         *("training", "selection", "samples", "old_logprobs", "rewards", "advantages"),
         *("logprobs", "losses", "evidence"),
     ]
-    assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
+    assert {stage.verdict for stage in result.stages.values()} == {Verdict.equal}
 
 
 def test_by_the_log_alone_a_changed_reward_is_found(
@@ -130,7 +130,7 @@ def test_some_samples(trained: Stores) -> None:
         assert list(result.stages)[-6:] == [
             *("samples", "old_logprobs", "rewards", "advantages", "logprobs", "losses")
         ]
-        assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
+        assert {stage.verdict for stage in result.stages.values()} == {Verdict.equal}
 
 
 def test_a_sample_that_differs(trained: Stores, tamper: Tamper) -> None:
@@ -144,9 +144,9 @@ def test_a_sample_that_differs(trained: Stores, tamper: Tamper) -> None:
         return replace(record, logprobs=logprobs)
 
     tamper.event(log, "turn.completed", change, turn_id=turn_id)
-    one, other = (replay_step(log, 11, part=Part(samples=frozenset({at}))) for at in (2, 0))
-    assert (one.differs_in, other.differs_in) == ("old_logprobs", None)
-    place = one.stages["old_logprobs"].place
+    result, other = (replay_step(log, 11, part=Part(samples=frozenset({at}))) for at in (2, 0))
+    assert (result.differs_in, other.differs_in) == ("old_logprobs", None)
+    place = result.stages["old_logprobs"].place
     assert place is not None
     assert (place.sample, place.turn_id) == (2, turn_id)
 
@@ -170,7 +170,7 @@ def test_from_one_stage_to_another(trained: Stores, cli: Callable[..., tuple[int
 def test_what_is_not_there_is_said(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Unknown stages, samples, groups and micro-batches; what only a model gives; what is of all samples."""
     log = trained()
-    for options, said in (
+    for options, words in (
         (("--to", "weight"), "there is no stage 'weight'; there are training, input_weights"),
         (("--sample", "99"), "step 11 has no sample '99'"),
         (("--group", "nobody"), "no sample of group 'nobody': its groups are g"),
@@ -181,16 +181,16 @@ def test_what_is_not_there_is_said(trained: Stores, cli: Callable[..., tuple[int
     ):
         code, _, err = cli("replay", "step", 11, "--store", log.path, *options)
         assert code == 2, options
-        assert said in " ".join(err.split()), options
+        assert words in " ".join(err.split()), options
 
 
 def test_samples_by_the_end_of_an_id(trained: Stores) -> None:
     """A leaf turn's, or a trajectory's; and by place, group and micro-batch together."""
     plan = fabric.steps_of(trained()).steps[11].planned
     turn, trajectory = plan.samples[1]["turn_id"], plan.samples[4]["trajectory_id"]
-    of = [i for i, ref in enumerate(plan.samples) if ref["trajectory_id"] == trajectory]
+    indices = [i for i, ref in enumerate(plan.samples) if ref["trajectory_id"] == trajectory]
     assert chosen(plan, {}, samples=[turn]) == {1}
-    assert chosen(plan, {}, samples=[trajectory, "0"]) == {0, *of}
+    assert chosen(plan, {}, samples=[trajectory, "0"]) == {0, *indices}
     groups = {ref["trajectory_id"]: ref["trajectory_id"].partition(".")[0] for ref in plan.samples}
     first = groups[plan.samples[0]["trajectory_id"]]
     in_group = {i for i, ref in enumerate(plan.samples) if groups[ref["trajectory_id"]] == first}

@@ -85,8 +85,8 @@ def _clip_sign(patch: pytest.MonkeyPatch) -> None:
 def _inverted_staleness(patch: pytest.MonkeyPatch) -> None:
     """What is fresh is dropped, and what is stale is kept."""
 
-    def wrong(of: Any, held: Any) -> Any:
-        return of.deciding >= held.version - held.recipe.max_staleness
+    def wrong(candidate: Any, held: Any) -> Any:
+        return candidate.deciding >= held.version - held.recipe.max_staleness
 
     patch.setitem(recipe.RULES, "staleness", replace(recipe.RULES["staleness"], drops=wrong))
 
@@ -106,8 +106,8 @@ def _wrong_metric(patch: pytest.MonkeyPatch) -> None:
     right = metrics.of_batch
 
     def wrong(batch: Any) -> Any:
-        found = right(batch)
-        return found | {"reward": found["reward"] * len(batch.samples)}
+        values = right(batch)
+        return values | {"reward": values["reward"] * len(batch.samples)}
 
     patch.setattr(metrics, "of_batch", wrong)
 
@@ -133,8 +133,8 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
         if plan.rollout_batch["number"]:
             held, algorithm = self._held, recorded_algorithm(plan.algorithm)
             parts = [[[i] for i in range(len(held.samples))]]
-            given = (algorithm, held.samples, held.masks, parts, self._references)
-            now = scoring.score(self._policy, *given, packed=False)().old_logprobs
+            args = (algorithm, held.samples, held.masks, parts, self._references)
+            now = scoring.score(self._policy, *args, packed=False)().old_logprobs
             rollout = np.concatenate([s.logprobs[m] for s, m in zip(held.samples, held.masks, strict=True)])
             weights = algorithm.weights(now.astype(np.float64) - rollout, np.diff(held.ends))
             self._held = replace(held, weights=weights)
@@ -157,8 +157,8 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_fault_is_named_by_its_stage(trained: Stores, plant: Any, stage: str) -> None:
     """The stage in which the fault is comes first among those that differ."""
-    found = _taken(trained(), plant)
-    assert (found.step, found.differs_in) == (STEP, stage)
+    result = _taken(trained(), plant)
+    assert (result.step, result.differs_in) == (STEP, stage)
 
 
 def test_without_a_fault_nothing_differs(trained: Stores) -> None:
@@ -171,9 +171,9 @@ def test_an_inverted_rule_is_a_wrong_selection(trained: Stores) -> None:
     stale = fabric.rollout_records(2, 4, first=8, version=3)
     recipe_ = {"splits": ["train"], "max_staleness": 2}
     sft = {"name": "sft", "batch_size": 4}
-    found = _taken(trained(), _inverted_staleness, *stale, recipe=recipe_, algorithm=sft)
-    assert found.differs_in == "selection"
-    place = found.stages["selection"].place
+    result = _taken(trained(), _inverted_staleness, *stale, recipe=recipe_, algorithm=sft)
+    assert result.differs_in == "selection"
+    place = result.stages["selection"].place
     assert place is not None
     assert place.key == "samples[0]"
 
@@ -181,9 +181,9 @@ def test_an_inverted_rule_is_a_wrong_selection(trained: Stores) -> None:
 def test_a_reward_before_its_supersession(trained: Stores) -> None:
     """The step trained on a reward that a later one had superseded at its cut."""
     first = RewardAssigned("g6.1", None, 3.5, "agent")
-    found = _taken(trained(), _first_reward, first)
-    assert found.differs_in == "rewards"
-    place = found.stages["rewards"].place
+    result = _taken(trained(), _first_reward, first)
+    assert result.differs_in == "rewards"
+    place = result.stages["rewards"].place
     assert place is not None
     assert place.trajectory_id == "g6.1"
 
@@ -199,5 +199,5 @@ def test_weights_to_the_policy_in_training(trained: Stores) -> None:
         "old": "trainer",
         "correction": "tis",
     }
-    found = _taken(trained(), _current_for_old, steps=2, algorithm=algorithm)
-    assert (found.step, found.differs_in) == (STEP + 1, "importance_weights")
+    result = _taken(trained(), _current_for_old, steps=2, algorithm=algorithm)
+    assert (result.step, result.differs_in) == (STEP + 1, "importance_weights")

@@ -45,13 +45,13 @@ def test_every_step_replays(trained: Stores, step: int, base: int, reran: list[i
     assert (result.from_version, result.reran, result.policy_version) == (base, reran, step)
     written = ["checkpoint"] if step + 1 in (4, 8, 9, 11, 12) else []
     written += ["backed"] if {step, step + 1} & {0, 4, 8, 9, 11, 12} else []
-    given, computed = fabric.EVERY_STEPS_STAGES[:3], fabric.EVERY_STEPS_STAGES[3:]
+    inputs, computed = fabric.EVERY_STEPS_STAGES[:3], fabric.EVERY_STEPS_STAGES[3:]
     assert list(result.stages) == [
-        *("training", *given, "selection", "schedule", *computed, "metrics", "evidence", *written)
+        *("training", *inputs, "selection", "schedule", *computed, "metrics", "evidence", *written)
     ]
-    assert {one.verdict for one in result.stages.values()} == {Verdict.equal}
-    of_digests = [one for name, one in result.stages.items() if name != "evidence"]
-    assert all(one.recorded == one.replayed != None for one in of_digests)  # noqa: E711
+    assert {stage.verdict for stage in result.stages.values()} == {Verdict.equal}
+    of_digests = [stage for name, stage in result.stages.items() if name != "evidence"]
+    assert all(stage.recorded == stage.replayed != None for stage in of_digests)  # noqa: E711
     assert result.bit_for_bit
     assert (result.differs_at_step, result.differs_in, result.environment) == (None, None, [])
     assert result.metrics == fabric.computed(fabric.steps_of(log).steps[step].committed.metrics)
@@ -72,8 +72,8 @@ def test_a_fresh_process_replays(trained: Stores) -> None:
         expected = fabric.steps_of(log).steps[step]
         recorded = expected.planned.input_digests | expected.committed.digests
         for stage in fabric.EVERY_STEPS_STAGES:
-            said = values["stages"][stage]
-            assert (said["recorded"], said["replayed"], said["verdict"]) == (
+            entry = values["stages"][stage]
+            assert (entry["recorded"], entry["replayed"], entry["verdict"]) == (
                 *(recorded[stage], recorded[stage], "equal"),
             )
 

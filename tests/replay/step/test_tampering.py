@@ -31,7 +31,7 @@ def _verdict(cli: Callable[..., Any], log: Store, step: int) -> dict[str, Any]:
     values: dict[str, Any] = orjson.loads(out)
     assert values["bit_for_bit"] is False
     first = ORDER.index(values["differs_in"])
-    same = {stage for stage, one in values["stages"].items() if one["verdict"] == "equal"}
+    same = {stage for stage, entry in values["stages"].items() if entry["verdict"] == "equal"}
     assert values["stages"].keys() & set(ORDER[:first]) <= same
     assert values["differs_in"] not in same
     return values
@@ -80,7 +80,7 @@ def test_a_changed_reward_is_found(
     )
     values = _verdict(cli, log, GRPO_STEP)
     assert values["differs_in"] == "rewards"
-    differing = {stage for stage, one in values["stages"].items() if one["verdict"] == "differs"}
+    differing = {stage for stage, entry in values["stages"].items() if entry["verdict"] == "differs"}
     assert {"rewards", "advantages", "losses", "gradients", "weights"} <= differing
     assert not {"samples", "old_logprobs", "logprobs"} & differing
 
@@ -199,7 +199,7 @@ def test_each_recorded_digest_is_compared(
     log = trained()
     tamper.event(log, "step.committed", lambda r: replace(r, digests=r.digests | {stage: "0" * 64}), step=8)
     values = _verdict(cli, log, 8)
-    differing = [s for s, one in values["stages"].items() if one["verdict"] == "differs"]
+    differing = [s for s, entry in values["stages"].items() if entry["verdict"] == "differs"]
     assert differing == [stage, *(["checkpoint"] if stage in ("optimizer", "weights") else [])]
 
 

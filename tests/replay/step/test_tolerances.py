@@ -74,13 +74,13 @@ def test_a_verdict(recorded: Any, found: Any, tolerance: Tolerance, verdict: str
 def test_the_worst_number_is_shown() -> None:
     """By how much of what it may be off it is off: its array and place, both values, and how far apart."""
     recorded = {"a": np.full((2, 3), 10, np.float32), "b": np.zeros((), np.float32)}
-    found = {"a": recorded["a"].copy(), "b": np.full((), 0.5, np.float32)}
-    found["a"][1, 2] = np.nextafter(np.float32(10), np.float32(20))
-    result = compare(recorded, found, ROUGH)
+    replayed = {"a": recorded["a"].copy(), "b": np.full((), 0.5, np.float32)}
+    replayed["a"][1, 2] = np.nextafter(np.float32(10), np.float32(20))
+    result = compare(recorded, replayed, ROUGH)
     assert result.verdict == "equal within"
     assert result.worst is not None
     assert (result.worst.name, result.worst.index, result.worst.share) == ("b", (), 0.5)
-    exact = compare({"a": recorded["a"]}, {"a": found["a"]}, Tolerance("exact")).worst
+    exact = compare({"a": recorded["a"]}, {"a": replayed["a"]}, Tolerance("exact")).worst
     assert exact is not None
     assert (exact.name, exact.index, exact.ulps, exact.share) == ("a", (1, 2), 1, math.inf)
     assert str(exact) == "a[1, 2]: recorded 10.0, found 10.000000953674316, 1 ulp apart"
@@ -113,20 +113,20 @@ _SHARES = st.floats(0, 1)
 )
 def test_verdicts_are_those_of_the_definition(pairs: list[tuple[float, float]], tolerance: Tolerance) -> None:
     """As one would write it down, number by number."""
-    recorded, found = (_one(*side) for side in zip(*pairs, strict=True))
-    largest = max((abs(one) for one, _ in pairs if math.isfinite(one)), default=0.0)
+    recorded, replayed = (_one(*side) for side in zip(*pairs, strict=True))
+    largest = max((abs(number) for number, _ in pairs if math.isfinite(number)), default=0.0)
     shares = []
-    for one, other in pairs:
-        may = tolerance.rtol * abs(one) + tolerance.atol
+    for number, other in pairs:
+        may = tolerance.rtol * abs(number) + tolerance.atol
         may += tolerance.of_largest * largest + tolerance.of_rate * 0.1
-        if one == other or (math.isnan(one) and math.isnan(other)):
+        if number == other or (math.isnan(number) and math.isnan(other)):
             shares.append(0.0)
-        elif not math.isfinite(one) or not math.isfinite(other) or may == 0:
+        elif not math.isfinite(number) or not math.isfinite(other) or may == 0:
             shares.append(math.inf)
         else:
-            shares.append(abs(one - other) / may)
-    result = compare(recorded, found, tolerance, rate=0.1)
-    if recorded["x"].tobytes() == found["x"].tobytes():
+            shares.append(abs(number - other) / may)
+    result = compare(recorded, replayed, tolerance, rate=0.1)
+    if recorded["x"].tobytes() == replayed["x"].tobytes():
         assert result.verdict == "equal"
         return
     assert result.worst is not None
@@ -175,9 +175,9 @@ def test_an_optimizers_kinds_are_held_apart() -> None:
         ("w.main", 1e-3, "equal within"),
         ("w.main", 3e-3, "differs"),
     ):
-        found = {key: array.copy() for key, array in recorded.items()}
-        found[name][3] += np.float32(off)
-        result = compare_stage("optimizer", recorded, found, rate=1e-3)
+        replayed = {key: array.copy() for key, array in recorded.items()}
+        replayed[name][3] += np.float32(off)
+        result = compare_stage("optimizer", recorded, replayed, rate=1e-3)
         assert result.verdict == verdict, (name, off)
         assert result.worst is not None
         assert (result.worst.name, result.worst.index) == (name, (3,))
@@ -185,9 +185,9 @@ def test_an_optimizers_kinds_are_held_apart() -> None:
 
 def test_bfloat16_weights_are_counted_in_their_own_steps() -> None:
     """One step of bfloat16 is many of float32; what is not of the weights' type is counted in its own."""
-    recorded, found = _one(1.0), _one(1.0 + 2**-7)
-    narrow = compare_stage("weights", recorded, found, dtype="bfloat16", rate=1e-3).worst
-    wide = compare_stage("logprobs", recorded, found, dtype="bfloat16").worst
+    recorded, replayed = _one(1.0), _one(1.0 + 2**-7)
+    narrow = compare_stage("weights", recorded, replayed, dtype="bfloat16", rate=1e-3).worst
+    wide = compare_stage("logprobs", recorded, replayed, dtype="bfloat16").worst
     assert narrow is not None
     assert wide is not None
     assert (narrow.ulps, wide.ulps) == (1, 2**16)
@@ -207,8 +207,8 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any
         yield lambda **way: first_step(folder, Way(**way))
 
 
-def _stages(of: dict[str, Any], stage: str) -> dict[str, Any]:
-    return {name.partition("/")[2]: a for name, a in of.items() if name.startswith(f"{stage}/")}
+def _stages(arrays: dict[str, Any], stage: str) -> dict[str, Any]:
+    return {name.partition("/")[2]: a for name, a in arrays.items() if name.startswith(f"{stage}/")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -217,20 +217,20 @@ def test_a_real_step_is_within(step: Callable[..., Any], dtype: str, monkeypatch
     recorded, again, split = step(dtype=dtype), step(dtype=dtype), step(dtype=dtype, rows=1)
     stages = ("advantages", "logprobs", "losses", "gradients", "optimizer", "weights", "metrics")
 
-    def verdicts(found: dict[str, Any]) -> dict[str, str]:
+    def verdicts(results: dict[str, Any]) -> dict[str, str]:
         return {
             stage: compare_stage(
-                stage, _stages(recorded, stage), _stages(found, stage), dtype=dtype, rate=LR
+                stage, _stages(recorded, stage), _stages(results, stage), dtype=dtype, rate=LR
             ).verdict
             for stage in stages
         }
 
     assert set(verdicts(again).values()) == {"equal"}
-    found = verdicts(split)
-    assert found["advantages"] == "equal"
-    assert found["gradients"] == found["weights"] == "equal within"
-    assert set(found.values()) == {"equal", "equal within"}
-    changed = [replace(one, reward=1 - (one.reward or 0.0)) for one in bits_side.rollouts()]
+    results = verdicts(split)
+    assert results["advantages"] == "equal"
+    assert results["gradients"] == results["weights"] == "equal within"
+    assert set(results.values()) == {"equal", "equal within"}
+    changed = [replace(sample, reward=1 - (sample.reward or 0.0)) for sample in bits_side.rollouts()]
     monkeypatch.setattr(bits_side, "rollouts", lambda: changed)
     other = verdicts(step(dtype=dtype))
     assert {other[stage] for stage in ("losses", "gradients", "optimizer", "weights")} == {"differs"}

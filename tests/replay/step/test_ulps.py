@@ -33,9 +33,9 @@ def _numbers(draw: st.DrawFn, count: int = 1) -> tuple[Any, ...]:
     return dtype, *(_of_bits(draw(bits), dtype) for _ in range(count))
 
 
-def _apart(one: Any, other: Any, dtype: str) -> int:
-    (found,) = ulps(one, other, dtype)
-    return int(found)
+def _apart(value: Any, other: Any, dtype: str) -> int:
+    (distance,) = ulps(value, other, dtype)
+    return int(distance)
 
 
 @given(_numbers())
@@ -62,16 +62,22 @@ def test_the_next_number_is_one_away(given_one: tuple[Any, ...]) -> None:
 def test_distances_add_up(given_three: tuple[Any, ...]) -> None:
     """In the order of the numbers; what is none is as far as can be from all, and not from its like."""
     dtype, *numbers = given_three
-    missing = [one for one in numbers if np.isnan(one).any()]
-    there = sorted((one for one in numbers if not np.isnan(one).any()), key=lambda one: float(one[0]))
-    assert all(_apart(one, other, dtype) == 0 for one in missing for other in missing)
-    assert all(_apart(one, other, dtype) == NEVER for one in missing for other in there)
+    missing = [number for number in numbers if np.isnan(number).any()]
+    there = sorted(
+        (number for number in numbers if not np.isnan(number).any()), key=lambda number: float(number[0])
+    )
+    assert all(_apart(number, other, dtype) == 0 for number in missing for other in missing)
+    assert all(_apart(number, other, dtype) == NEVER for number in missing for other in there)
     for low, middle, high in zip(there, there[1:], there[2:], strict=False):
         assert _apart(low, high, dtype) == _apart(low, middle, dtype) + _apart(middle, high, dtype)
-    for one in there:
-        zero = np.zeros_like(one)
-        assert _apart(one, -one, dtype) == 2 * _apart(zero, one, dtype) == 2 * _apart(-zero, one, dtype)
-        assert (_apart(one, zero, dtype) == 0) == (float(one[0]) == 0.0)
+    for number in there:
+        zero = np.zeros_like(number)
+        assert (
+            _apart(number, -number, dtype)
+            == 2 * _apart(zero, number, dtype)
+            == 2 * _apart(-zero, number, dtype)
+        )
+        assert (_apart(number, zero, dtype) == 0) == (float(number[0]) == 0.0)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +106,8 @@ def test_distances(one: float, other: float, dtype: str, apart: int) -> None:
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0)))
 def test_arrays_of_any_shape(values: Any) -> None:
     """A distance per number; views with gaps are taken as they look."""
-    found = ulps(values, values)
-    assert (found.shape, found.dtype, found.sum()) == (values.shape, np.uint64, 0)
+    distances = ulps(values, values)
+    assert (distances.shape, distances.dtype, distances.sum()) == (values.shape, np.uint64, 0)
     assert (ulps(values.T, values.T.copy()) == 0).all()
 
 

@@ -39,15 +39,15 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Store:
     log = fabric.record_store(tmp_path_factory.mktemp("course") / "store", teachers=0)
     keys = {"algorithm": {"name": "ppo", "groups": 3, "mini_batches": 2}, "critic": {"lr": 0.01}}
     fabric.train(log, fabric.config(fabric.GRPO, steps=4, **keys))
-    made: Store = log
-    return made
+    store: Store = log
+    return store
 
 
 @pytest.fixture
 def copied(course: Store, tmp_path: Path) -> Store:
     """A copy of it."""
-    made: Store = rb.open(shutil.copytree(course.path, tmp_path / "store"))
-    return made
+    store: Store = rb.open(shutil.copytree(course.path, tmp_path / "store"))
+    return store
 
 
 class _LaterPpo(Ppo):
@@ -62,8 +62,8 @@ def next_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _proven(log: Store) -> dict[int, str]:
     """Step -> what it comes to."""
-    found = prove_stretch(log, history_of(log, None, "actor"), 0, 3)
-    return {one.step: one.why if one.replay is None else str(one.replay.outcome) for one in found.steps}
+    result = prove_stretch(log, history_of(log, None, "actor"), 0, 3)
+    return {step.step: step.why if step.replay is None else str(step.replay.outcome) for step in result.steps}
 
 
 def test_an_added_key_of_an_algorithm(copied: Store, next_key: None) -> None:
@@ -116,9 +116,13 @@ def test_a_changed_key_differs(copied: Store, tamper: Tamper, next_key: None, st
     tamper.event(
         copied, "step.planned", lambda plan: replace(plan, algorithm=plan.algorithm | change), step=step
     )
-    found = prove_stretch(copied, history_of(copied, None, "actor"), 0, 3)
-    differing = [one.replay for one in found.steps if one.replay is not None and not one.replay.equal]
-    assert [one.step for one in differing] == [step]
+    result = prove_stretch(copied, history_of(copied, None, "actor"), 0, 3)
+    differing = [
+        verified.replay
+        for verified in result.steps
+        if verified.replay is not None and not verified.replay.equal
+    ]
+    assert [verified.step for verified in differing] == [step]
     assert differing[0].differs_in == "schedule"
     place = differing[0].stages["schedule"].place
     assert place is not None

@@ -24,20 +24,20 @@ def test_the_norm_of_a_batch_without_a_sample(trained: Callable[..., Store]) -> 
     """All samples but one in one pass, normalized as in the whole batch, give the same norm."""
     log = trained()
     history = history_of(log, None, "actor")
-    found = contributions(log, history, STEP, "gradient_norm")
-    by_sample = {one.sample: one.without for one in found.samples}
+    result = contributions(log, history, STEP, "gradient_norm")
+    by_sample = {part.sample: part.without for part in result.samples}
     recorded = history.steps[STEP].committed.metrics["gradient_norm"]
-    assert found.value == pytest.approx(recorded, rel=1e-5)
+    assert result.value == pytest.approx(recorded, rel=1e-5)
     target = history.steps[STEP]
-    of = RunLog(log, history)
-    with Replayer(of, find_start(of, target)) as replayer:
+    run = RunLog(log, history)
+    with Replayer(run, find_start(run, target)) as replayer:
         policy, batch = replayer.before(target)
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         loss_of = PolicyLoss(recorded_algorithm(target.planned.algorithm), STEP, totals)
         for at in range(len(batch.samples)):
             left = [i for i in range(len(batch.samples)) if i != at]
-            one = build_batch(batch.experience.part(left), [[list(range(len(left)))]], packed=False)
-            policy.forward_backward(one.micro_batches, loss_of, one.shares)
+            part = build_batch(batch.experience.part(left), [[list(range(len(left)))]], packed=False)
+            policy.forward_backward(part.micro_batches, loss_of, part.shares)
             square = sum(float(g.double().square().sum()) for _, g in policy.stream_gradients())
             assert by_sample[at] == pytest.approx(square**0.5, rel=1e-5), at
 

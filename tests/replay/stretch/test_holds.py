@@ -134,10 +134,10 @@ def _two_policies(log: Store) -> None:
 
 def _other_runs(log: Store) -> None:
     """A run that trains on what two others recorded, of whom one has groups of the other's names."""
-    made = [
+    trajectories = [
         fabric.records(f"y{i}", [fabric.T()], group=f"g{_run('grpo')}", reward=float(i)) for i in range(4)
     ]
-    fabric.append(log, [record for one in made for record in one], run="other")
+    fabric.append(log, [record for trajectory in trajectories for record in trajectory], run="other")
     recipe = {"source_runs": ["grpo", "other"], "max_staleness": 0}
     algorithm = {"name": "grpo", "groups": 7, "group_size": 4}
     fabric.train(
@@ -151,8 +151,8 @@ def _several_versions(log: Store) -> None:
     """Turns that two versions sampled, of which the older one's tokens are masked."""
     fabric.append(log, fabric.teacher_records(8, "spans"), run="spans")
     fabric.train(log, fabric.config(fabric.SFT, run="spans", steps=2), lane="spans")
-    made = [_spanned(record) for record in fabric.rollout_records(3, 4, first=200, version=2)]
-    fabric.append(log, made, run="spans")
+    records = [_spanned(record) for record in fabric.rollout_records(3, 4, first=200, version=2)]
+    fabric.append(log, records, run="spans")
     recipe = {"max_staleness": 1, "stale_tokens": "mask", "stale_share": 0.9}
     changes = {"run": "spans", "steps": 1, "algorithm": {"name": "grpo"} | GROUPS, "recipe": recipe}
     fabric.train(log, fabric.config(fabric.GRPO, **changes), lane="spans")
@@ -169,8 +169,8 @@ def _spanned(record: Any) -> Any:
 
 def _recorded_order(log: Store) -> None:
     """Epochs in the order of recording, packed, some dropped."""
-    made = fabric.teacher_records(8, "order") + fabric.records("long", [fabric.T(completion=[5] * 70)])
-    fabric.append(log, made, run="order")
+    records = fabric.teacher_records(8, "order") + fabric.records("long", [fabric.T(completion=[5] * 70)])
+    fabric.append(log, records, run="order")
     recipe = {"splits": ["teacher", "train"], "order": "recorded"}
     changes = {"run": "order", "steps": 3, "recipe": recipe} | PACKED
     fabric.train(log, fabric.config(fabric.SFT, **changes), lane="order")
@@ -180,8 +180,8 @@ def _preferences(log: Store) -> None:
     """Pairs that were preferred, with margins, over more than an epoch."""
     for i in range(4):
         for side, token in (("good", 60), ("bad", 20)):
-            made = fabric.records(f"{side}{i}", [fabric.T([5, 6 + i], [token, 21 + i])])
-            fabric.append(log, made, run="preferred")
+            records = fabric.records(f"{side}{i}", [fabric.T([5, 6 + i], [token, 21 + i])])
+            fabric.append(log, records, run="preferred")
     fabric.append(
         log, [PreferenceAdded(f"good{i}", f"bad{i}", 0.5 * i or None) for i in range(4)], run="preferred"
     )
@@ -229,10 +229,10 @@ def _not_finite(log: Store, patch: pytest.MonkeyPatch, way: str) -> None:
     def spoils(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         if not spoilt:
             spoilt.append(settings.version)
-            of = batch.experience
-            values = of.advantages.values.astype(np.float64)
+            experience = batch.experience
+            values = experience.advantages.values.astype(np.float64)
             values[2] = np.inf
-            spoilt_of = replace(of, advantages=replace(of.advantages, values=values))
+            spoilt_of = replace(experience, advantages=replace(experience.advantages, values=values))
             return right(policy, settings, replace(batch, experience=spoilt_of), **options)
         return right(policy, settings, batch, **options)
 
@@ -252,8 +252,8 @@ def proven(held: Store, root: Path) -> dict[str, Any]:
         [sys.executable, "-c", PROVE, str(held.path)], env=env, capture_output=True, text=True, timeout=220
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found: dict[str, Any] = orjson.loads(ran.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = orjson.loads(ran.stdout.splitlines()[-1])
+    return results
 
 
 RUNS = {
@@ -266,15 +266,15 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_every_stage_of_every_step(proven: dict[str, Any], run: str) -> None:
     """Is equal; selection and schedule, metrics and checkpoint among them."""
-    found = proven[run]
-    assert (found["broken"], len(found["steps"])) == (0, RUNS[run])
+    result = proven[run]
+    assert (result["broken"], len(result["steps"])) == (0, RUNS[run])
     odd = []
-    for step, why, stages in found["steps"]:
+    for step, why, stages in result["steps"]:
         assert stages is not None, (step, why)
         assert {"selection", "schedule", "samples", "gradients", "weights", "metrics"} <= stages.keys()
-        odd += [(step, stage, *one) for stage, one in stages.items() if one[0] != "equal"]
+        odd += [(step, stage, *values) for stage, values in stages.items() if values[0] != "equal"]
     assert odd == []
-    assert "checkpoint" in found["steps"][-1][2]
+    assert "checkpoint" in result["steps"][-1][2]
 
 
 def test_there_are_no_other_runs(proven: dict[str, Any]) -> None:

@@ -32,13 +32,13 @@ def test_every_stage_of_every_step(tmp_path: Path, name: str) -> None:
     log = fabric.record_store(tmp_path / "store")
     source = "tail" if name == "hybrid" else "cut"
     fabric.train(log, fabric.config(fabric.GRPO, steps=2, **TRAININGS[name]), source, ranks=2)
-    found = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
-    assert found.broken == []
+    result = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
+    assert result.broken == []
     odd = [
-        (one.step, one.why or [(s.stage, s.verdict, s.why) for s in one.replay.stages.values()])
-        for one in found.steps
-        if one.replay is None or {str(s.verdict) for s in one.replay.stages.values()} != {"equal"}
+        (step.step, step.why or [(s.stage, s.verdict, s.why) for s in step.replay.stages.values()])
+        for step in result.steps
+        if step.replay is None or {str(s.verdict) for s in step.replay.stages.values()} != {"equal"}
     ]
     assert odd == []
     wanted = {"selection", "schedule"} | ({"values", "critic_weights"} if name == "critic" else set())
-    assert all(wanted <= one.replay.stages.keys() for one in found.steps if one.replay)
+    assert all(wanted <= step.replay.stages.keys() for step in result.steps if step.replay)

@@ -32,11 +32,11 @@ def test_a_training_is_proven_from_checkpoint_to_checkpoint(trained: Stores) -> 
     assert segments(history, 0, 99) == [[0, 1, 2, 3], [4, 5, 6, 7], [8], [9, 10], [11]]
     assert segments(history, 5, 8) == [[5, 6, 7], [8]]
     counted: list[int] = []
-    found = prove_stretch(log, history, 0, 11, done=counted.append)
-    assert [one.step for one in found.steps] == list(range(12)) == list(range(sum(counted)))
-    assert all(one.replay is not None and one.replay.bit_for_bit for one in found.steps)
-    assert [one.replay.reran for one in found.steps if one.replay][5] == [4, 5]
-    assert (found.broken, found.equal) == ([], True)
+    result = prove_stretch(log, history, 0, 11, done=counted.append)
+    assert [step.step for step in result.steps] == list(range(12)) == list(range(sum(counted)))
+    assert all(step.replay is not None and step.replay.bit_for_bit for step in result.steps)
+    assert [step.replay.reran for step in result.steps if step.replay][5] == [4, 5]
+    assert (result.broken, result.equal) == ([], True)
 
 
 @pytest.mark.more
@@ -45,7 +45,7 @@ def test_by_several_processes(trained: Stores, cli: Callable[..., tuple[int, str
     code, out, _ = cli("replay", "run", "--store", trained().path, "--from", 3, "--jobs", 2, "--json")
     values = orjson.loads(out)
     assert (code, values["equal"], values["broken"]) == (0, True, [])
-    assert [(one["step"], one["verdict"]) for one in values["steps"]] == [
+    assert [(entry["step"], entry["verdict"]) for entry in values["steps"]] == [
         (step, "bit for bit") for step in range(3, 12)
     ]
 
@@ -61,15 +61,15 @@ def test_a_step_that_differs_ends_its_segment_alone(
     code, out, _ = cli("replay", "run", "--store", log.path, "--json")
     steps = orjson.loads(out)["steps"]
     assert code == 1
-    assert [one["verdict"] for one in steps[4:9]] == [
+    assert [entry["verdict"] for entry in steps[4:9]] == [
         *("bit for bit", "differs", "not proven", "not proven", "bit for bit")
     ]
     assert steps[5]["replay"]["differs_in"] == "losses"
     code, out, _ = cli("replay", "run", "--store", log.path, "--from", 4, "--to", 8)
-    said = " ".join(out.split())
+    printed = " ".join(out.split())
     assert code == 1
-    assert "step 5: differs first in stage losses" in said
-    assert "steps 6 to 7: not proven its segment differs from step 5 on" in said
+    assert "step 5: differs first in stage losses" in printed
+    assert "steps 6 to 7: not proven its segment differs from step 5 on" in printed
 
 
 def test_the_chain_of_digests(trained: Stores, tamper: Tamper) -> None:
@@ -94,10 +94,10 @@ def test_an_erased_trajectory_blocks_only_what_needs_it(trained: Stores) -> None
     ids = [{ref["trajectory_id"] for ref in step.planned.samples} for step in used.values()]
     only = sorted(ids[9] - set.union(*ids[:9], *ids[10:]))[0]
     erase_trajectory(log, only, "asked")
-    found = prove_stretch(log, history_of(log, None, "actor"), 8, 11)
-    assert [one.replay is not None for one in found.steps] == [True, False, False, True]
-    assert "were erased (asked)" in found.steps[1].why
-    assert "lead through step 9, of which tokens were erased" in found.steps[2].why
+    result = prove_stretch(log, history_of(log, None, "actor"), 8, 11)
+    assert [verified.replay is not None for verified in result.steps] == [True, False, False, True]
+    assert "were erased (asked)" in result.steps[1].why
+    assert "lead through step 9, of which tokens were erased" in result.steps[2].why
 
 
 def test_from_weights_alone(trained: Stores) -> None:
@@ -106,21 +106,21 @@ def test_from_weights_alone(trained: Stores) -> None:
     log = trained()
     record = fabric.checkpoint(10, phase=None, optimizer=None)
     history = history_of(log, None, "actor")
-    made = rebuild(log, history, 10, log.path / "made")
+    rebuilt = rebuild(log, history, 10, log.path / "made")
     target = log.path / "checkpoints/demo/actor/v00000010"
     shutil.copytree(log.path / "made", target)
     manifest = orjson.loads((target / "rollbook.json").read_bytes())
     manifest |= {"optimizer_digest": None, "optimizer_tensors": {}}
     (target / "rollbook.json").write_bytes(orjson.dumps(manifest))
     (target / "optimizer.safetensors").unlink()
-    said = replace(record, path="checkpoints/demo/actor/v00000010", weights_digest=made.weights_digest)
-    fabric.append(log, [said], "train")
+    claim = replace(record, path="checkpoints/demo/actor/v00000010", weights_digest=rebuilt.weights_digest)
+    fabric.append(log, [claim], "train")
     shutil.rmtree(log.path / "checkpoints/demo/actor/v00000009")
     for version in (0, 4, 8):
         shutil.rmtree(log.path / f"checkpoints/demo/actor/v{version:08d}")
     result = replay_step(log, 10)
     assert (result.weights_only, result.from_version, result.equal) == (True, 10, True)
-    assert [one.stage for one in result.unproven] == ["input_optimizer", "optimizer", "weights"]
+    assert [stage.stage for stage in result.unproven] == ["input_optimizer", "optimizer", "weights"]
     assert {result.stages[s].verdict for s in ("logprobs", "losses", "gradients", "metrics")} == {"equal"}
     with pytest.raises(ReplayError, match="cannot be replayed from any checkpoint"):
         replay_step(log, 9)
@@ -137,9 +137,9 @@ def test_a_version_is_rebuilt(
     digest = fabric.steps_of(log).steps[6].committed.digests["weights"]
     code, out, _ = cli("replay", "weights", 7, "--store", log.path, "-o", tmp_path / "v7")
     assert code == 0
-    said = " ".join(out.split())
-    assert "from the checkpoint of version 4, 3 steps run again, each bit for bit" in said
-    assert digest in said
+    printed = " ".join(out.split())
+    assert "from the checkpoint of version 4, 3 steps run again, each bit for bit" in printed
+    assert digest in printed
     held = read_checkpoint(tmp_path / "v7")
     assert held.optimizer is not None
     with pytest.raises(InterchangeError, match="exists"):
@@ -190,9 +190,9 @@ def test_a_version_that_is_not_proven_is_not_written(
     assert values["proof"]["not_compared"]["not proven"] == [stage]
     assert not (tmp_path / "v7").exists()
     assert sorted(log.path.glob("checkpoints/*/*/*")) == held
-    said = " ".join(cli("replay", "weights", 7, "--store", log.path, "--restore")[1].split())
-    assert "step 6: equal in part: bit for bit in training to" in said
-    assert "version 7 of policy actor is not proven and nothing was written" in said
+    printed = " ".join(cli("replay", "weights", 7, "--store", log.path, "--restore")[1].split())
+    assert "step 6: equal in part: bit for bit in training to" in printed
+    assert "version 7 of policy actor is not proven and nothing was written" in printed
     assert cli("replay", "weights", 6, "--store", log.path, "-o", tmp_path / "v6")[0] == 0
 
 
@@ -213,13 +213,16 @@ def test_what_was_not_compared_is_said(
 
     assert tamper.rewrite(log, "train", otherwise) == 12
     code, out, _ = cli("replay", "run", "--store", log.path, "--from", 5, "--to", 6)
-    said = " ".join(out.split())
-    assert (code, "steps 5 to 6: equal in part: bit for bit in training to advantages" in said) == (3, True)
-    assert "not compared: logprobs to gradients" in said
-    assert "within" not in said
+    printed = " ".join(out.split())
+    assert (code, "steps 5 to 6: equal in part: bit for bit in training to advantages" in printed) == (
+        3,
+        True,
+    )
+    assert "not compared: logprobs to gradients" in printed
+    assert "within" not in printed
     values = orjson.loads(cli("replay", "run", "--store", log.path, "--from", 5, "--to", 6, "--json")[1])
-    assert [one["verdict"] for one in values["steps"]] == ["in part", "in part"]
-    assert {tuple(one["not_compared"]["not proven"]) for one in values["steps"]} == {passes}
+    assert [entry["verdict"] for entry in values["steps"]] == ["in part", "in part"]
+    assert {tuple(entry["not_compared"]["not proven"]) for entry in values["steps"]} == {passes}
 
 
 # The first bad step -------------------------------------------------------------------------------
@@ -236,14 +239,14 @@ def test_the_first_bad_step_is_found(trained: Stores, tamper: Tamper, bad: int) 
 
     for step in range(bad, 12):
         tamper.event(log, "step.committed", otherwise, step=step)
-    found = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
-    assert found.first is not None
-    assert (found.first.differs_at_step, found.first.differs_in) == (bad, "gradients")
-    assert len(found.ran) <= 1 + 3 + 4
+    result = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
+    assert result.first is not None
+    assert (result.first.differs_at_step, result.first.differs_in) == (bad, "gradients")
+    assert len(result.ran) <= 1 + 3 + 4
 
 
 def test_none_is_bad(trained: Stores) -> None:
     """Then none of those that were run differs."""
     log = trained()
-    found = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
-    assert (found.first, found.broken) == (None, [])
+    result = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
+    assert (result.first, result.broken) == (None, [])

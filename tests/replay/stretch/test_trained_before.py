@@ -37,14 +37,14 @@ def test_each_step_replays(before: Store, cli: Callable[..., tuple[int, str, str
     assert code == (3 if values["not_compared"]["not proven"] else 0)
     assert values["not_compared"]["not recorded"] == UNKNOWN
     stages = values["stages"]
-    assert [s for s, one in stages.items() if one["verdict"] == "not recorded"] == UNKNOWN
+    assert [s for s, entry in stages.items() if entry["verdict"] == "not recorded"] == UNKNOWN
     assert {*fabric.EVERY_STEPS_STAGES, "selection", "metrics"} <= stages.keys()
     here = {line.partition(":")[0] for line in values["environment"]}
     if not here & {"cpu_capability", "processor", "packages.torch", "torch_build", "variables"}:
-        assert {one["verdict"] for s, one in stages.items() if s not in UNKNOWN} == {"equal"}
+        assert {entry["verdict"] for s, entry in stages.items() if s not in UNKNOWN} == {"equal"}
         assert values["bit_for_bit"] is True
-        said = " ".join(cli("replay", "step", step, "--store", before.path)[1].split())
-        assert "bit for bit, but for schedule, evidence, which was not recorded" in said
+        printed = " ".join(cli("replay", "step", step, "--store", before.path)[1].split())
+        assert "bit for bit, but for schedule, evidence, which was not recorded" in printed
 
 
 def test_the_training_that_it_left_goes_on(before: Store) -> None:
@@ -62,7 +62,7 @@ def test_the_training_that_it_left_goes_on(before: Store) -> None:
     last = sorted(history.steps)[-2:]
     assert last == ([3, 4] if abandoned is None else [4, 5])
     assert len({history.steps[step].planned.phase for step in last}) == 1
-    found = prove_stretch(before, history, *last)
-    stages = [{str(one.verdict) for one in s.replay.stages.values()} for s in found.steps if s.replay]
+    result = prove_stretch(before, history, *last)
+    stages = [{str(stage.verdict) for stage in s.replay.stages.values()} for s in result.steps if s.replay]
     assert stages == [{"equal"}, {"equal"}]
-    assert all(s.replay is not None and "schedule" in s.replay.stages for s in found.steps)
+    assert all(s.replay is not None and "schedule" in s.replay.stages for s in result.steps)

@@ -39,9 +39,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
     rollout batch; 15 with a critic, 16 with low-rank factors, 17 and 18 on preferences. Nothing here writes
     to it."""
     held = rb.open(shutil.copytree(fabric.trained_path(), tmp_path_factory.mktemp("what-if") / "store"))
-    made = fabric.rollout_records(2, 4, first=6, version=12)
+    records = fabric.rollout_records(2, 4, first=6, version=12)
     flat = [record for i in range(4) for record in fabric.records(f"flat.{i}", group="flat", reward=1.0)]
-    fabric.append(held, flat + made)
+    fabric.append(held, flat + records)
     fabric.train(held, fabric.config(fabric.GRPO, seed=5, steps=1, algorithm=LINEAR))
     fabric.append(held, fabric.rollout_records(2, 4, first=8, version=13))
     two = fabric.GRPO["algorithm"] | {"mini_batches": 2}
@@ -58,11 +58,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def ask(log: Store, first: int, *overrides: str, last: int | None = None, **others: Any) -> WhatIf:
     """What if these keys were other ones."""
-    given = {key: others.pop(key) for key in ("recipe", "source") if key in others}
+    options = {key: others.pop(key) for key in ("recipe", "source") if key in others}
     return what_if(
         log,
         WhatIfRequest(
-            first, first if last is None else last, Changes(overrides=overrides, **given), **others
+            first, first if last is None else last, Changes(overrides=overrides, **options), **others
         ),
     )
 
@@ -82,22 +82,24 @@ def bits(log: Store) -> dict[Path, bytes]:
 def test_the_same_rule_gives_the_same_bits(log: Store, first: int, last: int) -> None:
     """Supervised and GRPO steps, one with drops and two on one rollout batch: nothing differs at all."""
     before = bits(log)
-    found = ask(log, first, last=last)
-    assert found.proven
-    assert [one.step for one in found.steps] == list(range(first, last + 1))
-    for one in found.steps:
-        assert one.metrics["recorded"] == one.metrics["other"] is not None
-        assert (one.came, one.went) == ([], [])
+    result = ask(log, first, last=last)
+    assert result.proven
+    assert [step.step for step in result.steps] == list(range(first, last + 1))
+    for step in result.steps:
+        assert step.metrics["recorded"] == step.metrics["other"] is not None
+        assert (step.came, step.went) == ([], [])
         assert (
-            one.let_go["recorded"] == one.let_go["other"] == ({"zero_variance": 4} if one.step == 12 else {})
+            step.let_go["recorded"]
+            == step.let_go["other"]
+            == ({"zero_variance": 4} if step.step == 12 else {})
         )
-        assert all(sample.recorded == sample.other for sample in one.samples)
-        assert (one.advantages.mean, one.advantages.flips) == (0.0, 0)
-        assert one.gradients is not None
-        each = [one.gradients.whole, *one.gradients.tensors]
+        assert all(sample.recorded == sample.other for sample in step.samples)
+        assert (step.advantages.mean, step.advantages.flips) == (0.0, 0)
+        assert step.gradients is not None
+        each = [step.gradients.whole, *step.gradients.tensors]
         assert all(tensor.cosine == 1.0 or tensor.norms == (0.0, 0.0) for tensor in each)
         assert each[0].cosine == 1.0
-        assert (one.kl, one.apart) == (0.0, 0.0)
+        assert (step.kl, step.apart) == (0.0, 0.0)
     assert bits(log) == before, "nothing is written"
 
 
@@ -106,76 +108,76 @@ def test_the_same_rule_gives_the_same_bits(log: Store, first: int, last: int) ->
 
 def test_another_clip_changes_losses_alone(log: Store) -> None:
     """Of clipped tokens, whose gradient is zero with either bound."""
-    [one] = ask(log, 10, "algorithm.clip_high=0.25").steps
-    recorded, other = one.metrics["recorded"], one.metrics["other"]
+    [step] = ask(log, 10, "algorithm.clip_high=0.25").steps
+    recorded, other = step.metrics["recorded"], step.metrics["other"]
     assert recorded is not None
     assert other is not None
     assert {name for name in recorded if recorded[name] != other[name]} == {"loss"}
-    assert one.advantages == Differences(12, 0.0, 0, 1.0)
-    assert one.gradients is not None
-    assert one.gradients.whole.cosine == 1.0
+    assert step.advantages == Differences(12, 0.0, 0, 1.0)
+    assert step.gradients is not None
+    assert step.gradients.whole.cosine == 1.0
 
 
 def test_another_staleness_drops_what_is_older(log: Store) -> None:
     """Step 10 takes rollouts of version 0 with version 10; step 12 those of version 12 with version 12, and
     let go those of a group whose rewards are equal."""
-    [one] = ask(log, 10, "recipe.max_staleness=9").steps
-    assert (len(one.samples), len(one.went), one.let_go["other"]) == (12, 12, {"staleness": 12})
-    assert {sample.why for sample in one.samples} == {"staleness"}
-    assert (one.metrics["other"], one.gradients, one.kl) == (None, None, None)
-    assert one.apart > 0, "the recorded side took its step"
-    [one] = ask(log, 10, "recipe.max_staleness=10").steps
-    assert (one.went, one.let_go["other"]) == ([], {})
+    [step] = ask(log, 10, "recipe.max_staleness=9").steps
+    assert (len(step.samples), len(step.went), step.let_go["other"]) == (12, 12, {"staleness": 12})
+    assert {sample.why for sample in step.samples} == {"staleness"}
+    assert (step.metrics["other"], step.gradients, step.kl) == (None, None, None)
+    assert step.apart > 0, "the recorded side took its step"
+    [step] = ask(log, 10, "recipe.max_staleness=10").steps
+    assert (step.went, step.let_go["other"]) == ([], {})
 
 
 def test_a_laxer_recipe_lets_samples_in(log: Store, tmp_path: Path) -> None:
     """A group that was dropped for its equal rewards comes in; a stricter one takes the worst out."""
-    [one] = ask(log, 12, recipe=RecipeConfig(drop_zero_variance=False)).steps
-    assert sorted(sample.trajectory for sample in one.came) == [f"flat.{i}" for i in range(4)]
-    assert {sample.why for sample in one.came} == {"zero_variance"}
-    assert {sample.other.advantage for sample in one.came if sample.other} == {0.0}
-    assert one.went == []
-    [one] = ask(log, 12, "recipe.min_reward=0.5").steps
-    low = [s for s in one.samples if s.recorded is not None and (s.recorded.reward or 0) < 0.5]
-    assert [s.turn_id for s in low] == [s.turn_id for s in one.went] != []
-    assert {s.why for s in one.went} == {"min_reward"}
+    [step] = ask(log, 12, recipe=RecipeConfig(drop_zero_variance=False)).steps
+    assert sorted(sample.trajectory for sample in step.came) == [f"flat.{i}" for i in range(4)]
+    assert {sample.why for sample in step.came} == {"zero_variance"}
+    assert {sample.other.advantage for sample in step.came if sample.other} == {0.0}
+    assert step.went == []
+    [step] = ask(log, 12, "recipe.min_reward=0.5").steps
+    low = [s for s in step.samples if s.recorded is not None and (s.recorded.reward or 0) < 0.5]
+    assert [s.turn_id for s in low] == [s.turn_id for s in step.went] != []
+    assert {s.why for s in step.went} == {"min_reward"}
 
 
 def test_epochs_keep_their_slice(log: Store) -> None:
     """A supervised step's other side is made of the samples that it took: none of another split is there."""
-    [one] = ask(log, 5, 'recipe.splits=["train"]').steps
-    assert {sample.why for sample in one.samples} == {"no_candidate"}
-    [one] = ask(log, 5, "algorithm.batch_size=3").steps
-    assert (one.came, one.went) == ([], [])
+    [step] = ask(log, 5, 'recipe.splits=["train"]').steps
+    assert {sample.why for sample in step.samples} == {"no_candidate"}
+    [step] = ask(log, 5, "algorithm.batch_size=3").steps
+    assert (step.came, step.went) == ([], [])
 
 
 def test_a_pair_goes_whole(log: Store) -> None:
     """Of a pair of which one side is not kept the other one goes, too."""
-    [one] = ask(log, 17, "recipe.min_reward=0.75").steps
-    rewards = {s.trajectory: s.recorded.reward for s in one.samples if s.recorded is not None}
-    for sample in one.samples:
+    [step] = ask(log, 17, "recipe.min_reward=0.75").steps
+    rewards = {s.trajectory: s.recorded.reward for s in step.samples if s.recorded is not None}
+    for sample in step.samples:
         pair = [rewards[f"{sample.trajectory[:2]}.{i}"] for i in (1, 2)]
         own = rewards[sample.trajectory]
         due = "" if min(pair) >= 0.75 else "pair_broken" if own >= 0.75 else "min_reward"
         assert sample.why == due
-    assert {sample.why for sample in one.samples} >= {"pair_broken", "min_reward"}
+    assert {sample.why for sample in step.samples} >= {"pair_broken", "min_reward"}
 
 
 def test_a_critic_is_left_out_where_none_is_asked_for(log: Store) -> None:
     """The other side of a step of PPO may be one of GRPO."""
-    [one] = ask(log, 15, "algorithm.name=grpo").steps
-    assert one.metric("recorded", "value_loss") is not None
-    assert one.metric("other", "value_loss") is None
-    assert one.metric("other", "gradient_norm") is not None
+    [step] = ask(log, 15, "algorithm.name=grpo").steps
+    assert step.metric("recorded", "value_loss") is not None
+    assert step.metric("other", "value_loss") is None
+    assert step.metric("other", "gradient_norm") is not None
 
 
 def test_another_algorithm(log: Store) -> None:
     """Each gives other advantages, by hand: RLOO's is the reward less the mean of the other three's."""
-    [one] = ask(log, 9, "algorithm.name=rloo").steps
+    [step] = ask(log, 9, "algorithm.name=rloo").steps
     rewards = {
-        s.trajectory: s.recorded.reward for s in one.samples if s.recorded and s.recorded.reward is not None
+        s.trajectory: s.recorded.reward for s in step.samples if s.recorded and s.recorded.reward is not None
     }
-    for sample in one.samples:
+    for sample in step.samples:
         others = [
             r
             for name, r in rewards.items()
@@ -183,16 +185,16 @@ def test_another_algorithm(log: Store) -> None:
         ]
         assert sample.other is not None
         assert sample.other.advantage == pytest.approx(rewards[sample.trajectory] - np.mean(others))
-    [one] = ask(log, 10, "algorithm.name=dpo", 'algorithm.pairs="rewards"').steps
-    assert one.let_go["other"] == {"several_paths": 8}
-    assert (one.metric("other", "samples"), one.metric("other", "preference_accuracy")) == (4, 1.0)
+    [step] = ask(log, 10, "algorithm.name=dpo", 'algorithm.pairs="rewards"').steps
+    assert step.let_go["other"] == {"several_paths": 8}
+    assert (step.metric("other", "samples"), step.metric("other", "preference_accuracy")) == (4, 1.0)
 
 
 def test_a_reference_is_read_from_its_checkpoint(log: Store) -> None:
     """One that the store has gives a KL; one that it has not is named, with those that there are."""
-    [one] = ask(log, 10, "algorithm.kl=0.1", "algorithm.reference_version=8").steps
-    assert one.metric("recorded", "kl") is None
-    assert (one.metric("other", "kl") or 0) > 0
+    [step] = ask(log, 10, "algorithm.kl=0.1", "algorithm.reference_version=8").steps
+    assert step.metric("recorded", "kl") is None
+    assert (step.metric("other", "kl") or 0) > 0
     with pytest.raises(TrainError, match=r"reference_version 7: .* \(it has: 0, 4, 8, 9, 11, 12"):
         ask(log, 10, "algorithm.kl=0.1", "algorithm.reference_version=7")
 
@@ -206,9 +208,9 @@ def test_an_offline_run_goes_on_with_its_own_weights(log: Store, tmp_path: Path)
     from safetensors.torch import load_file
 
     out = tmp_path / "made"
-    found = ask(log, 4, "optimizer.lr=0.02", "optimizer.min_lr=0.002", last=6, out=out)
-    assert found.proven
-    first, second, third = found.steps
+    result = ask(log, 4, "optimizer.lr=0.02", "optimizer.min_lr=0.002", last=6, out=out)
+    assert result.proven
+    first, second, third = result.steps
     assert first.metric("recorded", "loss") == first.metric("other", "loss")
     assert second.metric("recorded", "loss") != second.metric("other", "loss")
     assert 0 < first.apart < third.apart
@@ -265,9 +267,9 @@ def test_a_part_of_ones_own(log: Store, tmp_path: Path, monkeypatch: pytest.Monk
     """It is imported since the user names it; the recorded side knows nothing of it."""
     (tmp_path / "own_parts.py").write_text("def nothing(of):\n    return of.rewards\n")
     monkeypatch.chdir(tmp_path)
-    [one] = ask(log, 12, "algorithm.baseline=own_parts:nothing", "algorithm.deviation=none").steps
+    [step] = ask(log, 12, "algorithm.baseline=own_parts:nothing", "algorithm.deviation=none").steps
     assert "own_parts" in sys.modules
-    assert all(s.other is not None and s.other.advantage == s.other.reward for s in one.samples)
+    assert all(s.other is not None and s.other.advantage == s.other.reward for s in step.samples)
 
 
 def test_what_is_not_as_recorded_is_said(trained: Callable[..., Store], tamper: Tamper, cli: Cli) -> None:
@@ -289,18 +291,18 @@ def opposite(row: dict[str, Any]) -> float:
 
 def test_opposite_rewards_give_the_opposite_gradient(log: Store) -> None:
     """Advantages of another sign, and with a loss that is linear in them a cosine of -1."""
-    made = Rescoring("tests:opposite", "opposite", opposite)
-    [one] = ask(log, 12, source="opposite", rescoring=made).steps
-    assert len(made.rewards) == 8, "once for each trajectory, those that were let go too"
-    for sample in one.samples:
+    rescoring = Rescoring("tests:opposite", "opposite", opposite)
+    [step] = ask(log, 12, source="opposite", rescoring=rescoring).steps
+    assert len(rescoring.rewards) == 8, "once for each trajectory, those that were let go too"
+    for sample in step.samples:
         assert sample.recorded is not None
         assert sample.other is not None
         assert sample.recorded.reward == -(sample.other.reward or 0)
         assert sample.recorded.advantage == pytest.approx(-(sample.other.advantage or 0))
-    assert one.rewards.correlation == pytest.approx(-1)
-    assert one.advantages.flips == sum(s.recorded.advantage != 0 for s in one.samples if s.recorded)
-    assert one.gradients is not None
-    assert one.gradients.whole.cosine == pytest.approx(-1, abs=1e-6)
+    assert step.rewards.correlation == pytest.approx(-1)
+    assert step.advantages.flips == sum(s.recorded.advantage != 0 for s in step.samples if s.recorded)
+    assert step.gradients is not None
+    assert step.gradients.whole.cosine == pytest.approx(-1, abs=1e-6)
 
 
 def test_rewards_are_recorded_beside_the_others(
@@ -313,8 +315,8 @@ def test_rewards_are_recorded_beside_the_others(
         'TIMES = 2\n\ndef twice(row):\n    print("called")\n    return TIMES * row["reward"]\n'
     )
     monkeypatch.chdir(tmp_path)
-    asked = ("replay", "what-if", 9, "--store", log.path, "--rescore", "new_rewards:twice", "--json")
-    code, out, err = cli(*asked, "--write")
+    command = ("replay", "what-if", 9, "--store", log.path, "--rescore", "new_rewards:twice", "--json")
+    code, out, err = cli(*command, "--write")
     assert (code, json.loads(out)["written"]) == (
         0,
         {"source": "twice", "written": 8, "replaced": 0, "already": 0},
@@ -323,13 +325,13 @@ def test_rewards_are_recorded_beside_the_others(
     query = "select trajectory_id, source, reward from rewards where trajectory_id = 'g0.3' order by source"
     with rb.connect(log.path) as connection:
         assert connection.execute(query).fetchall() == [("g0.3", "agent", 1.5), ("g0.3", "twice", 3.0)]
-    assert json.loads(cli(*asked, "--write")[1])["written"]["already"] == 8
+    assert json.loads(cli(*command, "--write")[1])["written"]["already"] == 8
     sys.modules["new_rewards"].TIMES = 3  # type: ignore[attr-defined]
-    code, _, err = cli(*asked, "--write")
+    code, _, err = cli(*command, "--write")
     assert code == 2
     assert "8 trajectories have another reward of it" not in err, "a reward of 0 is 0 again"
     assert "6 trajectories have another reward of it" in err
-    assert json.loads(cli(*asked, "--write", "--replace")[1])["written"] == {
+    assert json.loads(cli(*command, "--write", "--replace")[1])["written"] == {
         "source": "twice",
         "written": 6,
         "replaced": 6,
@@ -339,7 +341,7 @@ def test_rewards_are_recorded_beside_the_others(
     twice = "select reward, superseded from rewards where trajectory_id = 'g0.3' and source = 'twice'"
     with rb.connect(log.path) as connection:
         assert connection.execute(f"{twice} order by seq").fetchall() == [(3.0, True), (4.5, False)]
-    assert cli(*asked, "--write", "--source", "agent")[0] == 2
+    assert cli(*command, "--write", "--source", "agent")[0] == 2
     assert all(replay_step(log, step).bit_for_bit for step in (9, 11))
     values = fabric.GRPO | {
         "run": "again",
@@ -369,15 +371,15 @@ def test_a_function_that_gives_no_reward(log: Store, function: Any, words: str) 
 def test_only_what_a_function_gave_is_recorded(trained: Callable[..., Store]) -> None:
     """No event where there is nothing new, and none of the source that the step was trained on."""
     log = trained()
-    made = Rescoring("m:f", "judge", opposite, {"g0.0": 1.0, "g0.1": None})
-    assert write_rewards(log, "demo", made, "agent", replaces=False).written == 1
+    rescoring = Rescoring("m:f", "judge", opposite, {"g0.0": 1.0, "g0.1": None})
+    assert write_rewards(log, "demo", rescoring, "agent", replaces=False).written == 1
     before = log.head()
-    assert write_rewards(log, "demo", made, "agent", replaces=False).already == 1
+    assert write_rewards(log, "demo", rescoring, "agent", replaces=False).already == 1
     assert log.head() == before
-    given = [e.record for e in log.events_of([RewardAssigned.KIND]) if e.lane == "rescore"]
-    assert given == [RewardAssigned("g0.0", None, 1.0, "judge")]
+    rewards = [e.record for e in log.events_of([RewardAssigned.KIND]) if e.lane == "rescore"]
+    assert rewards == [RewardAssigned("g0.0", None, 1.0, "judge")]
     with pytest.raises(ConfigError, match="trained on rewards of this source"):
-        write_rewards(log, "demo", made, "judge", replaces=False)
+        write_rewards(log, "demo", rescoring, "judge", replaces=False)
 
 
 # The command --------------------------------------------------------------------------------------
@@ -385,25 +387,25 @@ def test_only_what_a_function_gave_is_recorded(trained: Callable[..., Store]) ->
 
 def test_what_the_command_prints(log: Store, cli: Cli, tmp_path: Path) -> None:
     """Both ways to ask give the same; several steps a line each; options that do not go together are 2."""
-    asked = (10, "--store", log.path, "--set", "algorithm.clip_high=0.25")
-    code, out, _ = cli("replay", "what-if", *asked)
+    command = (10, "--store", log.path, "--set", "algorithm.clip_high=0.25")
+    code, out, _ = cli("replay", "what-if", *command)
     assert code == 0
     assert "gradients: cosine 1" in out
-    assert cli("replay", "step", *asked)[1] == out
-    values = json.loads(cli("replay", "what-if", *asked, "--json")[1])
+    assert cli("replay", "step", *command)[1] == out
+    values = json.loads(cli("replay", "what-if", *command, "--json")[1])
     assert (values["proven"], values["run"], values["reran"]) == (True, "demo", [9])
     assert values["steps"][0]["gradients"]["whole"]["cosine"] == 1.0
     (tmp_path / "fresh.toml").write_text("max_staleness = 10\n")
-    asked = (10, "--store", log.path, "--recipe", tmp_path / "fresh.toml")
-    code, out, _ = cli("replay", "what-if", *asked, "--to", 11, "-o", tmp_path / "model")
+    command = (10, "--store", log.path, "--recipe", tmp_path / "fresh.toml")
+    code, out, _ = cli("replay", "what-if", *command, "--to", 11, "-o", tmp_path / "model")
     lines = [line.split() for line in out.splitlines()]
     assert code == 0
     assert lines[1][:6] == ["10", "12", "/", "12", "0", "0"]
     assert lines[2][:6] == ["11", "12", "/", "0", "0", "12"]
     assert (tmp_path / "model" / "model.safetensors").exists()
-    code, _, err = cli("replay", "what-if", *asked, "-o", tmp_path / "model")
+    code, _, err = cli("replay", "what-if", *command, "-o", tmp_path / "model")
     assert (code, "nothing is written over" in err) == (2, True)
-    assert cli("replay", "what-if", *asked, "--write")[0] == 2
+    assert cli("replay", "what-if", *command, "--write")[0] == 2
 
 
 @pytest.mark.more

@@ -27,8 +27,8 @@ class _Told(LLM):
 
 
 def _played(rollout: Gym, replies: Sequence[str], **values: Any) -> tuple[Outcome, list[str]]:
-    told = _Told(replies)
-    return asyncio.run(rollout.run(Task("t", values), told)), told.shown
+    model = _Told(replies)
+    return asyncio.run(rollout.run(Task("t", values), model)), model.shown
 
 
 class Echo(gymnasium.Env[str, str]):

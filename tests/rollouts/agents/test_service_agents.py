@@ -72,9 +72,9 @@ def server(serve: Callable[..., Served], text_model: Callable[[str], Path], scri
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     """A service that runs."""
-    made = Service(tmp_path)
-    yield made
-    made.kill()
+    running = Service(tmp_path)
+    yield running
+    running.kill()
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def _in_time(true: Callable[[], bool], seconds: float = 20) -> bool:
 
 def test_agents_of_every_kind(server: Served, config: Callable[..., RolloutConfig], service: Service) -> None:
     """Each ends with its status; what it said of itself is its reward, as a class's."""
-    made = config()
-    found, _ = run(made, tasks("answer", "at once", "exit", "nonsense"))
-    rows = [row for row in launches(server, made.name) if row["attempt"] == 1]
+    settings = config()
+    progress, _ = run(settings, tasks("answer", "at once", "exit", "nonsense"))
+    rows = [row for row in launches(server, settings.name) if row["attempt"] == 1]
     assert told(rows, "status", "finished", "reward", "turns") == [
         ("done", "completed", 0.75, 1),
         ("done", "completed", 0.75, 1),
@@ -116,7 +116,7 @@ def test_agents_of_every_kind(server: Served, config: Callable[..., RolloutConfi
     ]
     assert rows[2]["why"] == "it could not"
     assert rows[3]["why"].startswith("its service answered what docs/rollouts.md does not have: status: ")
-    assert (found.done, found.given_up) == (4, 1)
+    assert (progress.done, progress.given_up) == (4, 1)
     assert {words[0] for words in service.told()} == {"start"}
 
 
@@ -124,9 +124,9 @@ def test_a_clock_that_runs_out(
     server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """The agent is cancelled at the service."""
-    made = config(clocks={"total_s": 1.0})
-    run(made, tasks("wait"))
-    assert told(launches(server, made.name), "status", "finished") == [("timeout", "failed")]
+    settings = config(clocks={"total_s": 1.0})
+    run(settings, tasks("wait"))
+    assert told(launches(server, settings.name), "status", "finished") == [("timeout", "failed")]
     assert [words[0] for words in service.told()] == ["start", "cancel"]
 
 
@@ -134,32 +134,32 @@ def test_a_request_without_an_answer_is_repeated_and_starts_nothing_twice(
     server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """By the key of its launch."""
-    made = config()
-    run(made, tasks("lose"))
-    assert told(launches(server, made.name), "status", "attempt", "turns") == [("done", 1, 1)]
+    settings = config()
+    run(settings, tasks("lose"))
+    assert told(launches(server, settings.name), "status", "attempt", "turns") == [("done", 1, 1)]
     assert [words[0] for words in service.told()] == ["start"]
 
 
 def test_what_it_refuses_is_said(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """It is tried again, as everything that is not the agent's fault."""
-    made = config()
-    found, _ = run(made, tasks("refuse"))
-    rows = launches(server, made.name)
+    settings = config()
+    progress, _ = run(settings, tasks("refuse"))
+    rows = launches(server, settings.name)
     assert told(rows, "status", "why") == [("infra_error", "its service answered 422: no such task here")] * 2
-    assert found.given_up == 1
+    assert progress.given_up == 1
 
 
 def test_a_token_is_sent(
     server: Served, config: Callable[..., RolloutConfig], service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named in the CONFIG, and never written there."""
-    made = config(
+    settings = config(
         agent={"launcher": "http", "service": {"url": service.url, "token_variable": "ROLLBOOK_TEST_TOKEN"}}
     )
     with pytest.raises(ConfigError, match="'ROLLBOOK_TEST_TOKEN' is not set"):
-        run(made, tasks("answer"))
+        run(settings, tasks("answer"))
     monkeypatch.setenv("ROLLBOOK_TEST_TOKEN", "sesame")
-    run(made, tasks("answer"))
+    run(settings, tasks("answer"))
     assert service.told()[0][-2:] == ["Bearer", "sesame"]
 
 
@@ -174,7 +174,7 @@ def test_a_service_that_is_killed(
     server: Served, config: Callable[..., RolloutConfig], service: Service, again: bool, why: str
 ) -> None:
     """Started again it does not know its agents; where it stays away its lease runs out."""
-    made = config(lease_s=30.0 if again else 1.0, retries={"attempts": 1})
+    settings = config(lease_s=30.0 if again else 1.0, retries={"attempts": 1})
     beside: list[asyncio.Task[None]] = []
 
     async def kill() -> None:
@@ -184,11 +184,11 @@ def test_a_service_that_is_killed(
         if again:
             await asyncio.to_thread(service.start)
 
-    found, _ = run(
-        made, tasks("wait"), lambda _: beside.append(asyncio.get_running_loop().create_task(kill()))
+    progress, _ = run(
+        settings, tasks("wait"), lambda _: beside.append(asyncio.get_running_loop().create_task(kill()))
     )
-    (row,) = launches(server, made.name)
-    assert (row["status"], row["finished"], found.given_up) == ("infra_error", "void", 1)
+    (row,) = launches(server, settings.name)
+    assert (row["status"], row["finished"], progress.given_up) == ("infra_error", "void", 1)
     assert row["why"].startswith(why)
 
 
@@ -196,13 +196,13 @@ def test_a_stop_cancels_what_runs(
     server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """At the service, too."""
-    made = config()
+    settings = config()
 
     def soon(rollouts: Rollouts) -> None:
         asyncio.get_running_loop().call_later(1.5, rollouts.stop)
 
-    found, _ = run(made, tasks("wait", "wait"), soon)
-    assert found.by_status == Counter(cancelled=2)
+    progress, _ = run(settings, tasks("wait", "wait"), soon)
+    assert progress.by_status == Counter(cancelled=2)
     assert Counter(words[0] for words in service.told()) == Counter(start=2, cancel=2)
 
 
@@ -224,13 +224,13 @@ def test_rollouts_that_are_killed(server: Served, service: Service, tmp_path: Pa
     process.wait()
     if lease_s < 10:
         assert _in_time(lambda: service.told()[-1][0] == "lease")
-    found, _ = run(load_rollouts(file), [Task("a", {"do": "answer"})])
+    progress, _ = run(load_rollouts(file), [Task("a", {"do": "answer"})])
     rows = launches(server, name)
     assert told(rows, "attempt", "status", "finished") == [
         (1, "infra_error", "void"),
         (2, "done", "completed"),
     ]
     assert rows[0]["why"] == "the process that ran it ended"
-    assert found.done == 1
+    assert progress.done == 1
     kinds = [words[0] for words in service.told()]
     assert kinds == ["start", "cancel" if lease_s > 10 else "lease", "start"]

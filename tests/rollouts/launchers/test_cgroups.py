@@ -76,13 +76,13 @@ def _groups() -> list[Path]:
 def test_processes(tmp_path: Path, level: Isolation) -> None:
     """A fork bomb gets as many as it may have, at every level; it is told why it failed, and all are gone."""
     launch = _launch(tmp_path, FORKS, Limits(processes=12), level)
-    found, isolated = _run(launch)
+    result, isolated = _run(launch)
     assert (launch.output / "stdout.log").read_text() == "11 Resource temporarily unavailable\n"
-    assert (found.code, found.error) == (
+    assert (result.code, result.error) == (
         4,
         "it exited with 4: it was refused more than limits.processes = 12",
     )
-    assert len(found.left) == 11
+    assert len(result.left) == 11
     assert isolated["cgroup"] == ["pids"]
     assert _groups() == []
 
@@ -92,14 +92,14 @@ def test_processes(tmp_path: Path, level: Isolation) -> None:
 def test_memory(tmp_path: Path, level: Isolation) -> None:
     """Of all processes together: two that take too much between them are ended, and one alone is not."""
     launch = _launch(tmp_path, EATS, Limits(memory_mb=64), level)
-    found, isolated = _run(launch)
-    ended = found.error == "signal 9 ended it: it took more than limits.memory_mb = 64"
+    result, isolated = _run(launch)
+    ended = result.error == "signal 9 ended it: it took more than limits.memory_mb = 64"
     # The kernel takes either of them.
     assert ended or (launch.output / "stdout.log").read_text() == "had it\n"
-    assert (found.peak_rss_mb or 0) >= 60
+    assert (result.peak_rss_mb or 0) >= 60
     assert isolated["cgroup"] == ["memory"]
-    found, _ = _run(_launch(tmp_path, EATS, Limits(memory_mb=256), level))
-    assert (found.code, found.error) == (0, None)
+    result, _ = _run(_launch(tmp_path, EATS, Limits(memory_mb=256), level))
+    assert (result.code, result.error) == (0, None)
 
 
 @HERE
@@ -109,10 +109,10 @@ def test_what_was_taken(tmp_path: Path) -> None:
         "import os, time\nfor _ in range(3):\n os.fork()\nend = time.time() + 1\nwhile time.time() < end:\n 0"
     )
     begun = time.monotonic()
-    found, _ = _run(_launch(tmp_path, busy, Limits(cpus=0.25, processes=50)))
-    assert found.cpu_s is not None
+    result, _ = _run(_launch(tmp_path, busy, Limits(cpus=0.25, processes=50)))
+    assert result.cpu_s is not None
     # Eight that take what they can get would take more than one CPU has.
-    assert 0.02 < found.cpu_s < 0.3 * (time.monotonic() - begun) + 0.1
+    assert 0.02 < result.cpu_s < 0.3 * (time.monotonic() - begun) + 0.1
     assert _groups() == []
 
 
@@ -144,8 +144,8 @@ def test_what_leaves_its_namespace_and_its_name_is_found(tmp_path: Path) -> None
         os.kill(running._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return await running.wait()
 
-    found = asyncio.run(killed())
-    assert "sleep 61" in [process["command"] for process in found.left]
+    result = asyncio.run(killed())
+    assert "sleep 61" in [process["command"] for process in result.left]
     assert _groups() == []
 
 
@@ -301,8 +301,8 @@ def test_without_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).touch()
     monkeypatch.setattr(cgroups, "PROC", tmp_path)
     launch = _launch(tmp_path, "held = bytearray(400 << 20)", Limits(memory_mb=256))
-    found, isolated = _run(launch)
-    assert (found.code, "cgroup" in isolated) == (1, False)
+    result, isolated = _run(launch)
+    assert (result.code, "cgroup" in isolated) == (1, False)
     assert "MemoryError" in (launch.output / "stderr.log").read_text()
     with pytest.raises(LaunchError, match=r"limits\.processes: there is no cgroup controller"):
         _run(_launch(tmp_path, "pass", Limits(processes=5)))

@@ -96,22 +96,24 @@ class Containers:
 
     def watched(self) -> list[str]:
         """The command lines of the processes by which podman watches over containers of these launches."""
-        found = []
+        commands = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().decode(errors="replace").split("\0")
-                if Path(words[0]).name == "conmon" and any(f"rollbook-{one}" in words for one in self.mine):
-                    found.append(" ".join(words))
-        return found
+                if Path(words[0]).name == "conmon" and any(
+                    f"rollbook-{launch_id}" in words for launch_id in self.mine
+                ):
+                    commands.append(" ".join(words))
+        return commands
 
 
 @pytest.fixture
 def containers(engine: Any, tmp_path: Path) -> Iterator[Containers]:
     """Starts agents; what a failed test left is removed."""
-    made = Containers(engine, tmp_path)
-    yield made
-    for name in made.left():
-        made.remove(name)
+    started = Containers(engine, tmp_path)
+    yield started
+    for name in started.left():
+        started.remove(name)
 
 
 def _in_time(true: Callable[[], bool], seconds: float = 20) -> bool:
@@ -130,8 +132,8 @@ def test_it_is_told_and_has_what_it_is_given(containers: Containers, tmp_path: P
         "env > env.txt; cat /data/in.txt > read.txt; touch /data/out.txt; id -u; echo bad >&2; "
         "ls /root /home /work; pwd; exit 3"
     )
-    found, launch = containers.run(command, mounts=mounts, KEY="se cret\nof two lines", PATH="/bin:/x")
-    assert (found.code, found.signal, found.infrastructure, found.left) == (3, None, None, ())
+    result, launch = containers.run(command, mounts=mounts, KEY="se cret\nof two lines", PATH="/bin:/x")
+    assert (result.code, result.signal, result.infrastructure, result.left) == (3, None, None, ())
     environment = (launch.folder / "env.txt").read_text()
     assert "KEY=se cret\nof two lines\n" in environment
     assert "PATH=/bin:/x\n" in environment
@@ -162,16 +164,20 @@ def test_what_it_ran_in_is_told(containers: Containers) -> None:
         await running.stop(0)
         return running.isolation, json.loads(labels)
 
-    told, labels = asyncio.run(started())
+    isolation, labels = asyncio.run(started())
     assert labels.pop("rollbook.host").endswith(f"-{os.getuid()}")
     assert labels == {"rollbook.launch": launch.launch_id, **launch.labels}
     image = json.loads(containers.said("image", "inspect", IMAGE))[0]
-    assert (told["level"], told["engine"], told["network"]) == ("container", containers.engine, "host")
+    assert (isolation["level"], isolation["engine"], isolation["network"]) == (
+        "container",
+        containers.engine,
+        "host",
+    )
     # What came from no registry has a digest with podman alone.
     digests = [image["Digest"]] if "Digest" in image else []
-    assert (told["image_id"], told["digests"]) == (image["Id"].removeprefix("sha256:"), digests)
-    assert told["runtime"] == "runc"
-    assert told["limits"] == {"memory_mb": 64, "processes": 9}
+    assert (isolation["image_id"], isolation["digests"]) == (image["Id"].removeprefix("sha256:"), digests)
+    assert isolation["runtime"] == "runc"
+    assert isolation["limits"] == {"memory_mb": 64, "processes": 9}
 
 
 @pytest.mark.parametrize(
@@ -184,20 +190,20 @@ def test_what_it_ran_in_is_told(containers: Containers) -> None:
 )
 def test_limits(containers: Containers, command: str, limits: Limits, error: str | None) -> None:
     """Of memory it is ended, of processes it gets no more; the host is none the wiser."""
-    found, launch = containers.run(command, limits)
-    assert found.infrastructure is None
+    result, launch = containers.run(command, limits)
+    assert result.infrastructure is None
     if error is not None:
-        assert error in (found.error or "")
+        assert error in (result.error or "")
     else:
-        assert found.code != 0
+        assert result.code != 0
         assert "can't fork" in (launch.folder / "stderr.log").read_text()
     assert containers.left() == []
 
 
 def test_what_it_prints_is_counted_and_its_beginning_kept(containers: Containers) -> None:
     """However much it is."""
-    found, launch = containers.run("dd if=/dev/zero bs=1048576 count=200 2>/dev/null", Limits(output_mb=0.5))
-    assert (found.code, found.printed["stdout"]) == (0, 200 << 20)
+    result, launch = containers.run("dd if=/dev/zero bs=1048576 count=200 2>/dev/null", Limits(output_mb=0.5))
+    assert (result.code, result.printed["stdout"]) == (0, 200 << 20)
     assert (launch.folder / "stdout.log").stat().st_size == 1 << 19
 
 
@@ -220,8 +226,8 @@ def test_it_is_stopped(
             await asyncio.sleep(0.02)
         return await running.stop(grace_s)
 
-    found = asyncio.run(stop())
-    assert (found.code, found.signal, found.infrastructure) == (code, number, None)
+    result = asyncio.run(stop())
+    assert (result.code, result.signal, result.infrastructure) == (code, number, None)
     assert containers.left() == []
 
 
@@ -266,9 +272,9 @@ def test_what_cannot_run_is_no_fault_of_the_agent(
             return str(error)
         return (await running.wait()).infrastructure
 
-    said = asyncio.run(start()) or ""
-    assert why in said
-    assert command or said.endswith("No such file or directory")
+    reason = asyncio.run(start()) or ""
+    assert why in reason
+    assert command or reason.endswith("No such file or directory")
     assert containers.left() == []
 
 
@@ -284,9 +290,11 @@ def test_a_container_that_is_removed_by_others(containers: Containers) -> None:
         await asyncio.to_thread(containers.remove, name)
         return await running.wait()
 
-    found = asyncio.run(removed())
+    result = asyncio.run(removed())
     # Whether its end or its removal is seen first is the engine's haste.
-    assert found.signal == signal.SIGKILL or found.infrastructure == "its container was removed while it ran"
+    assert (
+        result.signal == signal.SIGKILL or result.infrastructure == "its container was removed while it ran"
+    )
 
 
 # Launchers that die -------------------------------------------------------------------------------------
@@ -429,7 +437,7 @@ def test_rollouts_in_containers(
 
     boxes, late = config("boxes"), config("late", total_s=3.0)
     what = [AGENT, AGENT + "exit 5", "true"]
-    found, _ = run(boxes, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
+    progress, _ = run(boxes, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
     rows = launches(server, boxes.name)
     assert told(rows, "status", "finished", "reward", "turns", "exit_code") == [
         ("done", "completed", 1.0, 1, 0),
@@ -437,7 +445,7 @@ def test_rollouts_in_containers(
         ("agent_error", "failed", None, 0, 0),
     ]
     assert {json.loads(row["isolation"])["level"] for row in rows} == {"container"}
-    assert (found.done, found.leaked) == (3, 0)
+    assert (progress.done, progress.leaked) == (3, 0)
     run(late, [Task("t", {"do": "trap '' TERM; sleep 60 & sleep 60"})])
     assert told(launches(server, late.name), "status", "finished") == [("timeout", "failed")]
     for name in (boxes.name, late.name):

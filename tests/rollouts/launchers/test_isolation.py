@@ -90,15 +90,15 @@ def test_what_forbids_namespaces_is_named(
 def test_a_level_is_told_as_json() -> None:
     """What the log has of it."""
     levels = [isolation.described(level) for level in isolation.LEVELS]
-    assert [told["level"] for told in levels] == ["none", "session", "bwrap"]
+    assert [entry["level"] for entry in levels] == ["none", "session", "bwrap"]
     assert levels[-1] == {
         "level": "bwrap",
         "pid_namespace": True,
         "dies_with_launcher": True,
         "own_files": True,
     }
-    assert [told["pid_namespace"] for told in levels] == [False, False, True]
-    assert [told["own_files"] for told in levels] == [False, False, True]
+    assert [entry["pid_namespace"] for entry in levels] == [False, False, True]
+    assert [entry["own_files"] for entry in levels] == [False, False, True]
 
 
 def test_the_inner_path_holds(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_agents_are_not_kept_from_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert isolation.isolation_warning("auto", "none", "agents") is None
     _only(monkeypatch, *isolation.LEVELS)
     assert isolation.isolation_warning("auto", "none", None) is None
-    asked = isolation.isolation_warning("session", "none", None)
-    assert asked is not None
-    assert "isolation is 'session'" in asked
-    assert "it works here: ask for `auto`" in asked
+    explicit = isolation.isolation_warning("session", "none", None)
+    assert explicit is not None
+    assert "isolation is 'session'" in explicit
+    assert "it works here: ask for `auto`" in explicit

@@ -55,8 +55,8 @@ ask("hello")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head, on which no agents are to be, and two nodes for agents."""
-    with ray_nodes(*[{"resources": {"agents": 1}}] * 2) as made:
-        yield made
+    with ray_nodes(*[{"resources": {"agents": 1}}] * 2) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +93,20 @@ def run(
     within_s: float = 120,
 ) -> tuple[Progress, list[str]]:
     """Run rollouts, with something beside; how far they came, and what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     async def all_of_it() -> Progress:
         launcher = launcher_of(config)
         async with Proxy(config.proxy) as proxy:
             agents = agents_of(config, proxy, launcher)
-            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
+            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", messages.append)
             acting = None if beside is None else asyncio.create_task(asyncio.to_thread(beside))
-            found = await asyncio.wait_for(rollouts.run(), within_s)
+            progress = await asyncio.wait_for(rollouts.run(), within_s)
             if acting is not None:
                 await acting
-            return found
+            return progress
 
-    return asyncio.run(all_of_it()), said
+    return asyncio.run(all_of_it()), messages
 
 
 def rows(server: Any, config: RolloutConfig, columns: str) -> list[tuple[Any, ...]]:
@@ -119,30 +119,30 @@ def rows(server: Any, config: RolloutConfig, columns: str) -> list[tuple[Any, ..
 
 def running(folder: Path) -> list[int]:
     """Agents that run in a folder of launches."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (
                 str(folder) in os.readlink(process / "cwd")
                 and b"agent.py" in (process / "cmdline").read_bytes()
             ):
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def test_agents_are_on_the_nodes_that_were_asked_for(
     cluster: Any, server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """On both, and not on the head; each tells where it is."""
-    made = config(concurrency=4)
-    found, said = run(made, tasks(6, 0.3))
-    assert (found.done, dict(found.by_status), said) == (6, {"done": 6}, [])
-    told = [orjson.loads(isolation) for (isolation,) in rows(server, made, "l.isolation")]
-    assert {one["level"] for one in told} == {"session"}
-    assert {one["node_id"] for one in told} == {node.node_id for node in cluster.added}
-    assert {launcher for (launcher,) in rows(server, made, "launcher")} == {"ray"}
+    settings = config(concurrency=4)
+    progress, messages = run(settings, tasks(6, 0.3))
+    assert (progress.done, dict(progress.by_status), messages) == (6, {"done": 6}, [])
+    isolations = [orjson.loads(isolation) for (isolation,) in rows(server, settings, "l.isolation")]
+    assert {entry["level"] for entry in isolations} == {"session"}
+    assert {entry["node_id"] for entry in isolations} == {node.node_id for node in cluster.added}
+    assert {launcher for (launcher,) in rows(server, settings, "launcher")} == {"ray"}
 
 
 def test_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +160,8 @@ def test_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sweep(launcher: ray_launcher.RayLauncher, times: int) -> list[Any]:
         return [await launcher.sweep(frozenset()) for _ in range(times)]
 
-    made = ray_launcher.RayLauncher(Path, {"agents": 1}, "http://127.0.0.1:1", 0.0)
-    assert asyncio.run(sweep(made, 2)) == [[], []]
+    early = ray_launcher.RayLauncher(Path, {"agents": 1}, "http://127.0.0.1:1", 0.0)
+    assert asyncio.run(sweep(early, 2)) == [[], []]
     there.append(False)
     late = ray_launcher.RayLauncher(Path, {"agents": 1}, "http://127.0.0.1:1", 0.0)
     with pytest.raises(RolloutError, match="waited for 0 s"):
@@ -170,39 +170,39 @@ def test_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_node_has_what_is_asked_for(cluster: Any, config: Callable[..., RolloutConfig]) -> None:
     """It says what there is, after the time that it may take."""
-    made = config(agent={"nodes": {"resources": {"gold": 2}, "within_s": 0.5}})
+    settings = config(agent={"nodes": {"resources": {"gold": 2}, "within_s": 0.5}})
     with pytest.raises(
         RolloutError, match=r"no node of the Ray cluster has 2 gold.*1 agents.*waited for 0.5 s"
     ):
-        run(made, tasks(1, 0.0))
+        run(settings, tasks(1, 0.0))
 
 
 def test_a_proxy_that_no_node_reaches(
     cluster: Any, server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """Of each node the reason, in the log too."""
-    made = config(agent={"address": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
+    settings = config(agent={"address": "http://127.0.0.1:9"}, retries={"attempts": 1, "window": 1})
     with pytest.raises(RolloutError, match=r"no node reaches the proxy at http://127\.0\.0\.1:9"):
-        run(made, tasks(1, 0.0))
-    assert rows(server, made, "l.status, t.status") == [("infra_error", "void")]
+        run(settings, tasks(1, 0.0))
+    assert rows(server, settings, "l.status, t.status") == [("infra_error", "void")]
 
 
 def on_ray(
     config: RolloutConfig, beside: Callable[[RayRollouts], Any] = lambda rollouts: None
 ) -> tuple[Progress, list[str]]:
     """Have the cluster run rollouts, with something beside; how far they came, and what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     async def all_of_it() -> Progress:
         rollouts = RayRollouts(
-            config, None, follow=False, resources={}, say=said.append, tell=lambda progress: None
+            config, None, follow=False, resources={}, say=messages.append, tell=lambda progress: None
         )
         acting = asyncio.create_task(asyncio.to_thread(beside, rollouts))
-        found = await asyncio.wait_for(rollouts.run(), 120)
+        outcome = await asyncio.wait_for(rollouts.run(), 120)
         await acting
-        return found
+        return outcome
 
-    return asyncio.run(all_of_it()), said
+    return asyncio.run(all_of_it()), messages
 
 
 def test_a_manager_that_dies_goes_on(
@@ -215,31 +215,31 @@ def test_a_manager_that_dies_goes_on(
     """From the log: what was done is not done again, what ran is void and tried again; and soon."""
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"id": "t{i}", "sleep": 0.4}}\n' for i in range(12)))
     own = {"launcher": "subprocess", "nodes": {}}
-    made = config(tasks=str(tmp_path / "tasks.jsonl"), concurrency=2, agent=own)
+    settings = config(tasks=str(tmp_path / "tasks.jsonl"), concurrency=2, agent=own)
     took: list[float] = []
 
     def kill(rollouts: RayRollouts) -> None:
         import ray
 
         def ended() -> int:
-            return sum(row[0] == "done" for row in rows(server, made, "l.status"))
+            return sum(row[0] == "done" for row in rows(server, settings, "l.status"))
 
         manager = ray.get(rollouts.actor.pid.remote())
         _await(lambda: ended() >= 4)
-        seen = running(Path(made.folder))
-        _await(lambda: set(running(Path(made.folder))) - set(seen))  # one that has just begun is void
+        seen = running(Path(settings.folder))
+        _await(lambda: set(running(Path(settings.folder))) - set(seen))  # one that has just begun is void
         os.kill(manager, signal.SIGKILL)
         began, before = time.monotonic(), ended()
         _await(lambda: ended() > before)
         took.append(time.monotonic() - began)
 
-    found, said = on_ray(made, kill)
-    assert (found.done, found.given_up) == (12, 0)
-    assert any("was lost" in text for text in said)
-    told = rows(server, made, "l.task, l.status")
-    assert sorted(task for task, status in told if status == "done") == sorted(f"t{i}" for i in range(12))
-    assert {status for _, status in told} == {"done", "infra_error"}
-    assert running(Path(made.folder)) == []
+    progress, messages = on_ray(settings, kill)
+    assert (progress.done, progress.given_up) == (12, 0)
+    assert any("was lost" in text for text in messages)
+    launched = rows(server, settings, "l.task, l.status")
+    assert sorted(task for task, status in launched if status == "done") == sorted(f"t{i}" for i in range(12))
+    assert {status for _, status in launched} == {"done", "infra_error"}
+    assert running(Path(settings.folder)) == []
     assert took[0] < 30  # it is measured by `bench rollouts`
     gc.collect()
     assert "never retrieved" not in caplog.text
@@ -248,17 +248,17 @@ def test_a_manager_that_dies_goes_on(
 def test_a_manager_is_one(cluster: Any, config: Callable[..., RolloutConfig], tmp_path: Path) -> None:
     """A second one of the name is refused, and somebody who stops it is heard."""
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "sleep": 60}\n')
-    made = config(tasks=str(tmp_path / "tasks.jsonl"), agent={"launcher": "subprocess", "nodes": {}})
+    settings = config(tasks=str(tmp_path / "tasks.jsonl"), agent={"launcher": "subprocess", "nodes": {}})
 
     def beside(rollouts: RayRollouts) -> None:
-        _await(lambda: len(running(Path(made.folder))) == 1)
+        _await(lambda: len(running(Path(settings.folder))) == 1)
         with pytest.raises(RolloutError, match="runs rollouts 'test_a_manager_is_one' already"):
-            on_ray(made)
+            on_ray(settings)
         rollouts.stop()
 
-    found, _ = on_ray(made, beside)
-    assert dict(found.by_status) == {"cancelled": 1}
-    assert running(Path(made.folder)) == []
+    progress, _ = on_ray(settings, beside)
+    assert dict(progress.by_status) == {"cancelled": 1}
+    assert running(Path(settings.folder)) == []
 
 
 def test_what_a_manager_cannot_do(cluster: Any, config: Callable[..., RolloutConfig]) -> None:
@@ -281,41 +281,41 @@ def test_nodes_that_die_at_random(cluster: Any, server: Served, config: Callable
     ROLLBOOK_KILLS=50 kills that many.
     """
     retries = {"attempts": 20, "pause_s": 0.1, "stop_share": 1.0}
-    made, dice, count = config(concurrency=4, retries=retries), random.Random(SEED), 4 + 6 * KILLS
+    settings, dice, count = config(concurrency=4, retries=retries), random.Random(SEED), 4 + 6 * KILLS
     with ThreadPoolExecutor(1) as beside:  # only the main thread may add nodes
-        running_all = beside.submit(run, made, tasks(count, 2.0), None, 60 + 30 * KILLS)
+        running_all = beside.submit(run, settings, tasks(count, 2.0), None, 60 + 30 * KILLS)
         for _ in range(KILLS):
             time.sleep(dice.uniform(0.0, 3.0))
             cluster.remove_node(cluster.added.pop(dice.randrange(2)), allow_graceful=False)
             add_node(cluster, resources={"agents": 1})
-        found, _ = running_all.result()
-    assert (found.done, found.given_up) == (count, 0), f"seed {SEED}"
-    told = rows(server, made, "l.task, l.attempt, l.status, t.status")
-    done = [row[0] for row in told if row[2] == "done"]
+        progress, _ = running_all.result()
+    assert (progress.done, progress.given_up) == (count, 0), f"seed {SEED}"
+    launched = rows(server, settings, "l.task, l.attempt, l.status, t.status")
+    done = [row[0] for row in launched if row[2] == "done"]
     assert sorted(done) == sorted(f"t{number}" for number in range(count)), f"seed {SEED}"
-    assert len({row[:2] for row in told}) == len(told), f"seed {SEED}"
-    lost = [row for row in told if row[2] != "done"]
+    assert len({row[:2] for row in launched}) == len(launched), f"seed {SEED}"
+    lost = [row for row in launched if row[2] != "done"]
     assert {row[2:] for row in lost} <= {("infra_error", "void")}, f"seed {SEED}"
-    assert running(Path(made.folder)) == [], f"seed {SEED}"
+    assert running(Path(settings.folder)) == [], f"seed {SEED}"
     assert not any(fold_ledger(rb.open(server.path).events()).unaccounted().values()), f"seed {SEED}"
 
 
 def test_a_node_that_dies(cluster: Any, server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Its agents end with it, are void, and are tried again on the other node; the ledger stays exact."""
-    made, lost = config(concurrency=4), cluster.added[1]
+    settings, lost = config(concurrency=4), cluster.added[1]
 
     def kill() -> None:
-        _await(lambda: len(running(Path(made.folder))) == 4)
+        _await(lambda: len(running(Path(settings.folder))) == 4)
         cluster.remove_node(lost, allow_graceful=False)
 
-    found, _ = run(made, tasks(4, 4.0), kill)
-    assert (found.done, found.given_up) == (4, 0)
-    told = rows(server, made, "l.status, l.attempt, t.status, l.why")
-    assert [row[:3] for row in told if row[0] == "done"].count(("done", 1, "completed")) >= 1
-    again = [row for row in told if row[0] == "infra_error"]
+    progress, _ = run(settings, tasks(4, 4.0), kill)
+    assert (progress.done, progress.given_up) == (4, 0)
+    launched = rows(server, settings, "l.status, l.attempt, t.status, l.why")
+    assert [row[:3] for row in launched if row[0] == "done"].count(("done", 1, "completed")) >= 1
+    again = [row for row in launched if row[0] == "infra_error"]
     assert again
     assert {row[2] for row in again} == {"void"}
     assert all("was lost" in row[3] for row in again)
-    assert sum(row[0] == "done" for row in told) == 4
-    assert running(Path(made.folder)) == []
+    assert sum(row[0] == "done" for row in launched) == 4
+    assert running(Path(settings.folder)) == []
     assert not any(fold_ledger(rb.open(server.path).events()).unaccounted().values())

@@ -88,12 +88,12 @@ class Agents:
 
     def alive(self) -> list[int]:
         """The processes that sleep so long."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 if path.read_bytes() == f"sleep\0{self.word}\0".encode():
-                    found.append(int(path.parent.name))
-        return found
+                    pids.append(int(path.parent.name))
+        return pids
 
     def all_gone(self) -> bool:
         """Whether none is there, now or soon."""
@@ -103,9 +103,9 @@ class Agents:
 @pytest.fixture
 def agents(tmp_path: Path) -> Any:
     """Starts agents; what a failed test left is ended."""
-    made = Agents(tmp_path)
-    yield made
-    for pid in made.alive():
+    started = Agents(tmp_path)
+    yield started
+    for pid in started.alive():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -151,23 +151,23 @@ def test_stop_ends_the_whole_tree(agents: Agents, tree: str, level: str) -> None
         assert _in_time(lambda: len(agents.alive()) == 2)
         return await running.stop(0.3 if tree == "deaf" else 20)
 
-    found = asyncio.run(stopped(agents.launch(TREES[tree], level)))
+    result = asyncio.run(stopped(agents.launch(TREES[tree], level)))
     assert agents.alive() == []
-    assert found.code is None
-    assert found.signal == (signal.SIGKILL if tree == "deaf" else signal.SIGTERM)
+    assert result.code is None
+    assert result.signal == (signal.SIGKILL if tree == "deaf" else signal.SIGTERM)
     heeded = tree == "child" and level != "none"
-    assert [one["command"] for one in found.left] == ([] if heeded else [f"sleep {agents.word}"])
+    assert [process["command"] for process in result.left] == ([] if heeded else [f"sleep {agents.word}"])
 
 
 @EVERY_LEVEL
 def test_what_an_agent_leaves_is_ended_and_told(agents: Agents, level: str) -> None:
     """Its own end is as it was: what it left behind takes nothing from that."""
     leaving = "SLEEP & setsid SLEEP & (setsid SLEEP &); exit 4"
-    found, _ = agents.run(leaving, level)
+    result, _ = agents.run(leaving, level)
     assert agents.alive() == []
-    assert (found.code, found.signal) == (4, None)
-    assert len({one["pid"] for one in found.left}) == 3
-    assert all(agents.word in one["command"] for one in found.left)
+    assert (result.code, result.signal) == (4, None)
+    assert len({process["pid"] for process in result.left}) == 3
+    assert all(agents.word in process["command"] for process in result.left)
 
 
 def test_nothing_is_left_where_nobody_waits_to_the_end(agents: Agents) -> None:
@@ -218,8 +218,8 @@ def test_the_grace_is_for_all_that_were_asked(agents: Agents) -> None:
     inner = "trap 'sleep 0.5; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
     launch = agents.launch(f'sh -c "{inner}"; echo never')
     begun = time.monotonic()
-    found = asyncio.run(stopped(launch))
-    assert (found.signal, found.left, _out(launch)) == (signal.SIGTERM, (), "ready\nsaved\n")
+    result = asyncio.run(stopped(launch))
+    assert (result.signal, result.left, _out(launch)) == (signal.SIGTERM, (), "ready\nsaved\n")
     assert time.monotonic() - begun < 10
 
 
@@ -298,11 +298,11 @@ def test_nothing_outlives_a_launcher_that_was_just_told_of_it(agents: Agents, le
 def test_agents_in_a_namespace_reach_nobody_else(agents: Agents, level: str) -> None:
     """They see no process but their own, and cannot end what watches over them."""
     command = f"readlink {PID_NAMESPACE}; kill -9 1 $PPID; ls -d /proc/[0-9]* | wc -l; exit 6"
-    found, launch = agents.run(command, level)
+    result, launch = agents.run(command, level)
     namespace, count = _out(launch).split()
     assert namespace != os.readlink(PID_NAMESPACE)
     assert int(count) <= 4  # the keeper, the shell, ls and wc
-    assert (found.code, found.left) == (6, ())
+    assert (result.code, result.left) == (6, ())
 
 
 def test_a_sweep_ends_what_was_left_and_spares_the_living(
@@ -338,47 +338,47 @@ def test_a_sweep_ends_what_was_left_and_spares_the_living(
 
 def test_an_agent_that_kills_its_keeper_is_ended(agents: Agents) -> None:
     """Outside a namespace it can. What it took is not known then."""
-    found, _ = agents.run("setsid SLEEP & (sleep 0.2; kill -9 $PPID) & exec SLEEP")
+    result, _ = agents.run("setsid SLEEP & (sleep 0.2; kill -9 $PPID) & exec SLEEP")
     assert agents.all_gone()
-    assert (found.code, found.signal, found.cpu_s) == (None, signal.SIGKILL, None)
-    assert len([one for one in found.left if agents.word in one["command"]]) >= 2
+    assert (result.code, result.signal, result.cpu_s) == (None, signal.SIGKILL, None)
+    assert len([process for process in result.left if agents.word in process["command"]]) >= 2
 
 
 @EVERY_LEVEL
 def test_an_agent_gets_what_it_is_given(agents: Agents, level: str) -> None:
     """Its environment and nothing else, its folder, an empty stdin; how it ended is told as it was."""
-    given = {"A": "1", "B": "x=y \u00e9\nz", "PYTHONHOME": "/nowhere", "LD_PRELOAD": ""}
-    found, launch = agents.run(("/usr/bin/env", "-0"), level, environment=given)
-    assert (found.code, found.signal, found.left) == (0, None, ())
+    environment = {"A": "1", "B": "x=y \u00e9\nz", "PYTHONHOME": "/nowhere", "LD_PRELOAD": ""}
+    result, launch = agents.run(("/usr/bin/env", "-0"), level, environment=environment)
+    assert (result.code, result.signal, result.left) == (0, None, ())
     words = dict(word.split("=", 1) for word in _out(launch).split("\0") if word)
-    assert words == {**given, "ROLLBOOK_LAUNCH_ID": launch.launch_id}
-    found, launch = agents.run("cat; pwd; echo x > new; echo no >&2; exit 7", level)
-    assert (found.code, _out(launch), _out(launch, "stderr")) == (7, f"{launch.folder}\n", "no\n")
+    assert words == {**environment, "ROLLBOOK_LAUNCH_ID": launch.launch_id}
+    result, launch = agents.run("cat; pwd; echo x > new; echo no >&2; exit 7", level)
+    assert (result.code, _out(launch), _out(launch, "stderr")) == (7, f"{launch.folder}\n", "no\n")
     assert (launch.folder / "new").read_text() == "x\n"
-    found, _ = agents.run("kill -SEGV $$", level)
-    assert (found.code, found.signal) == (None, signal.SIGSEGV)
+    result, _ = agents.run("kill -SEGV $$", level)
+    assert (result.code, result.signal) == (None, signal.SIGSEGV)
 
 
 def test_a_gigabyte_printed_is_read_and_let_go(agents: Agents) -> None:
     """The beginning is kept, all is counted, and the agent gets on. stderr has room of its own."""
     command = "head -c 1G /dev/zero; head -c 700000 /dev/zero >&2"
-    found, launch = agents.run(command, limits=Limits(output_mb=0.5))
-    assert found.code == 0
-    assert found.printed == {"stdout": 1 << 30, "stderr": 700000}
-    assert {(launch.output / f"{name}.log").stat().st_size for name in found.printed} == {1 << 19}
+    result, launch = agents.run(command, limits=Limits(output_mb=0.5))
+    assert result.code == 0
+    assert result.printed == {"stdout": 1 << 30, "stderr": 700000}
+    assert {(launch.output / f"{name}.log").stat().st_size for name in result.printed} == {1 << 19}
 
 
 def test_limits_hold(agents: Agents) -> None:
     """Of file sizes, descriptors, processor time, also for what an agent starts; and no cores."""
-    found, launch = agents.run("head -c 3M /dev/zero > big; echo $?", limits=Limits(file_mb=1))
+    result, launch = agents.run("head -c 3M /dev/zero > big; echo $?", limits=Limits(file_mb=1))
     assert _out(launch) == f"{128 + signal.SIGXFSZ}\n"
     assert (launch.folder / "big").stat().st_size == 1 << 20
-    found, launch = agents.run("ulimit -n; ulimit -c", limits=Limits(open_files=77))
+    result, launch = agents.run("ulimit -n; ulimit -c", limits=Limits(open_files=77))
     assert _out(launch) == "77\n0\n"
-    found, _ = agents.run((*PYTHON, "while True: pass"), limits=Limits(cpu_s=1))
-    assert (found.code, found.signal) == (None, signal.SIGXCPU)
-    assert found.cpu_s is not None
-    assert 0.5 < found.cpu_s < 3
+    result, _ = agents.run((*PYTHON, "while True: pass"), limits=Limits(cpu_s=1))
+    assert (result.code, result.signal) == (None, signal.SIGXCPU)
+    assert result.cpu_s is not None
+    assert 0.5 < result.cpu_s < 3
 
 
 @EVERY_LEVEL
@@ -386,12 +386,12 @@ def test_what_an_agent_took_is_known(agents: Agents, level: str) -> None:
     """Its processes' too, also of one that it left behind."""
     code = "import os, time; x = b'x' * (90 << 20); b = time.process_time()\n"
     code += "while time.process_time() < b + 0.15: pass\nif os.fork() == 0: os.setsid(); time.sleep(60)"
-    found, _ = agents.run((*PYTHON, code), level)
-    assert len(found.left) == 1
-    assert found.cpu_s is not None
-    assert 0.15 <= found.cpu_s < 2
-    assert found.peak_rss_mb is not None
-    assert 90 < found.peak_rss_mb < 130
+    result, _ = agents.run((*PYTHON, code), level)
+    assert len(result.left) == 1
+    assert result.cpu_s is not None
+    assert 0.15 <= result.cpu_s < 2
+    assert result.peak_rss_mb is not None
+    assert 90 < result.peak_rss_mb < 130
 
 
 @EVERY_LEVEL
@@ -453,8 +453,8 @@ def test_an_agent_sees_its_own_files_alone(agents: Agents, tmp_path: Path, level
         async def run() -> Exit:
             return await (await SubprocessLauncher(files).start(launch)).wait()
 
-        found = asyncio.run(run())
-    assert (found.code, _out(launch).split()) == (0, ["shown", "met"])
+        result = asyncio.run(run())
+    assert (result.code, _out(launch).split()) == (0, ["shown", "met"])
     assert (launch.folder / "mine").exists()
     assert not Path("/tmp", agents.word).exists()
 
@@ -472,9 +472,9 @@ def open_agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
     folder.chmod(0o755)
     (folder / "SECRET").write_text("the secret")
     (folder / "SECRET").chmod(0o600)
-    made = Agents(folder)
-    yield made
-    for pid in made.alive():
+    started = Agents(folder)
+    yield started
+    for pid in started.alive():
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder)
 

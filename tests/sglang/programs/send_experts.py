@@ -22,16 +22,18 @@ PLACE = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_p
 
 def fused(weights: dict[str, Any]) -> dict[str, Any]:
     """A tensor for the gates and ups of all experts of a layer, and one for their downs."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    layers: dict[str, dict[int, dict[str, Any]]] = {}
     for name, tensor in weights.items():
         if match := PLACE.fullmatch(name):
-            found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    made = {}
-    for layer, experts in found.items():
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
+    tensors = {}
+    for layer, experts in layers.items():
         each = [experts[i] for i in sorted(experts)]
-        made[f"{layer}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
-        made[f"{layer}.down_proj"] = torch.stack([one["down"] for one in each])
-    return made
+        tensors[f"{layer}.gate_up_proj"] = torch.stack(
+            [torch.cat([expert["gate"], expert["up"]]) for expert in each]
+        )
+        tensors[f"{layer}.down_proj"] = torch.stack([expert["down"] for expert in each])
+    return tensors
 
 
 def main(url: str, model: str, version: str, form: str) -> None:

@@ -46,9 +46,9 @@ class Server:
 
 def _programs() -> Path | None:
     """Folder of initdb and postgres: on the path, or where Debian puts them (the newest version)."""
-    found = shutil.which("postgres")
+    path = shutil.which("postgres")
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda p: int(p.parts[-3]))
-    return Path(found).parent if found else debian[-1].parent if debian else None
+    return Path(path).parent if path else debian[-1].parent if debian else None
 
 
 def _account() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def postgres() -> Iterator[Server]:
         secret.chmod(0o644)
         data = folder / "data"
         make = [programs / "initdb", "-D", data, "-U", USER, "-A", "scram-sha-256", f"--pwfile={secret}"]
-        made = subprocess.run(
+        initdb = subprocess.run(
             [*make, "--no-sync", "--encoding=UTF8", "--locale=C"],
             **_account(),
             cwd=folder,
@@ -84,7 +84,7 @@ def postgres() -> Iterator[Server]:
             text=True,
             timeout=120,
         )
-        assert made.returncode == 0, made.stderr
+        assert initdb.returncode == 0, initdb.stderr
         options = (
             "listen_addresses=",
             f"unix_socket_directories={folder}",
@@ -154,11 +154,11 @@ def database_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -
 @pytest.fixture
 def store(tmp_path: Path, backend: str, database_url: URL) -> Store:
     """A new, empty store; with PostgreSQL, its settings name the database."""
-    made = rb.open(tmp_path / "store", create=True)
+    new = rb.open(tmp_path / "store", create=True)
     if backend == "postgresql":
         url = database_url.render_as_string(hide_password=False)
-        (made.path / "store.toml").write_text(f'[catalog]\nurl = "{url}"\n')
-    return made
+        (new.path / "store.toml").write_text(f'[catalog]\nurl = "{url}"\n')
+    return new
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ Run = Callable[[str, str], None]
 @pytest.fixture
 def engine(database_url: URL) -> Iterator[Engine]:
     """An engine on an empty database."""
-    made = create_engine(database_url)
-    yield made
-    made.dispose()
+    new = create_engine(database_url)
+    yield new
+    new.dispose()
 
 
 @pytest.fixture
@@ -83,25 +83,25 @@ def test_migrations_make_the_models(engine: Engine, run: Run) -> None:
 def test_a_new_catalog_is_as_migrations_make_it(store: Store, raw: Engine) -> None:
     """An empty database gets its tables from the models: the very ones, and it can go back from there."""
     Catalog.of(store.path).close()
-    made = _described(raw)
+    described = _described(raw)
     _run(raw, "downgrade", "base")
     _run(raw, "upgrade", "head")
-    assert _described(raw) == made
+    assert _described(raw) == described
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    found = inspect(engine)
+    inspector = inspect(engine)
     tables = {
         name: (
             # Migrations add columns at the end, and a type has no equality of its own.
-            {c["name"]: c | {"type": str(c["type"])} for c in found.get_columns(name)},
-            found.get_pk_constraint(name),
-            found.get_foreign_keys(name),
-            found.get_indexes(name),
-            found.get_unique_constraints(name),
-            found.get_check_constraints(name),
+            {c["name"]: c | {"type": str(c["type"])} for c in inspector.get_columns(name)},
+            inspector.get_pk_constraint(name),
+            inspector.get_foreign_keys(name),
+            inspector.get_indexes(name),
+            inspector.get_unique_constraints(name),
+            inspector.get_check_constraints(name),
         )
-        for name in found.get_table_names()
+        for name in inspector.get_table_names()
     }
     with engine.connect() as connection:
         return tables | {"": connection.exec_driver_sql("select version_num from alembic_version").all()}

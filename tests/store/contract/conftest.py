@@ -89,8 +89,8 @@ def _on_disk(folder: Path) -> Store:
 
 
 def _sealed(folder: Path) -> Store:
-    made = rb.open(folder, create=True)
-    return SealedStore(made.path, made.store_id)
+    store = rb.open(folder, create=True)
+    return SealedStore(store.path, store.store_id)
 
 
 BACKENDS: dict[str, Callable[[Path], Log]] = {

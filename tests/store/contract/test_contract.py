@@ -67,14 +67,16 @@ def test_events_come_back_as_they_were(
     log: Log, story: dict[str, list[Event]], upkeep: list[Event], plain: Any
 ) -> None:
     """Every field of every kind of event, bit for bit, in the order of the appends, lane by lane."""
-    given = {"serve": story["serve"], "train": story["train"], "upkeep": upkeep}
-    assert {e.kind for events in given.values() for e in events} == set(RECORDS)
-    for lane, events in given.items():
+    written = {"serve": story["serve"], "train": story["train"], "upkeep": upkeep}
+    assert {e.kind for events in written.values() for e in events} == set(RECORDS)
+    for lane, events in written.items():
         half = len(events) // 2
         assert _append(log, lane, events[:half], events[half:]) == [0, half]
     back = list(log.events())
-    assert [(e.lane, e.seq) for e in back] == [(k, i) for k, v in given.items() for i in range(len(v))]
-    assert [plain(e, place=False) for e in back] == [plain(e, place=False) for v in given.values() for e in v]
+    assert [(e.lane, e.seq) for e in back] == [(k, i) for k, v in written.items() for i in range(len(v))]
+    assert [plain(e, place=False) for e in back] == [
+        plain(e, place=False) for v in written.values() for e in v
+    ]
 
 
 def test_an_append_gets_the_number_of_its_first_event(log: Log, notes: Callable[..., list[Event]]) -> None:
@@ -378,24 +380,24 @@ def test_large_parts_of_requests_are_stored_apart(log: Log, notes: Callable[...,
     """A request reads back whole; what it refers to comes before it; the number is the request's own."""
     messages = [{"role": "system", "content": BIG}, {"role": "user", "content": "hi"}]
     image = {"type": "image", "data": ["x" * 20] * 1000}
-    asked = [_request("u1", messages, {"tools": [image]}), _request("u2", messages, {"tools": [image]})]
-    numbers = _append(log, "a", notes(1), [asked[0]], [asked[1]])
+    requests = [_request("u1", messages, {"tools": [image]}), _request("u2", messages, {"tools": [image]})]
+    numbers = _append(log, "a", notes(1), [requests[0]], [requests[1]])
     events = list(log.events())
     assert [e.seq for e in events] == list(range(len(events)))
-    assert [events[n].event_id for n in numbers[1:]] == [e.event_id for e in asked]
-    assert [events[n].record for n in numbers[1:]] == [e.record for e in asked]
+    assert [events[n].event_id for n in numbers[1:]] == [e.event_id for e in requests]
+    assert [events[n].record for n in numbers[1:]] == [e.record for e in requests]
     kinds = [e.kind for e in events]
     assert kinds[:4] == ["turn.failed", "body.stored", "body.stored", "turn.requested"]
     assert {len(e.record.body) for e in events if isinstance(e.record, BodyStored)} == {len(BIG), 1}
     # A reader that begins at the second request gets it whole too.
-    assert [e.record for e in log.events(log.head(), {"a": numbers[2]})] == [asked[1].record]
-    assert [e.record for e in log.tail({"a": numbers[2]}).poll()] == [asked[1].record]
+    assert [e.record for e in log.events(log.head(), {"a": numbers[2]})] == [requests[1].record]
+    assert [e.record for e in log.tail({"a": numbers[2]}).poll()] == [requests[1].record]
     assert log.trajectories() == {}
 
 
 @pytest.mark.parametrize("value", [{"$body": "mine"}, {"$body": {"$body": 1}, "x": 2}, {"a": {"$body": []}}])
 def test_what_looks_like_a_reference_is_data(log: Log, value: Any) -> None:
     """A client's own object with the key `$body` comes back as it was sent, wherever it stands."""
-    asked = _request("u", [{"content": value}, {"content": [value, "$body"]}], {"metadata": value})
-    _append(log, "a", [asked])
-    assert list(log.events())[-1].record == asked.record
+    request = _request("u", [{"content": value}, {"content": [value, "$body"]}], {"metadata": value})
+    _append(log, "a", [request])
+    assert list(log.events())[-1].record == request.record

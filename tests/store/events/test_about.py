@@ -67,15 +67,15 @@ def sealed(critique: type[Any], tmp_path: Path) -> rb.Store:
                 prompt_sha256=prompt_sha256(ids),
                 reply={"content": "hi"},
             )
-            asked = turn_requested(name, f"{name}.0", root_reason="first_turn")
-            made = [
+            requested = turn_requested(name, f"{name}.0", root_reason="first_turn")
+            records = [
                 kinds.TrajectoryOpened(name, name),
-                asked,
+                requested,
                 done,
                 critique(name, f"{name}.0", f"{SECRET} of {name}", 7),
                 kinds.TrajectoryFinished(name),
             ]
-            writer.append([Event(record, "r") for record in made]).result(30)
+            writer.append([Event(record, "r") for record in records]).result(30)
     Sealer(log).run_once()
     return log
 
@@ -97,9 +97,9 @@ def test_what_the_kinds_say() -> None:
         *("preference.added", "label.added", "launch.started", "launch.ended", "launch.leaked"),
     ]
     assert FAT_KINDS == ("turn.requested", "turn.completed")
-    lasting = kinds_where(lambda said: said.lasting)
+    lasting = kinds_where(lambda properties: properties.lasting)
     assert sorted(lasting) == ["segment.dropped", "step.retired", "trajectory.erased"]
-    of_policy = kinds_where(lambda said: said.of == "policy")
+    of_policy = kinds_where(lambda properties: properties.of == "policy")
     assert sorted(of_policy) == [
         *(
             "checkpoint.removed",
@@ -111,16 +111,16 @@ def test_what_the_kinds_say() -> None:
         ),
         *("step.abandoned", "step.committed", "step.failed", "step.planned", "step.vectors", "stop.fired"),
     ]
-    assert kinds_where(lambda said: said.of == "run") == ["sample.dropped"]
+    assert kinds_where(lambda properties: properties.of == "run") == ["sample.dropped"]
     assert about("no.such.kind") == About()
 
 
 def test_erasure_knows_a_new_kind(sealed: rb.Store) -> None:
     """Its text is gone from the files, its other fields stay, and another trajectory's is untouched."""
     erase_trajectory(sealed, "a", "asked", keep_tokens=False)
-    said = {e.record.trajectory_id: e.record for e in sealed.events() if e.kind == "critique.added"}
-    assert (said["a"].critique, said["a"].score) == ({"erased": True}, 7)
-    assert said["b"].critique == f"{SECRET} of b"
+    critiques = {e.record.trajectory_id: e.record for e in sealed.events() if e.kind == "critique.added"}
+    assert (critiques["a"].critique, critiques["a"].score) == ({"erased": True}, 7)
+    assert critiques["b"].critique == f"{SECRET} of b"
     (unit,) = current_units(sealed.path, "serve")
     table = sealed.table()
     assert f"{SECRET} of a" not in "".join(table["extra"].to_pylist())
@@ -142,11 +142,11 @@ def test_erasing_a_row_of_it_leaves_what_is_no_text(critique: type[Any]) -> None
 def test_sql_knows_a_new_kind(sealed: rb.Store) -> None:
     """Its events are rows of the view `events`, with its fields in `extra`."""
     with rb.connect(sealed.path) as connection:
-        found = connection.execute(
+        rows = connection.execute(
             "SELECT trajectory_id, turn_id, CAST(extra ->> '$.score' AS INT) FROM events "
             "WHERE kind = 'critique.added' ORDER BY 1"
         ).fetchall()
-    assert found == [("a", "a.0", 7), ("b", "b.0", 7)]
+    assert rows == [("a", "a.0", 7), ("b", "b.0", 7)]
 
 
 def test_retention_knows_a_new_kind(critique: type[Any], tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_a_dropped_sample_of_version_1() -> None:
 
 def test_turns_of_version_1() -> None:
     """Before version 2 every request was a chat completion, and every engine Rollbook's own."""
-    asked = turn_requested("t", "u", root_reason="first_turn", context_key="key")
-    [event] = decode(_batch(asked, "wire", schema_version=1), "a")
-    assert event.record == asked
+    requested = turn_requested("t", "u", root_reason="first_turn", context_key="key")
+    [event] = decode(_batch(requested, "wire", schema_version=1), "a")
+    assert event.record == requested
     assert event.record.wire == {}
     ids = np.array([1], np.int32)
     done = turn_completed(

@@ -46,8 +46,8 @@ def test_base_within_a_phase(step: int, base: int, between: list[int]) -> None:
         fabric.checkpoint(2),
         fabric.checkpoint(4),
     )
-    found, steps = _base_for(history, step, "p")
-    assert found.policy_version == base
+    checkpoint, steps = _base_for(history, step, "p")
+    assert checkpoint.policy_version == base
     assert [s.planned.step for s in steps] == between
 
 
@@ -60,8 +60,8 @@ def test_weights_alone_serve_only_at_a_phases_start() -> None:
         fabric.checkpoint(3, "p", None),
         fabric.checkpoint(4, "p", None),
     )
-    found, steps = _base_for(history, 4, "p")
-    assert found.policy_version == 2
+    checkpoint, steps = _base_for(history, 4, "p")
+    assert checkpoint.policy_version == 2
     assert [s.planned.step for s in steps] == [2, 3]
 
 
@@ -70,13 +70,13 @@ def test_a_phase_starts_from_the_weights_of_the_one_before() -> None:
     first = [fabric.checkpoint(0, None, None), *_steps(3, "sft"), fabric.checkpoint(2, "sft")]
     first.append(fabric.checkpoint(3, "sft"))
     history = _history(*first)
-    found, steps = _base_for(history, 3, "grpo")
-    assert (found.policy_version, found.phase, steps) == (3, "sft", [])
+    checkpoint, steps = _base_for(history, 3, "grpo")
+    assert (checkpoint.policy_version, checkpoint.phase, steps) == (3, "sft", [])
     history = _history(*first, *_steps(3, "grpo", 3), fabric.checkpoint(5, "grpo"))
     chosen = {}
     for step, phase in ((2, "sft"), (3, "grpo"), (4, "grpo"), (5, "grpo"), (6, "grpo")):
-        found, steps = _base_for(history, step, phase)
-        chosen[step] = (found.policy_version, found.phase, [s.planned.step for s in steps])
+        checkpoint, steps = _base_for(history, step, phase)
+        chosen[step] = (checkpoint.policy_version, checkpoint.phase, [s.planned.step for s in steps])
     assert chosen == {
         2: (2, "sft", []),
         3: (3, "sft", []),

@@ -123,22 +123,22 @@ class Log:
     def terms(self) -> dict[str, int]:
         """Term or rule -> tokens, and the fold must agree with the view."""
         rows = rb.connect(self.store.path).execute("SELECT term, rule, tokens FROM ledger").fetchall()
-        found: dict[str, int] = {}
+        terms: dict[str, int] = {}
         for term, rule, tokens in rows:
-            found[rule or term] = found.get(rule or term, 0) + tokens
+            terms[rule or term] = terms.get(rule or term, 0) + tokens
         folded: dict[str, int] = {}
         for (_, (term, rule)), entry in fold_ledger(self.store.events()).entries.items():
             folded[rule or term] = folded.get(rule or term, 0) + entry.tokens
-        assert folded == found
-        return found
+        assert folded == terms
+        return terms
 
 
 @pytest.fixture
 def log(store: Store) -> Iterator[Log]:
     """An empty store to tell things to."""
-    made = Log(store)
-    yield made
-    made.close()
+    new = Log(store)
+    yield new
+    new.close()
 
 
 @pytest.fixture
@@ -360,8 +360,8 @@ def _sealed_paths(log: Log) -> list[tuple[Any, ...]]:
         for unit in seal_closed(log.store.path, lane, SealSettings(), all_of_it=True):
             build_derived(log.store.path, unit)
     rows = "SELECT trajectory_id, split, leaf_turn_id, policy, policy_version, turns, tokens"
-    found = rb.connect(log.store.path).execute(f"{rows} FROM internal.paths ORDER BY ALL").fetchall()
-    return list(found)
+    paths = rb.connect(log.store.path).execute(f"{rows} FROM internal.paths ORDER BY ALL").fetchall()
+    return list(paths)
 
 
 def test_paths_of_a_sealed_unit(log: Log) -> None:
@@ -472,9 +472,9 @@ def test_the_command_as_json(log: Log, rollbook: Callable[..., tuple[int, str, s
     log.open("x")
     log.turn("x", "x", 3)
     code, out, _ = rollbook("ledger", "--store", log.store.path, "--json")
-    found = orjson.loads(out)
-    assert (code, found["balances"], found["cut"]) == (0, True, format_cut(log.store.head()))
-    [run] = found["runs"]
+    printed = orjson.loads(out)
+    assert (code, printed["balances"], printed["cut"]) == (0, True, format_cut(log.store.head()))
+    [run] = printed["runs"]
     assert (run["run"], run["generated"], run["difference"]) == ("demo", {"turns": 25, "tokens": 1455}, 0)
     assert [(t["term"], t["rule"], t["turns"], t["tokens"]) for t in run["terms"]] == [
         ("dropped", None, 12, 1266),
@@ -555,8 +555,8 @@ def test_the_p_value_agrees_with_tables(x: float, p_value: float) -> None:
 def test_the_test_is_calibrated() -> None:
     """Of samples of one distribution about one in twenty differs at the level of 0.05."""
     rng = np.random.default_rng(7)
-    found = [compare(rng.normal(size=80), rng.normal(size=60)).p_value < 0.05 for _ in range(1000)]
-    assert 0.02 < np.mean(found) < 0.06
+    differs = [compare(rng.normal(size=80), rng.normal(size=60)).p_value < 0.05 for _ in range(1000)]
+    assert 0.02 < np.mean(differs) < 0.06
 
 
 def test_the_sentence_on_bias_names_the_direction() -> None:

@@ -31,7 +31,7 @@ def _turn(number: int) -> list[Record]:
     """Turn `number` of a chain: each adds one prompt token to the one before, and samples one."""
     parent = f"u{number - 1}" if number else None
     sent = token_ids([i for n in range(number) for i in (n, 100 + n)] + [number])
-    asked = turn_requested("t", f"u{number}", parent_turn_id=parent, base_turn_id=parent)
+    requested = turn_requested("t", f"u{number}", parent_turn_id=parent, base_turn_id=parent)
     done = turn_completed(
         "t",
         f"u{number}",
@@ -42,7 +42,7 @@ def _turn(number: int) -> list[Record]:
         prompt_length=len(sent),
         prompt_sha256=prompt_sha256(sent),
     )
-    return [asked, done, RewardAssigned("t", None, float(number))]
+    return [requested, done, RewardAssigned("t", None, float(number))]
 
 
 def _written(ownership: list[tuple[int, int]]) -> list[Event]:
@@ -85,9 +85,9 @@ def test_reading_order_does_not_matter(ownership: list[tuple[int, int]]) -> None
     one_lane = [replace(e, lane="only", seq=i) for i, e in enumerate(events)]
     expected = _told(fold(e for e in one_lane if not isinstance(e.record, TrajectoryAdopted))["t"])
     for order in permutations(LANES):
-        (found,) = fold(sorted(events, key=lambda e: (order.index(e.lane), e.seq))).values()
-        assert _told(found) == expected
-        assert (found.lane, found.last_event_id) == (events[-1].lane, events[-1].event_id)
+        (trajectory,) = fold(sorted(events, key=lambda e: (order.index(e.lane), e.seq))).values()
+        assert _told(trajectory) == expected
+        assert (trajectory.lane, trajectory.last_event_id) == (events[-1].lane, events[-1].event_id)
 
 
 def test_a_judges_rewards_stay_where_their_lanes_name_is() -> None:
@@ -96,8 +96,8 @@ def test_a_judges_rewards_stay_where_their_lanes_name_is() -> None:
     places = {}
     for lane in ("judge", "zz"):
         event = Event(RewardAssigned("t", None, 9.0), "run", f"{lane}-reward", 0, lane, 5)
-        (found,) = fold([event, *events]).values()
-        places[lane] = [event_id for event_id, _ in found.rewards].index(f"{lane}-reward")
+        (trajectory,) = fold([event, *events]).values()
+        places[lane] = [event_id for event_id, _ in trajectory.rewards].index(f"{lane}-reward")
     assert places == {"judge": 0, "zz": 2}
 
 

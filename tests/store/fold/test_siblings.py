@@ -43,9 +43,9 @@ def _turn(turn_id: str, *objects: Any) -> TurnRequested:
 @given(st.tuples(OBJECTS, OBJECTS, OBJECTS, OBJECTS), st.tuples(OBJECTS, OBJECTS, OBJECTS, OBJECTS))
 def test_what_is_left_out_comes_back(first: Any, own: Any) -> None:
     """Whatever the two say: the same JSON, byte for byte but for the order of keys."""
-    one, other = _turn("u1", *first), _turn("u2", *own)
-    stored = as_sibling(other, one)
-    read = stored if stored.sibling_of is None else whole(stored, one)
+    base, other = _turn("u1", *first), _turn("u2", *own)
+    stored = as_sibling(other, base)
+    read = stored if stored.sibling_of is None else whole(stored, base)
     names = ("request", "sampling", "honoured", "wire")
     for name in names:
         options = orjson.OPT_SORT_KEYS
@@ -100,12 +100,12 @@ def test_golden_siblings_have_asked_all_that_their_first_turn_did(
     assert [plain(e) for e in golden.events()] == [plain(from_json(orjson.loads(line))) for line in lines]
     trajectory = golden.trajectory("t1")
     assert trajectory is not None
-    asked = {name: turn.requested for name, turn in trajectory.turns.items()}
-    assert [turn.sampling["seed"] for turn in asked.values()] == [7, 8, 9, 7, 8, 8]
-    assert all(asked[name].request["n"] == 3 for name in ("u1", "u2", "u3"))
-    assert all(asked[name].request == {"store": True} for name in ("u4", "u5", "u6"))
-    assert all(turn.honoured == {"user_tag": False} for turn in asked.values())
-    assert asked["u3"].wire == {"digest": "d1", "choice": 2}
+    requested = {name: turn.requested for name, turn in trajectory.turns.items()}
+    assert [turn.sampling["seed"] for turn in requested.values()] == [7, 8, 9, 7, 8, 8]
+    assert all(requested[name].request["n"] == 3 for name in ("u1", "u2", "u3"))
+    assert all(requested[name].request == {"store": True} for name in ("u4", "u5", "u6"))
+    assert all(turn.honoured == {"user_tag": False} for turn in requested.values())
+    assert requested["u3"].wire == {"digest": "d1", "choice": 2}
     messages = {name: trajectory.messages(turn) for name, turn in trajectory.turns.items()}
     assert messages["u1"] == messages["u2"] == messages["u3"] == [{"role": "user", "content": "u1?"}]
     u4, u5, u6 = (trajectory.items(trajectory.turns[name]) for name in ("u4", "u5", "u6"))

@@ -41,16 +41,16 @@ def _requested(trajectory: str, turn: str, parent: str | None, shared: int, new:
 
 
 def _completed(
-    trajectory: str, turn: str, delta: list[int], sent: list[int], made: list[int]
+    trajectory: str, turn: str, delta: list[int], sent: list[int], sampled: list[int]
 ) -> TurnCompleted:
-    spans = (VersionSpan("actor", 0, 0, len(made)),)
-    logprobs = np.zeros(len(made), np.float32)
+    spans = (VersionSpan("actor", 0, 0, len(sampled)),)
+    logprobs = np.zeros(len(sampled), np.float32)
     return turn_completed(
         trajectory,
         turn,
         policy_version=0,
         prompt_ids=token_ids(delta),
-        completion_ids=token_ids(made),
+        completion_ids=token_ids(sampled),
         logprobs=logprobs,
         version_spans=spans,
         prompt_length=len(sent),
@@ -62,7 +62,7 @@ def _build(name: str, turns: Any) -> tuple[list[Record], dict[str, Any]]:
     """The records of one trajectory, and what was sent: turn -> (prompt, messages, path)."""
     records: list[Record] = [TrajectoryOpened(name, name)]
     sent: dict[str, Any] = {}
-    for i, (wanted, delta, made, words, completes) in enumerate(turns):
+    for i, (wanted, delta, sampled, words, completes) in enumerate(turns):
         turn = f"{name}.{i}"
         done = [t for t, value in sent.items() if value["ids"] is not None]
         parent = done[wanted] if 0 <= wanted < len(done) else None
@@ -73,12 +73,12 @@ def _build(name: str, turns: Any) -> tuple[list[Record], dict[str, Any]]:
         records.append(_requested(name, turn, parent, shared, new))
         sent[turn] = {
             "prompt": ids,
-            "ids": ids + made if completes else None,
+            "ids": ids + sampled if completes else None,
             "messages": base["messages"][:shared] + new,
             "path": [*base["path"], turn],
         }
         records.append(
-            _completed(name, turn, delta, ids, made) if completes else TurnFailed(name, turn, "gone")
+            _completed(name, turn, delta, ids, sampled) if completes else TurnFailed(name, turn, "gone")
         )
     return records, sent
 
@@ -112,7 +112,9 @@ def test_forests_fold_to_what_was_sent(turns: Any) -> None:
 @settings(max_examples=60)
 def test_a_changed_delta_is_noticed(turns: Any, data: Any) -> None:
     """When a stored id of a path is another one, the prompts it belongs to raise CorruptionError."""
-    records, _ = _build("t", [(p, [7, *delta], made, words, True) for p, delta, made, words, _ in turns])
+    records, _ = _build(
+        "t", [(p, [7, *delta], sampled, words, True) for p, delta, sampled, words, _ in turns]
+    )
     index = data.draw(st.sampled_from([i for i, r in enumerate(records) if isinstance(r, TurnCompleted)]))
     changed = records[index]
     assert isinstance(changed, TurnCompleted)
@@ -180,15 +182,15 @@ def test_rewards_in_force() -> None:
 
 def test_how_far_a_turn_got(story: Any) -> None:
     """Completion, failure, delivery and outcome of the story's trajectories."""
-    one, two = fold(story["serve"]).values()
-    got = [(t.completed is not None, t.failed is not None, t.delivered) for t in one.turns.values()]
+    first, second = fold(story["serve"]).values()
+    got = [(t.completed is not None, t.failed is not None, t.delivered) for t in first.turns.values()]
     assert got == [(True, False, "sent"), (True, False, "echoed"), (False, True, None)]
-    assert one.finished == TrajectoryFinished("t1", "completed", True)
-    assert (one.reward(), one.reward("judge"), one.reward(turn_id="u1")) == (1.0, 0.75, 0.25)
-    assert one.prompt_ids(one.turns["u2"]).tolist() == [1, 2, 3, 10, 11, 4, 5]
-    assert [m["content"] for m in one.messages(one.turns["u2"])] == ["be brief", "2+2?", "4", "sure? é✓"]
-    assert two.finished is None
-    assert (two.opened.name, list(two.turns), list(two.paths())) == ("beta", ["u4"], [])
+    assert first.finished == TrajectoryFinished("t1", "completed", True)
+    assert (first.reward(), first.reward("judge"), first.reward(turn_id="u1")) == (1.0, 0.75, 0.25)
+    assert first.prompt_ids(first.turns["u2"]).tolist() == [1, 2, 3, 10, 11, 4, 5]
+    assert [m["content"] for m in first.messages(first.turns["u2"])] == ["be brief", "2+2?", "4", "sure? é✓"]
+    assert second.finished is None
+    assert (second.opened.name, list(second.turns), list(second.paths())) == ("beta", ["u4"], [])
 
 
 def test_messages_of_a_long_conversation() -> None:
@@ -230,7 +232,7 @@ def test_fold_as_it_goes() -> None:
 def test_the_reward_in_force_does_not_depend_on_the_order_of_lanes() -> None:
     """Rewards are ordered by lane and place in it, whichever lane was read first."""
     opened = Event(TrajectoryOpened("t", "t"), "run", lane="b", seq=0)
-    one = Event(RewardAssigned("t", None, 1.0), "run", lane="a", seq=7)
-    two = Event(RewardAssigned("t", None, 2.0), "run", lane="b", seq=1)
-    for order in ([opened, one, two], [one, opened, two], [opened, two, one]):
+    first = Event(RewardAssigned("t", None, 1.0), "run", lane="a", seq=7)
+    second = Event(RewardAssigned("t", None, 2.0), "run", lane="b", seq=1)
+    for order in ([opened, first, second], [first, opened, second], [opened, second, first]):
         assert fold(order)["t"].reward() == 2.0

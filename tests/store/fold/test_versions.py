@@ -67,7 +67,7 @@ def test_the_first_binds_whatever_the_order_of_reading(made: Any, seed: int) -> 
         assert bound.digest == digest
         assert folded.of("other", policy, version) is None
     others = [(p, v) for _, v, d, p in made if d != wanted[p, v]]
-    disputed = {key for key, told in folded.disputed.items() if told}
+    disputed = {key for key, digests in folded.disputed.items() if digests}
     assert disputed == {("run", *key) for key in others}
 
 

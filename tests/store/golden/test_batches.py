@@ -51,8 +51,8 @@ def test_the_history_knows_the_batch(golden: Store) -> None:
 
 def test_before_version_2_each_step_was_a_batch() -> None:
     """And there were no critics."""
-    found = upcast("step.planned", 1, {"step": 3})
-    assert found == {
+    fields = upcast("step.planned", 1, {"step": 3})
+    assert fields == {
         "step": 3,
         "rollout_batch": None,
         "critic": None,

@@ -39,8 +39,8 @@ def test_what_they_say(golden: Store) -> None:
     """Which version, whose launches, how many: written out, so that no field can change unseen."""
     started = [event.record for event in golden.events_of({EvalStarted.KIND})]
     assert started == [EvalStarted("actor", 0, "p"), EvalStarted("actor", 50, "p#2")]
-    told, again = (event.record for event in golden.events_of({EvalSampled.KIND}))
-    assert told == EvalSampled(
+    sampled, again = (event.record for event in golden.events_of({EvalSampled.KIND}))
+    assert sampled == EvalSampled(
         policy="actor",
         policy_version=50,
         rollout="rollouts.eval.50",

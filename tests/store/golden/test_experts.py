@@ -116,18 +116,18 @@ def test_large_experts_stand_apart_from_the_row(store: Store, plain: Any) -> Non
         "select extra->'routed_experts', extra->'reply' from events "
         "where kind = 'turn.completed' order by seq"
     )
-    found = [(json.loads(routed), json.loads(reply)) for routed, reply in rows.fetchall()]
-    assert found[0][0] == EXPERTS | {"data": {"$body": read[0].record.digest}}
-    assert found[1][0]["data"] == "gA=="
-    assert [reply for _, reply in found] == [{"$body": "mine"}] * 3  # what a model said is no reference
+    pairs = [(json.loads(routed), json.loads(reply)) for routed, reply in rows.fetchall()]
+    assert pairs[0][0] == EXPERTS | {"data": {"$body": read[0].record.digest}}
+    assert pairs[1][0]["data"] == "gA=="
+    assert [reply for _, reply in pairs] == [{"$body": "mine"}] * 3  # what a model said is no reference
 
 
 def test_batches_for_readers_elsewhere_are_whole(store: Store) -> None:
     """A batch that goes over HTTP holds the experts themselves."""
     with store.writer("a", AppendSettings(body_bytes=256)) as writer:
         writer.append([_completed("u1", EXPERTS)]).result(30)
-    told = rb.connect(store.path).sql("select * exclude (lane) from events order by seq").to_arrow_table()
-    batch = told.combine_chunks().to_batches()[0]
+    table = rb.connect(store.path).sql("select * exclude (lane) from events order by seq").to_arrow_table()
+    batch = table.combine_chunks().to_batches()[0]
     assert isinstance(batch, pa.RecordBatch)
     whole = inline_bodies(batch.slice(1), lambda digest: EXPERTS["data"])
     [event] = decode(whole, "a")

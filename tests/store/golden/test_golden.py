@@ -91,13 +91,13 @@ def test_what_the_golden_events_say(golden: Store) -> None:
     assert [e.seq for e in events.values()] == list(range(46))
     opened = next(e for e in events.values() if e.record == _ALPHA)
     assert (opened.event_id, opened.run, opened.time_us) == ("e-serve-02", "golden", 1_700_000_000_000_002)
-    asked, odd, answered = (events[f"e-serve-{i:02}"].record for i in (3, 7, 4))
-    assert asked.messages == [
+    requested, odd, answered = (events[f"e-serve-{i:02}"].record for i in (3, 7, 4))
+    assert requested.messages == [
         {"role": "system", "content": "You are terse. é✓ " + "Never guess; look it up. " * 12},
         {"role": "user", "content": "u1?"},
     ]
-    assert asked.request["metadata"] == {"$body": "mine"}
-    assert asked.request["tools"][0]["function"]["enum"][39] == "topic-39"
+    assert requested.request["metadata"] == {"$body": "mine"}
+    assert requested.request["tools"][0]["function"]["enum"][39] == "topic-39"
     assert odd.logprobs.view(np.uint32).tolist() == [0xBF000000, 0x7FC00001, 0xFF800000]
     assert (odd.prompt_ids.dtype, odd.prompt_ids.tolist()) == (np.int32, [2**31 - 1, -1, 0])
     assert (odd.policy_version, odd.version_spans, odd.finish_reason) == (None, (), "length")

@@ -82,8 +82,8 @@ def test_the_views_read_them(golden: Store) -> None:
 
 def test_stores_that_are_older_do_not_say(root: Path, tmp_path: Path) -> None:
     """Of what was written before there were these fields, nothing is known."""
-    of = {"launches": "places, proxy_away", "evaluations": "expected, whole"}
-    for view, columns in of.items():
+    views = {"launches": "places, proxy_away", "evaluations": "expected, whole"}
+    for view, columns in views.items():
         older = shutil.copytree(root / "tests" / "data" / f"format-1-{view}", tmp_path / view)
         with rb.connect(older) as connection:
             rows = connection.execute(f"select distinct {columns} from {view}").fetchall()
@@ -92,16 +92,16 @@ def test_stores_that_are_older_do_not_say(root: Path, tmp_path: Path) -> None:
 
 def test_a_golden_store_has_each_field(root: Path) -> None:
     """Of every kind, with another value than its default: a field that is new needs a golden store."""
-    missing = {(kind, one.name) for kind, record in RECORDS.items() for one in fields(record)}
-    for told in (root / "tests" / "data").glob("format-1*.jsonl"):
-        for line in told.read_text().splitlines():
+    missing = {(kind, field.name) for kind, record in RECORDS.items() for field in fields(record)}
+    for path in (root / "tests" / "data").glob("format-1*.jsonl"):
+        for line in path.read_text().splitlines():
             record = from_json(json.loads(line)).record
-            missing -= {(record.KIND, one.name) for one in fields(record) if _is_said(record, one)}
+            missing -= {(record.KIND, field.name) for field in fields(record) if _is_said(record, field)}
     assert missing == set()
 
 
-def _is_said(record: Record, one: Field[Any]) -> bool:
+def _is_said(record: Record, field: Field[Any]) -> bool:
     """Whether a field has another value than its default."""
-    value = getattr(record, one.name)
-    default = one.default if one.default_factory is MISSING else one.default_factory()
+    value = getattr(record, field.name)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
     return isinstance(value, np.ndarray) or bool(value != default)

@@ -50,7 +50,7 @@ def test_what_they_say(golden: Store) -> None:
         clocks={"start": 60.0, "idle": 30.5, "total": None, "scoring": 10},
         by="launching",
     )
-    assert [(one.launch_id, one.attempt, one.owner, one.by) for one in started[1:]] == [
+    assert [(launch.launch_id, launch.attempt, launch.owner, launch.by) for launch in started[1:]] == [
         ("l2", 2, "host-17", None),
         ("l3", 3, "host-18", None),
     ]

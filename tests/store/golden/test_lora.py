@@ -36,11 +36,11 @@ def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event],
     events = list(golden.events())
     assert [plain(e) for e in events] == [plain(e) for e in written_in("format-1-lora")]
     steps = fold_history(iter(events), "golden", "actor").steps.values()
-    found = [step.planned.lora for step in steps]
-    said = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"], "seed": 3, "base_version": 1}
-    assert found == [None, said, said]
-    training = recorded_lora(said)
-    assert training.described == said
+    adapters = [step.planned.lora for step in steps]
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"], "seed": 3, "base_version": 1}
+    assert adapters == [None, lora, lora]
+    training = recorded_lora(lora)
+    assert training.described == lora
     assert training.config.targets == ("q_proj", "v_proj")
 
 

@@ -37,8 +37,8 @@ def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event],
 
 def test_what_they_say(golden: Store) -> None:
     """Chosen and rejected, by how much, whose word it is, and whose key added it."""
-    found = [event.record for event in golden.events_of({PreferenceAdded.KIND})]
-    assert found == [
+    preferences = [event.record for event in golden.events_of({PreferenceAdded.KIND})]
+    assert preferences == [
         PreferenceAdded("t2", "t1", 0.75, "a person", "nightly-judge"),
         PreferenceAdded("t1", "t2", None, "label", None),
     ]

@@ -31,11 +31,11 @@ HARD = np.array([-0.1, -1e-40, -16.635532], np.float32)
 
 
 def _turn(
-    turn: str, parent: str | None, shared: int, new: Any, delta: Any, whole: Any, reply: Any, made: Any
+    turn: str, parent: str | None, shared: int, new: Any, delta: Any, whole: Any, reply: Any, sampled: Any
 ) -> Any:
-    """Records of a delivered turn of trajectory `fork` that policy version 3 answered with `made`."""
-    ids, logprobs = made
-    asked = {"tools": TOOLS, "temperature": 0.5}
+    """Records of a delivered turn of trajectory `fork` that policy version 3 answered with `sampled`."""
+    ids, logprobs = sampled
+    request = {"tools": TOOLS, "temperature": 0.5}
     return [
         turn_requested(
             "fork",
@@ -46,7 +46,7 @@ def _turn(
             base_turn_id=parent,
             shared_messages=shared,
             messages=new,
-            request=asked,
+            request=request,
             requested_model="gpt-x",
             sampling={"temperature": 0.5},
         ),
@@ -83,11 +83,11 @@ def _forked() -> list[Any]:
 
 def _taught() -> list[Any]:
     """A teacher's trajectory: tokens without logprobs, and not delivered; still open."""
-    asked, reply = [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"}
+    messages, reply = [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"}
     prompt = np.array([7, 8], np.int32)
     return [
         kinds.TrajectoryOpened("taught", "taught", split="teacher"),
-        turn_requested("taught", "a1", request_id="q1", root_reason="first_turn", messages=asked),
+        turn_requested("taught", "a1", request_id="q1", root_reason="first_turn", messages=messages),
         turn_completed(
             "taught",
             "a1",

@@ -97,8 +97,8 @@ def _archive(manifest: bytes, content: Sequence[tuple[str, bytes]], kind: bytes 
     return _tar([("BUNDLE.json", manifest), ("BUNDLE.sha256", check), *content], kind)
 
 
-def _manifest(of: Sequence[Member] = _members(CONTENT), **changes: Any) -> bytes:
-    return orjson.dumps(asdict(replace(BARE, members=tuple(of))) | changes, option=orjson.OPT_INDENT_2)
+def _manifest(members: Sequence[Member] = _members(CONTENT), **changes: Any) -> bytes:
+    return orjson.dumps(asdict(replace(BARE, members=tuple(members))) | changes, option=orjson.OPT_INDENT_2)
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def refuse(tmp_path: Path) -> Callable[..., str]:
         with pytest.raises(error) as raised:
             unpack_bundle(file, folder)
         assert {path.name for path in tmp_path.iterdir()} == {"hostile.rollbook", "into"}
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        assert all(map(may_hold, found)), found
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert all(map(may_hold, files)), files
         return str(raised.value)
 
     return attempt
@@ -126,10 +126,10 @@ def test_what_was_packed_is_unpacked(made: Made, tmp_path: Path) -> None:
     """Each file has its bytes, is its owner's alone, and the manifest is beside them."""
     path, bundle = made
     assert unpack_bundle(path, tmp_path / "into") == bundle
-    found = {str(p.relative_to(tmp_path / "into")): p for p in (tmp_path / "into").rglob("*") if p.is_file()}
-    assert {name: p.read_bytes() for name, p in found.items() if name != "BUNDLE.json"} == CONTENT
-    assert orjson.loads(found["BUNDLE.json"].read_bytes()) == orjson.loads(orjson.dumps(asdict(bundle)))
-    assert {p.stat().st_mode & 0o777 for p in [*found.values(), path]} == {0o600}
+    files = {str(p.relative_to(tmp_path / "into")): p for p in (tmp_path / "into").rglob("*") if p.is_file()}
+    assert {name: p.read_bytes() for name, p in files.items() if name != "BUNDLE.json"} == CONTENT
+    assert orjson.loads(files["BUNDLE.json"].read_bytes()) == orjson.loads(orjson.dumps(asdict(bundle)))
+    assert {p.stat().st_mode & 0o777 for p in [*files.values(), path]} == {0o600}
 
 
 def test_it_is_what_tar_makes(made: Made) -> None:
@@ -169,8 +169,8 @@ def test_every_length_but_its_own_is_refused(made: Made, refuse: Callable[..., s
     """Cut short at any byte, or with a byte more: refused, before anything is unpacked."""
     data = made[0].read_bytes()
     for length in range(0, len(data), 61):
-        said = refuse(data[:length])
-        assert "cut short" in said or "no bundle" in said
+        message = refuse(data[:length])
+        assert "cut short" in message or "no bundle" in message
     assert f"it is {len(data) + 1:,} bytes" in refuse(data + b"\0")
 
 
@@ -230,8 +230,8 @@ def test_other_names_are_refused(refuse: Callable[..., str], name: str) -> None:
 def test_links_and_devices_are_refused(refuse: Callable[..., str], kind: bytes) -> None:
     """In the place of a file that the manifest names: its header is not that of a file."""
     content = {**CONTENT, f"{CHECKPOINT}/a.json": b""}
-    said = refuse(_archive(_manifest(_members(content)), list(content.items()), kind))
-    assert f"the header of {CHECKPOINT}/a.json" in said
+    message = refuse(_archive(_manifest(_members(content)), list(content.items()), kind))
+    assert f"the header of {CHECKPOINT}/a.json" in message
 
 
 def test_a_name_twice_is_refused(refuse: Callable[..., str]) -> None:
@@ -290,8 +290,8 @@ def test_a_newer_format_and_other_files(refuse: Callable[..., str], tmp_path: Pa
     for manifest in (b"[", b"[1]", b"null", b"{}"):
         assert "manifest" in refuse(_archive(manifest, []))
     os.mkfifo(tmp_path / "pipe")
-    for place, said in (("pipe", "no plain file"), ("", "no plain file"), ("nowhere", "cannot be read")):
-        with pytest.raises(InterchangeError, match=said):
+    for place, message in (("pipe", "no plain file"), ("", "no plain file"), ("nowhere", "cannot be read")):
+        with pytest.raises(InterchangeError, match=message):
             unpack_bundle(tmp_path / place, tmp_path / "into")
 
 

@@ -33,16 +33,16 @@ LANES = ("serve", "two")
 
 def _trajectory(name: str, turns: int) -> list[kinds.Record]:
     """A trajectory whose turns ask with a body that others have too, and with one of its own."""
-    made: list[kinds.Record] = [
+    records: list[kinds.Record] = [
         kinds.TrajectoryOpened(
             name, f"name of {name}", f"group of {name[-1]}", f"task {name}", labels={"l": name}
         )
     ]
     for i in range(turns):
-        asked = [{"role": "user", "content": LONG}, {"role": "user", "content": f"{LONG} of {name}"}]
+        messages = [{"role": "user", "content": LONG}, {"role": "user", "content": f"{LONG} of {name}"}]
         ids = kinds.token_ids([1, 2, i])
-        made += [
-            turn_requested(name, f"{name}.{i}", root_reason="first", messages=asked, requested_model="m"),
+        records += [
+            turn_requested(name, f"{name}.{i}", root_reason="first", messages=messages, requested_model="m"),
             turn_completed(
                 name,
                 f"{name}.{i}",
@@ -58,11 +58,11 @@ def _trajectory(name: str, turns: int) -> list[kinds.Record]:
         {"epoch": 0, "task": f"task {name}", "sample": 0},
         {"stdout": {"path": "out of", "bytes": 9}},
     )
-    made += [
+    records += [
         kinds.LaunchStarted(name, "l", "r", place, 1, "python", {"level": "none"}, "owner of", {}, "key of"),
         kinds.LaunchEnded(name, "l", "agent_error", f"reply 0 of {name}", output=output, by="key of"),
     ]
-    return [*made, kinds.RewardAssigned(name, None, 1.0), kinds.TrajectoryFinished(name)]
+    return [*records, kinds.RewardAssigned(name, None, 1.0), kinds.TrajectoryFinished(name)]
 
 
 def _record(folder: Path, sealed: int) -> Store:
@@ -100,12 +100,12 @@ def _excerpt(
     cut = log.head() if cut is None else cut
     failed = list(log.events_of([kinds.StepFailed.KIND], cut))
     rows = [rows_about(log, ids, cut), rows_at(log, failed, cut)]
-    found = write_excerpt(folder, cut, rows, redaction=Redaction() if redact else None)
-    made = rb.open(folder)
-    assert found.head == made.head()
-    assert found.events == sum(1 for _ in made.events())
-    assert found.trajectories == len(ids)
-    return made
+    written = write_excerpt(folder, cut, rows, redaction=Redaction() if redact else None)
+    excerpt = rb.open(folder)
+    assert written.head == excerpt.head()
+    assert written.events == sum(1 for _ in excerpt.events())
+    assert written.trajectories == len(ids)
+    return excerpt
 
 
 def _belongs(event: Event, ids: set[str]) -> bool:
@@ -127,91 +127,93 @@ def test_every_event_is_where_it_was(
     share: float,
 ) -> None:
     """What an excerpt holds is what the source holds of these trajectories, bit for bit, and nothing else."""
-    made = _excerpt(source, tmp_path_factory.mktemp("made") / "excerpt", ids)
+    excerpt = _excerpt(source, tmp_path_factory.mktemp("made") / "excerpt", ids)
     whole = [event for event in source.events() if _belongs(event, ids)]
-    bodies = [event for event in made.events() if event.kind == kinds.BodyStored.KIND]
-    assert [plain(e) for e in made.events() if e.kind != kinds.BodyStored.KIND] == [plain(e) for e in whole]
+    bodies = [event for event in excerpt.events() if event.kind == kinds.BodyStored.KIND]
+    assert [plain(e) for e in excerpt.events() if e.kind != kinds.BodyStored.KIND] == [
+        plain(e) for e in whole
+    ]
     assert bool(bodies) == bool(ids)
     cut = {lane: int(count * share) for lane, count in source.head().items()}
-    for at in (cut, made.head()):
-        assert [plain(e) for e in made.events(at) if e.kind != kinds.BodyStored.KIND] == [
+    for at in (cut, excerpt.head()):
+        assert [plain(e) for e in excerpt.events(at) if e.kind != kinds.BodyStored.KIND] == [
             plain(e) for e in source.events(at) if _belongs(e, ids)
         ]
         inside = source.trajectories(at, ids)
-        assert set(made.trajectories(at)) == set(inside)
-        assert [plain(e) for e in made.events_about(ids, at)] == [
+        assert set(excerpt.trajectories(at)) == set(inside)
+        assert [plain(e) for e in excerpt.events_about(ids, at)] == [
             plain(e) for e in source.events_about(ids, at) if _belongs(e, ids)
         ]
-    behind = [plain(e) for e in made.events(start=cut) if e.kind != kinds.BodyStored.KIND]
+    behind = [plain(e) for e in excerpt.events(start=cut) if e.kind != kinds.BodyStored.KIND]
     assert behind == [plain(e) for e in source.events(start=cut) if _belongs(e, ids)]
-    assert [e.seq for e in made.tail(cut).poll()] == [e.seq for e in made.events(start=cut)]
-    verified = verify_store(made)
+    assert [e.seq for e in excerpt.tail(cut).poll()] == [e.seq for e in excerpt.events(start=cut)]
+    verified = verify_store(excerpt)
     assert [lane.fault for lane in verified] == [None, None]
     assert sum(lane.events + lane.left_out for lane in verified) == sum(source.head().values())
 
 
 def test_views_read_it(source: Store, tmp_path: Path) -> None:
     """SQL gives of its trajectories what it gives in the source, and nothing of others."""
-    made = _excerpt(source, tmp_path / "excerpt", {"t1", "t4"})
+    excerpt = _excerpt(source, tmp_path / "excerpt", {"t1", "t4"})
     queries = (
         "select * from trajectories where trajectory_id in ('t1', 't4') order by all",
         "select * exclude (lane) from turns where trajectory_id in ('t1', 't4') order by turn_id",
         "select * from tokens where trajectory_id in ('t1', 't4') order by turn_id, position",
     )
     for query in queries:
-        with connect(source.path) as theirs, connect(made.path) as ours:
-            found = ours.execute(query).fetchall()
-            assert found == theirs.execute(query).fetchall()
-            assert found
-    with connect(made.path) as ours:
+        with connect(source.path) as theirs, connect(excerpt.path) as ours:
+            rows = ours.execute(query).fetchall()
+            assert rows == theirs.execute(query).fetchall()
+            assert rows
+    with connect(excerpt.path) as ours:
         assert ours.execute("select count(distinct trajectory_id) from trajectories").fetchall() == [(2,)]
 
 
 def test_one_goes_on_writing(source: Store, tmp_path: Path, notes: Callable[..., list[Event]]) -> None:
     """A writer's events come behind those that were left out; what is sealed is not merged away."""
-    made, end = _excerpt(source, tmp_path / "excerpt", {"t2"}), source.head()["serve"]
+    excerpt, end = _excerpt(source, tmp_path / "excerpt", {"t2"}), source.head()["serve"]
     for _ in range(2):
-        with made.writer("serve") as writer:
+        with excerpt.writer("serve") as writer:
             first = writer.append(notes(3)).result(30)
     assert first == end + 3
-    assert len(list(seal_closed(made.path, "serve", SealSettings()))) == 1
-    assert list(compact(made.path, "serve", SealSettings())) == []
-    assert [e.seq for e in made.events_of([kinds.TurnFailed.KIND])] == [*range(end, end + 6)]
-    assert [lane.fault for lane in verify_store(made)] == [None, None]
+    assert len(list(seal_closed(excerpt.path, "serve", SealSettings()))) == 1
+    assert list(compact(excerpt.path, "serve", SealSettings())) == []
+    assert [e.seq for e in excerpt.events_of([kinds.TurnFailed.KIND])] == [*range(end, end + 6)]
+    assert [lane.fault for lane in verify_store(excerpt)] == [None, None]
 
 
 def test_a_manifest_that_lies_is_found(source: Store, tmp_path: Path) -> None:
     """An event more, or fewer, than was left out is a fault; a whole unit has no gaps."""
-    made = _excerpt(source, tmp_path / "excerpt", {"t3"})
-    [unit] = current_units(made.path, "two")
+    excerpt = _excerpt(source, tmp_path / "excerpt", {"t3"})
+    [unit] = current_units(excerpt.path, "two")
     for count in (unit.left_out - 1, unit.left_out + 1, 0):
-        write_manifest(unit_folder(made.path, unit), replace(unit, left_out=count))
-        assert [lane.fault is None for lane in verify_store(made)] == [True, False]
+        write_manifest(unit_folder(excerpt.path, unit), replace(unit, left_out=count))
+        assert [lane.fault is None for lane in verify_store(excerpt)] == [True, False]
     with pytest.raises(CorruptionError, match="does not hold event"):
-        list(made.events())
+        list(excerpt.events())
     for count in (-1, unit.next_seq + 1):
-        write_manifest(unit_folder(made.path, unit), replace(unit, left_out=count))
+        write_manifest(unit_folder(excerpt.path, unit), replace(unit, left_out=count))
         with pytest.raises(CorruptionError, match="events left out"):
-            list(made.events())
+            list(excerpt.events())
 
 
 def test_text_is_taken_out(source: Store, tmp_path: Path) -> None:
     """No text of the trajectories is in any file; token ids, numbers and groups are as they were."""
     ids = {"t0", "t2", "t3"}
-    made = _excerpt(source, tmp_path / "excerpt", ids, redact=True)
-    rows = b"".join(orjson.dumps(e.record, default=str) for e in made.events() if e.kind != "step.failed")
-    told = (b"name of", b"task t", b"group of", b"reply 0 of", b"stored once", b"label of")
-    for text in (*told, b"out of", b"owner of", b"key of"):
+    excerpt = _excerpt(source, tmp_path / "excerpt", ids, redact=True)
+    rows = b"".join(orjson.dumps(e.record, default=str) for e in excerpt.events() if e.kind != "step.failed")
+    texts = (b"name of", b"task t", b"group of", b"reply 0 of", b"stored once", b"label of")
+    for text in (*texts, b"out of", b"owner of", b"key of"):
         assert text in b"".join(orjson.dumps(e.record, default=str) for e in source.events())
         assert text not in rows
-    before, after = source.trajectories(None, ids), made.trajectories()
-    for one in ids:
-        [theirs, ours] = [list(of[one].turns.values()) for of in (before, after)]
+    before, after = source.trajectories(None, ids), excerpt.trajectories()
+    for name in ids:
+        [theirs, ours] = [list(trajectories[name].turns.values()) for trajectories in (before, after)]
         assert [t.completed.completion_ids.tolist() for t in ours if t.completed] == [
             t.completed.completion_ids.tolist() for t in theirs if t.completed
         ]
-        assert after[one].reward() == before[one].reward() == 1.0
-    groups = {one: after[one].opened.group for one in ids}
-    assert len(set(groups.values())) == len({before[one].opened.group for one in ids})
-    erased = {e.trajectory_id for lane in LANES for u in current_units(made.path, lane) for e in u.erased}
+        assert after[name].reward() == before[name].reward() == 1.0
+    groups = {name: after[name].opened.group for name in ids}
+    assert len(set(groups.values())) == len({before[name].opened.group for name in ids})
+    erased = {e.trajectory_id for lane in LANES for u in current_units(excerpt.path, lane) for e in u.erased}
     assert erased == ids

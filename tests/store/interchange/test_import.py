@@ -168,8 +168,8 @@ def test_lines_of_one_trajectory(store: Store, write: Callable[..., Path]) -> No
     for run, lines in (("r1", [short, long, short]), ("r2", [long, short, short])):
         import_chats(write(*lines), store.path, run)
         [trajectory] = [t for t in store.trajectories().values() if t.run == run]
-        found = [len(path) for path in trajectory.paths()]
-        assert sorted(found) == [1, 1, 2]
+        lengths = [len(path) for path in trajectory.paths()]
+        assert sorted(lengths) == [1, 1, 2]
         assert len(trajectory.turns) == 4
     for key, value in (("reward", 0.5), ("split", "eval"), ("labels", {"k": 1}), ("success", True)):
         with pytest.raises(
@@ -291,8 +291,8 @@ def test_what_a_crash_leaves_is_whole_and_is_completed(
     assert all(t.finished for t in there)
     done = import_chats(write(*lines), store.path, "r")
     assert (done["added"], done["already_there"]) == (2, 3)
-    found = [(t.opened.name, t.reward(), len(t.turns)) for t in store.trajectories().values()]
-    assert found == [(f"c{i}", i, 2) for i in range(5)]
+    imported = [(t.opened.name, t.reward(), len(t.turns)) for t in store.trajectories().values()]
+    assert imported == [(f"c{i}", i, 2) for i in range(5)]
 
 
 def test_a_write_that_fails_at_the_very_end(

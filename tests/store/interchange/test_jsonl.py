@@ -161,16 +161,16 @@ def test_runs_and_splits_are_chosen(woods: Store, chats: Callable[..., list[dict
 
 def test_tokens_are_those_of_the_samples(woods: Store) -> None:
     """The arrays of each path are those that training makes of it."""
-    found = 0
+    count = 0
     for trajectory in woods.trajectories().values():
         for path, sample in zip(paths(trajectory), samples_of(trajectory), strict=True):
-            found += 1
+            count += 1
             assert [t.turn_id for t in path.turns] == list(sample.turn_ids)
             assert path.tokens.tokens.tobytes() == sample.tokens.tobytes()
             for name in ("loss_mask", "logprobs", "versions"):
                 ours, theirs = getattr(path.tokens, name), getattr(sample, name)
                 assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), name
-    assert found == 4
+    assert count == 4
 
 
 def test_an_erased_turn_has_no_line(woods: Store) -> None:
@@ -199,11 +199,11 @@ def test_few_trajectories_are_held(store: Store) -> None:
         nonlocal read
         read += count
 
-    found = []
+    rows = []
     cut = {"a-proxy": 10, "z-judge": 5}  # the second rewards came after it
     for trajectory in trajectories(TrajectorySet(store, cut), advance):
-        found.append((trajectory.opened.name, trajectory.reward(), read))
-    assert found == [(f"t{i}", float(i), 5 + 2 * (i + 1)) for i in range(5)]
+        rows.append((trajectory.opened.name, trajectory.reward(), read))
+    assert rows == [(f"t{i}", float(i), 5 + 2 * (i + 1)) for i in range(5)]
 
 
 def test_nothing_is_overwritten_and_nothing_half_is_left(woods: Store, tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def _records(name: str, trajectory: Any) -> list[Record]:
     """A trajectory told as the proxy would: extended, forked, started anew with the history it had."""
     head, turns, reward, end = trajectory
     records: list[Record] = [TrajectoryOpened(name, name, **head)]
-    made: list[Any] = []
+    recorded: list[Any] = []
     for i, (wanted, new, reply, turn_reward, request) in enumerate(turns):
         turn = f"{name}.{i}"
-        before = made[wanted] if 0 <= wanted < len(made) else None
+        before = recorded[wanted] if 0 <= wanted < len(recorded) else None
         messages = [*before[1], before[2], *new] if before else new
         # Every other one says that it is a root, although it shows an earlier conversation.
         parent = before[0] if before and i % 2 else None
@@ -97,7 +97,7 @@ def _records(name: str, trajectory: Any) -> list[Record]:
         ]
         if turn_reward is not None:
             records.append(RewardAssigned(name, turn, turn_reward))
-        made.append((turn, messages, reply))
+        recorded.append((turn, messages, reply))
     if reward is not None:
         records.append(RewardAssigned(name, None, reward))
     if end is not None:
@@ -126,20 +126,20 @@ def _fold(records: list[Record]) -> list[Trajectory]:
 
 def _said(file: Path) -> list[bytes]:
     """What each line says, but for ids, tokens and the run: as JSON, which tells 1 from 1.0."""
-    said = []
+    lines = []
     for line in map(orjson.loads, file.read_bytes().splitlines()):
         # A root's earlier replies become turns of their own: without a reward they say nothing new.
         rewards = [(t["message"], t["reward"]) for t in line["turns"] if t["reward"] is not None]
         kept = {k: v for k, v in line.items() if k not in ("trajectory_id", "run", "turns", "tokens")}
-        said.append(orjson.dumps(kept | {"turn_rewards": rewards}, option=orjson.OPT_SORT_KEYS))
-    return said
+        lines.append(orjson.dumps(kept | {"turn_rewards": rewards}, option=orjson.OPT_SORT_KEYS))
+    return lines
 
 
 @settings(max_examples=150)
 @given(st.lists(TRAJECTORY, max_size=3))
 def test_chats_and_rewards_come_back(trajectories: Any) -> None:
     """Whatever was recorded, forks and repeated histories included, line by line; and once more."""
-    recorded = [t for i, told in enumerate(trajectories) for t in _fold(_records(f"t{i}", told))]
+    recorded = [t for i, trajectory in enumerate(trajectories) for t in _fold(_records(f"t{i}", trajectory))]
     with tempfile.TemporaryDirectory() as name:
         first = _export(recorded, Path(name) / "1.jsonl")
         second = _export(_import(first), Path(name) / "2.jsonl")

@@ -31,10 +31,10 @@ def tables(tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
         count += 1
         out = tmp_path / f"tables-{count}"
         done = export_store(store.path, out, "parquet", **options)
-        found = {path.stem: pq.read_table(path).to_pylist() for path in sorted(out.iterdir())}
-        assert sorted(found) == NAMES
-        assert done["rows"] == {name: len(found[name]) for name in NAMES}
-        return found
+        contents = {path.stem: pq.read_table(path).to_pylist() for path in sorted(out.iterdir())}
+        assert sorted(contents) == NAMES
+        assert done["rows"] == {name: len(contents[name]) for name in NAMES}
+        return contents
 
     return export
 
@@ -88,14 +88,14 @@ def test_the_other_files_are_the_views(
     woods: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]], view: str
 ) -> None:
     """Every row and column of the view; a superseded reward is there and marked."""
-    found = tables(woods)[view]
+    exported = tables(woods)[view]
     connection = rb.connect(woods.path)
     names = [row[0] for row in connection.execute(f"DESCRIBE {view}").fetchall()]
     expected = [dict(zip(names, row, strict=True)) for row in connection.execute(f"FROM {view}").fetchall()]
     key = {"trajectories": "trajectory_id"}.get(view, "event_id")
-    assert sorted(found, key=lambda r: r[key]) == sorted(expected, key=lambda r: r[key])
+    assert sorted(exported, key=lambda r: r[key]) == sorted(expected, key=lambda r: r[key])
     if view == "rewards":
-        assert {r["reward"]: r["superseded"] for r in found if r["run"] == "woods"} == {
+        assert {r["reward"]: r["superseded"] for r in exported if r["run"] == "woods"} == {
             0.125: False,
             0.5: True,
             -2.5: False,

@@ -95,17 +95,17 @@ def test_what_a_commit_records(store: Store, notes: Callable[..., list[Event]]) 
 def test_cursors_wake_nobody(store: Store, notes: Callable[..., list[Event]]) -> None:
     """Two consumers that commit after every poll come to rest: cursors are not handed out."""
     _append(store, "a", notes(3))
-    with store.consumer("one") as one, store.consumer("two") as two:
+    with store.consumer("one") as first, store.consumer("two") as second:
         for _ in range(3):
-            for consumer in (one, two):
+            for consumer in (first, second):
                 consumer.poll()
                 consumer.commit()
         assert store.head() == {"a": 3, "consumer.one": 1, "consumer.two": 1}
         _append(store, "a", [Event(CursorMoved("remote", "a=1"), "r")])
-        assert (one.poll(), two.poll()) == ([], [])
-        one.commit()
+        assert (first.poll(), second.poll()) == ([], [])
+        first.commit()
         assert store.head()["consumer.one"] == 1
-        assert not one.wait(0)
+        assert not first.wait(0)
 
 
 def test_a_name_is_one_process_at_a_time(
@@ -183,10 +183,10 @@ def test_cursors_of_all_lanes(store: Store, notes: Callable[..., list[Event]]) -
     with store.consumer("c") as consumer:
         consumer.poll()
         consumer.commit()
-    found = cursors.find("c")
-    assert found == Cursors(store.path).find("c")
-    assert found is not None
-    assert (found["a"], found["b"]) == (4, 5)
+    cursor = cursors.find("c")
+    assert cursor == Cursors(store.path).find("c")
+    assert cursor is not None
+    assert (cursor["a"], cursor["b"]) == (4, 5)
     assert cursors.find("d") == {"a": 9}
     assert union({"a": 1, "b": 2}, {"b": 1, "c": 1}) == {"a": 1, "b": 2, "c": 1}
 

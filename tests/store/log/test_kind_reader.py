@@ -41,11 +41,11 @@ def _turn(name: str, i: int) -> list[Any]:
 def _fill(log: Store, lane: str, first: int) -> None:
     with log.writer(lane, SMALL) as writer:
         for i in range(first, first + 60):
-            made = _turn(f"{lane}{i}", i)
+            records = _turn(f"{lane}{i}", i)
             if not i % 7:
-                made.append(kinds.StepCommitted(i, 1, "actor", i + 1, {}, {"loss": float(i)}))
-                made.append(kinds.RunOpened("train", {"steps": i}))
-            writer.append([Event(record, "r") for record in made]).result(30)
+                records.append(kinds.StepCommitted(i, 1, "actor", i + 1, {}, {"loss": float(i)}))
+                records.append(kinds.RunOpened("train", {"steps": i}))
+            writer.append([Event(record, "r") for record in records]).result(30)
 
 
 @pytest.fixture(scope="module", params=["live", "sealed", "both"])
@@ -66,11 +66,11 @@ def ranges(log: Store) -> list[tuple[dict[str, int], dict[str, int], list[Event]
     head = log.head()
     rng = np.random.default_rng(3)
     cuts = [head, *({lane: int(rng.integers(0, end + 1)) for lane, end in head.items()} for _ in range(4))]
-    found: list[tuple[dict[str, int], dict[str, int], list[Event]]] = []
+    spans: list[tuple[dict[str, int], dict[str, int], list[Event]]] = []
     for cut in cuts:
         starts = [{}, {lane: int(rng.integers(0, end + 1)) for lane, end in cut.items()}]
-        found += [(cut, start, list(log.events(cut, start))) for start in starts]
-    return found
+        spans += [(cut, start, list(log.events(cut, start))) for start in starts]
+    return spans
 
 
 def _rows(events: Any) -> list[Any]:

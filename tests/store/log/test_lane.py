@@ -305,7 +305,7 @@ def test_who_hands_over_several_is_no_company(store: Store, notes: Any) -> None:
         for number in range(40):
             pair = [append_future(), append_future()]
             writer.append_each(
-                [([one], future) for one, future in zip(notes(2, 2 * number), pair, strict=True)]
+                [([event], future) for event, future in zip(notes(2, 2 * number), pair, strict=True)]
             )
             assert [future.result(20) for future in pair] == [2 * number, 2 * number + 1]
         assert time.monotonic() - begun < 30, "nobody lingered"
@@ -323,14 +323,14 @@ def test_opening_what_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "foreign" / "file").write_text("mine")
     with pytest.raises(NotAStoreError, match="new folder"):
         rb.open(tmp_path / "foreign", create=True)
-    made = rb.open(tmp_path / "made", create=True)
-    assert rb.open(made.path, create=True).store_id == made.store_id
-    (made.path / "STORE.json").write_text('{"format": 99, "id": "x"}')
+    store = rb.open(tmp_path / "made", create=True)
+    assert rb.open(store.path, create=True).store_id == store.store_id
+    (store.path / "STORE.json").write_text('{"format": 99, "id": "x"}')
     with pytest.raises(FormatError, match="format 99"):
-        rb.open(made.path)
-    (made.path / "STORE.json").write_text("[]")
+        rb.open(store.path)
+    (store.path / "STORE.json").write_text("[]")
     with pytest.raises(NotAStoreError, match=r"STORE\.json"):
-        rb.open(made.path)
+        rb.open(store.path)
 
 
 @pytest.mark.parametrize("remembered", [3, 20, 1000])

@@ -44,19 +44,19 @@ def test_a_key_is_found_whole(name: str, key: str, around: str, length: int) -> 
     """In small texts and in large ones, which another search goes through first."""
     before = " lorem ipsum " * (length // 12)
     text = before + around.format(key) + before
-    [found] = find_keys(text)
-    assert (found.format, text[found.start : found.stop]) == (name, key)
+    [match] = find_keys(text)
+    assert (match.format, text[match.start : match.stop]) == (name, key)
 
 
 def test_a_private_key_inside_json_text_and_one_that_was_cut_off() -> None:
     """Its lines end in a backslash and n there, and its end may be missing."""
     whole = KEYS["private_key"][1]
     for text in (whole.replace("\n", "\\n"), whole.partition("\n-----END")[0], whole.replace("\n", "\\\\n")):
-        [found] = find_keys(text)
-        assert (found.start, found.stop) == (0, len(text))
+        [match] = find_keys(text)
+        assert (match.start, match.stop) == (0, len(text))
     legacy = whole.replace("KEY-----\n", "KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,0A\n\n", 1)
-    [found] = find_keys(legacy)
-    assert legacy[found.start : found.stop] == legacy
+    [match] = find_keys(legacy)
+    assert legacy[match.start : match.stop] == legacy
 
 
 @pytest.mark.parametrize(

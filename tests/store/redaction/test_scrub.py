@@ -69,12 +69,12 @@ def test_digests_join_equal_secrets_and_tell_nothing_without_the_key() -> None:
 )  # fmt: skip
 def test_secrets_in_text(text: str, clean: str | None) -> None:
     """By how they stand in it, and the text around them stays."""
-    found = SCRUB.text(text.replace("§", SECRET))
-    assert SECRET not in found
-    assert PLACEHOLDER.search(found)
-    assert SCRUB.text(found) == found
+    scrubbed = SCRUB.text(text.replace("§", SECRET))
+    assert SECRET not in scrubbed
+    assert PLACEHOLDER.search(scrubbed)
+    assert SCRUB.text(scrubbed) == scrubbed
     if clean is not None:
-        assert found == clean.replace("¤", GONE)
+        assert scrubbed == clean.replace("¤", GONE)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_a_known_secret_in_every_spelling(secret: str) -> None:
     coded = base64.b64encode(secret.encode()).decode()
     spelled = [secret, quote(secret, safe=""), quote_plus(secret), json.dumps(secret)[1:-1], coded]
     for text in (*spelled, quote(secret, safe="").lower() if "%" in quote(secret) else secret):
-        found = known.text(f"said <{text}> abc")
-        assert found.endswith("> abc")
-        assert PLACEHOLDER.fullmatch(found[6:-5])
-        assert known.text(found) == found
+        scrubbed = known.text(f"said <{text}> abc")
+        assert scrubbed.endswith("> abc")
+        assert PLACEHOLDER.fullmatch(scrubbed[6:-5])
+        assert known.text(scrubbed) == scrubbed
     if len(secret) < 8:
         assert known.text(f"x{secret}x") == f"x{secret}x"
 

@@ -118,8 +118,8 @@ def test_a_unit_that_went_before_the_lease_is_missing(store: Store, units: list[
     remove_superseded(store.path, "a")
     with take_lease(store.path, {"a": [units[0].name, new.name], "b": ["x"]}) as lease:
         assert lease.missing == {("a", units[0].name), ("b", "x")}
-    found, lease = lease_units(store.path, ["a", "b"])
-    assert found == {"a": [new], "b": []}
+    counted, lease = lease_units(store.path, ["a", "b"])
+    assert counted == {"a": [new], "b": []}
     assert leased(store.path) == {("a", new.name)}
     lease.release()
 

@@ -92,12 +92,12 @@ STATES: dict[str, tuple[str, Callable[[Store], None]]] = {
 @pytest.fixture(scope="module")
 def states(written: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
     """That store in each state; only read them."""
-    made = {"live": written}
+    stores = {"live": written}
     for state, (before, act) in STATES.items():
         folder = tmp_path_factory.mktemp("state") / "store"
-        made[state] = rb.open(shutil.copytree(made[before].path, folder))
-        act(made[state])
-    return made
+        stores[state] = rb.open(shutil.copytree(stores[before].path, folder))
+        act(stores[state])
+    return stores
 
 
 @pytest.mark.more_but("sealed", "without WAL*")
@@ -109,8 +109,8 @@ def test_a_trajectory_is_the_fold_of_its_events(
     assert set(folds["head"]) == {"t1", "t2", "t9"}
     for name, cut in CUTS.items():
         for trajectory_id in ("t1", "t2", "t9", "t0", "zz"):
-            found = states[state].trajectory(trajectory_id, cut)
-            assert _plain(found) == _plain(folds[name].get(trajectory_id))
+            trajectory = states[state].trajectory(trajectory_id, cut)
+            assert _plain(trajectory) == _plain(folds[name].get(trajectory_id))
 
 
 def test_it_sees_what_became_durable_since(scattered: Store) -> None:
@@ -166,8 +166,8 @@ def test_units_without_locations_are_read_once(
     store = rb.open(states["without WAL and locations"].path)
     units = [unit for lane in store.lanes() for unit in current_units(store.path, lane)]
     monkeypatch.setattr(point_read, "read_file", counted)
-    found = store.trajectories(None, ["t1", "t2", "t9", "zz"])
-    assert set(found) == {"t1", "t2", "t9"}
+    trajectories = store.trajectories(None, ["t1", "t2", "t9", "zz"])
+    assert set(trajectories) == {"t1", "t2", "t9"}
     assert len(set(read)) == len(read), "some of it twice"
     located = {
         (*file, "trajectory_id") for u in units for file in ((u.lane, u.name, MARKS), (u.lane, u.name, TURNS))

@@ -162,8 +162,8 @@ def test_threads_share_a_handle(storage: ObjectStorage) -> None:
         return file.read(3) + file.read(2)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, (0, 50, 100, 150)))
-    assert found == [bytes(range(start, start + 5)) for start in (0, 50, 100, 150)]
+        parts = list(pool.map(read, (0, 50, 100, 150)))
+    assert parts == [bytes(range(start, start + 5)) for start in (0, 50, 100, 150)]
 
 
 def test_leased_files_stay_until_they_are_released(sealed: Store) -> None:
@@ -431,20 +431,20 @@ def test_wrong_credentials(sealed: Store, storage: ObjectStorage, root: Path) ->
     """One line with the address and what to look at, exit code 2, and no secret; then all is as before."""
     storage.check_credentials(True)
     try:
-        code, said = _command(
+        code, output = _command(
             root, "store", "upload", "--store", sealed.path, AWS_SECRET_ACCESS_KEY="very-secret-1"
         )
     finally:
         storage.check_credentials(False)
     assert code == 2
-    assert said.strip().count("\n") == 0
-    assert f"{storage.uri}/{sealed.store_id}" in said
-    assert "AWS_ACCESS_KEY_ID" in said
-    assert "secret-1" not in said
+    assert output.strip().count("\n") == 0
+    assert f"{storage.uri}/{sealed.store_id}" in output
+    assert "AWS_ACCESS_KEY_ID" in output
+    assert "secret-1" not in output
     assert len(_parquet(sealed)) == sum(len(u.files) for u in _units(sealed))
-    code, said = _command(root, "store", "upload", "--store", sealed.path)
+    code, output = _command(root, "store", "upload", "--store", sealed.path)
     assert (code, _parquet(sealed)) == (0, [])
-    assert f"{storage.uri}/{sealed.store_id}: {len(_units(sealed))} units more" in said
+    assert f"{storage.uri}/{sealed.store_id}: {len(_units(sealed))} units more" in output
 
 
 @pytest.mark.crashes
@@ -485,9 +485,9 @@ def test_a_server_that_is_gone(
         with pytest.raises(duckdb.Error, match=there) as error:
             connection.execute("SELECT sum(length(extra)) FROM events").fetchall()
         assert str(outage(error.value)).startswith(there)
-        code, said = _command(root, "sql", "select count(*) from events", "--store", sealed.path)
-        assert (code, said.count("\n")) == (2, 1)
-        assert said.startswith(f"error: {there}")
+        code, output = _command(root, "sql", "select count(*) from events", "--store", sealed.path)
+        assert (code, output.count("\n")) == (2, 1)
+        assert output.startswith(f"error: {there}")
         _configure(sealed, storage)
         damage = Sealer(sealed).run_once().damage
         assert set(damage) == set(LANES)

@@ -77,14 +77,16 @@ PASSES, AT_MOST_S = 4, 60.0
 
 def _expected(trajectories: dict[str, Trajectory]) -> dict[str, Any]:
     """What the views must say of these trajectories."""
-    turns = [t for one in trajectories.values() for t in one.turns.values()]
+    turns = [t for trajectory in trajectories.values() for t in trajectory.turns.values()]
     done = [t.completed for t in turns if t.completed is not None]
     return {
         "SELECT count(*) FROM trajectories": len(trajectories),
         "SELECT count(*) FROM trajectories WHERE status = 'completed'": sum(
-            one.finished is not None for one in trajectories.values()
+            trajectory.finished is not None for trajectory in trajectories.values()
         ),
-        "SELECT sum(reward) FROM trajectories": sum(one.reward() or 0 for one in trajectories.values())
+        "SELECT sum(reward) FROM trajectories": sum(
+            trajectory.reward() or 0 for trajectory in trajectories.values()
+        )
         or None,
         "SELECT count(*) FROM turns": len(turns),
         "SELECT count(*) FROM turns WHERE delivered = 'sent'": sum(t.delivered == "sent" for t in turns),
@@ -114,7 +116,7 @@ def test_every_answer_is_the_fold_at_its_cut(
     go = store.path / "go"
     go.touch()
     others = [start_python(code, store.path) for code in (WRITE, SEAL)]
-    asked, begun = 0, time.monotonic()
+    rounds, begun = 0, time.monotonic()
     (store.path / "passes").write_text("0")
 
     def going_on() -> bool:
@@ -134,13 +136,13 @@ def test_every_answer_is_the_fold_at_its_cut(
                     [row] = connection.execute(query).fetchall()
                     assert row[0] == value, (cut, query)
                 connection.close()
-                asked += 1
+                rounds += 1
     finally:
         go.unlink()
-        said = [other.communicate(timeout=60) for other in others]
-    assert [err for _, err in said] == ["", ""]
-    assert asked >= 4
-    turns, passes = (int(out) for out, _ in said)
+        outputs = [other.communicate(timeout=60) for other in others]
+    assert [err for _, err in outputs] == ["", ""]
+    assert rounds >= 4
+    turns, passes = (int(out) for out, _ in outputs)
     assert turns > 100
     assert passes >= PASSES
     assert len(current_units(store.path, "serve")) >= 1
@@ -181,6 +183,6 @@ def test_a_filter_does_not_scan_the_world(sealed: Store, tmp_path: Path, query: 
     profile = tmp_path / "profile.json"
     connection.execute(f"PRAGMA enable_profiling = 'json'; PRAGMA profiling_output = '{profile}'")
     assert connection.execute(query).fetchall()
-    found = orjson.loads(profile.read_bytes())["query"]
+    profiled = orjson.loads(profile.read_bytes())["query"]
     assert sealed.head()["serve"] >= 4000
-    assert found["total_rows_scanned"] < most, found
+    assert profiled["total_rows_scanned"] < most, profiled

@@ -29,8 +29,18 @@ LEFT = [{"pid": 7, "command": f"sh -c {SECRET}"}, {"pid": 8, "command": "sleep 9
 
 def _launched(name: str, launch_id: str, attempt: int = 1, sample: int = 0) -> kinds.LaunchStarted:
     place = {"epoch": 2, "task": f"the task {SECRET}", "sample": sample}
-    said = (name, launch_id, "nightly", place, attempt, "subprocess", {"level": "session"}, "host-17", CLOCKS)
-    return kinds.LaunchStarted(*said, "launching")
+    fields = (
+        name,
+        launch_id,
+        "nightly",
+        place,
+        attempt,
+        "subprocess",
+        {"level": "session"},
+        "host-17",
+        CLOCKS,
+    )
+    return kinds.LaunchStarted(*fields, "launching")
 
 
 def _records() -> list[Any]:
@@ -170,9 +180,9 @@ def test_retention_drops_them_with_their_trajectory(store: Store) -> None:
 
 def test_a_query_reads_what_it_needs(launched: Store) -> None:
     """No turns, names only where they are asked for, and no file of what holds no launches."""
-    asked = turn_requested("b", "b.0", root_reason="first_turn")
+    requested = turn_requested("b", "b.0", root_reason="first_turn")
     with launched.writer("serve") as writer:
-        writer.append([Event(asked, "demo")]).result(30)
+        writer.append([Event(requested, "demo")]).result(30)
     with launched.writer("train") as writer:
         writer.append([Event(kinds.StepFailed(0, 1, "actor", "x"), "demo")]).result(30)
     Sealer(launched).run_once()

@@ -75,7 +75,7 @@ def test_threads_that_name_the_same_view_at_once(told: Store) -> None:
     with rb.connect(told.path) as connection:
         cursors = [connection.cursor() for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
-            found = list(
+            counts = list(
                 pool.map(lambda cursor: cursor.execute("SELECT count(*) FROM steps").fetchall(), cursors)
             )
-    assert len(set(map(tuple, found))) == 1
+    assert len(set(map(tuple, counts))) == 1

@@ -164,11 +164,11 @@ def _attempt(run: str, record: Any) -> tuple[str, str, int, int]:
 def test_trained_is_what_the_loss_masks_were(seed: int) -> None:
     """Trained tokens are those in the masks of the samples that the trainer made at each plan's cut."""
     history = _history(seed, 80, odd=False)
-    found: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for (maker, where), entry in fold_ledger(history.events(history.head)).entries.items():
         if where[0] == TRAINED:
-            found[maker.run] += entry.tokens
-    assert found == _trained(history)
+            tokens[maker.run] += entry.tokens
+    assert tokens == _trained(history)
 
 
 def _store(history: History, folder: Path) -> Store:
@@ -202,5 +202,5 @@ def test_a_store_half_sealed(tmp_path: Path, seed: int) -> None:
                     build_derived(log.path, unit)
         for cut, rows in zip(cuts, folded, strict=True):
             with rb.connect(log.path, as_of=format_cut(cut)) as connection:
-                found = _sorted(connection.execute(LEDGER).fetchall())
-            assert found == rows, f"derived: {derived}"
+                viewed = _sorted(connection.execute(LEDGER).fetchall())
+            assert viewed == rows, f"derived: {derived}"

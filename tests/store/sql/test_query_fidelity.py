@@ -155,7 +155,9 @@ def test_erased_tokens_show_in_the_fidelity(written: Store) -> None:
         with written.writer("ends") as writer:
             writer.append([Event(TrajectoryFinished(f"id-{name}"), "demo")]).result(30)
         erase_trajectory(written, f"id-{name}", "asked", keep_tokens=name == "both")
-    expected = [(trajectory, "erased" if trajectory == "exact" else said) for trajectory, said in FIDELITY]
+    expected = [
+        (trajectory, "erased" if trajectory == "exact" else fidelity) for trajectory, fidelity in FIDELITY
+    ]
     assert _fidelity(written) == expected
     assert rb.connect(written.path).execute(query).fetchall() == [
         *(("both-0", "text_only"), ("both-1", "exact")),

@@ -24,13 +24,13 @@ TEXTS = "select text from tokens order by position"
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """Byte-level BPE, in which a letter with an accent is two tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-    made.train_from_iterator(["hello there"] * 9, trainer)
-    return made
+    bpe.train_from_iterator(["hello there"] * 9, trainer)
+    return bpe
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def _digest(model: Path) -> str:
 
 
 def _sampled(run: str, ids: list[int]) -> list[Event]:
-    nothing, of = token_ids([]), (f"id-{run}", f"{run}-1")
-    asked = TurnRequested(*of, "r", None, "first_turn", None, 0, [], {}, "m", {}, {}, "key")
+    nothing, names = token_ids([]), (f"id-{run}", f"{run}-1")
+    requested = TurnRequested(*names, "r", None, "first_turn", None, 0, [], {}, "m", {}, {}, "key")
     done = TurnCompleted(
-        *(*of, None, None, nothing, token_ids(ids), None, (), 0, prompt_sha256(nothing), "stop"),
+        *(*names, None, None, nothing, token_ids(ids), None, (), 0, prompt_sha256(nothing), "stop"),
         *({"role": "assistant", "content": "?"}, {"kind": "none"}, [], {}),
     )
-    return [Event(record, run) for record in (TrajectoryOpened(of[0], "t"), asked, done)]
+    return [Event(record, run) for record in (TrajectoryOpened(names[0], "t"), requested, done)]
 
 
 def _write(store: Store, *events: Event) -> None:
@@ -99,8 +99,8 @@ def test_each_run_has_its_own(store: Store, tokenizer: Tokenizer) -> None:
         *(_checkpoint(store, "demo", tokenizer), _checkpoint(store, "words", words)),
         *(*_sampled("demo", of_demo * 3000), *_sampled("words", [1, 0]), *_sampled("other", [0])),
     )
-    said = "".join(tokenizer.id_to_token(i) for i in of_demo)
-    assert said == "there"
+    text = "".join(tokenizer.id_to_token(i) for i in of_demo)
+    assert text == "there"
     query = "select string_agg(text, '|' order by position) from tokens where run = '{}'"
     assert _texts(store, query.format("words")) == [" b| a"]
     assert _texts(store, query.format("other")) == [None]

@@ -42,14 +42,14 @@ COUNTS = "upstream_prompt_tokens, upstream_completion_tokens, upstream_total_tok
 
 
 def _records(name: str, usage: Any) -> list[Any]:
-    nothing, of = token_ids([]), (f"id-{name}", name)
-    asked = TurnRequested(*of, f"r-{name}", None, "first_turn", None, 0, [], {}, "m", {}, {}, "key")
+    nothing, names = token_ids([]), (f"id-{name}", name)
+    requested = TurnRequested(*names, f"r-{name}", None, "first_turn", None, 0, [], {}, "m", {}, {}, "key")
     done = TurnCompleted(
-        *(*of, None, None, nothing, nothing, None, (), 0, prompt_sha256(nothing), "stop"),
+        *(*names, None, None, nothing, nothing, None, (), 0, prompt_sha256(nothing), "stop"),
         *({"role": "assistant", "content": "prompt_tokens"}, {"kind": "none"}, ["text_only"], {}),
         {"id": "u"} if usage is None else {"id": "u", "usage": usage},
     )
-    return [TrajectoryOpened(of[0], name), asked, done]
+    return [TrajectoryOpened(names[0], name), requested, done]
 
 
 @pytest.fixture(params=[False, True], ids=["live", "sealed"])

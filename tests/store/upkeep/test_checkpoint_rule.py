@@ -50,7 +50,7 @@ def _train(versions: int, every: int = 1, phase: str = "p", story: Story | None 
 
 def _kept(story: Story, keep: Keep, named: dict[int, str] | None = None, user: str = "") -> list[int]:
     why = why_kept(story.present, story.steps, keep, named or {}, lambda path: path if path == user else None)
-    return [record.policy_version for record, said in zip(story.present, why, strict=True) if said]
+    return [record.policy_version for record, reason in zip(story.present, why, strict=True) if reason]
 
 
 def test_the_newest_and_the_first_of_each_row() -> None:
@@ -160,7 +160,7 @@ def test_what_stays_makes_all_again(made: tuple[Story, Keep, dict[int, str]]) ->
     """Each step that could be replayed still can, with its reference; the rule said again removes nothing."""
     story, keep, named = made
     why = why_kept(story.present, story.steps, keep, named, _nobody)
-    stays = [record for record, said in zip(story.present, why, strict=True) if said]
+    stays = [record for record, reason in zip(story.present, why, strict=True) if reason]
     versions = {record.policy_version for record in stays}
     for step in story.steps:
         if _from(story.present, story.steps, step) is not None:
@@ -181,8 +181,10 @@ def test_a_removal_that_ends_in_the_middle(
     """Whichever of them went, the rule lets the same others go."""
     story, keep, named = made
     why = why_kept(story.present, story.steps, keep, named, _nobody)
-    goes = [record for record, said in zip(story.present, why, strict=True) if not said]
+    goes = [record for record, reason in zip(story.present, why, strict=True) if not reason]
     went = set(data.draw(st.lists(st.sampled_from(goes), unique=True))) if goes else set()
     left = [record for record in story.present if record not in went]
     again = why_kept(left, story.steps, keep, named, _nobody)
-    assert [r for r, said in zip(left, again, strict=True) if not said] == [r for r in goes if r not in went]
+    assert [r for r, reason in zip(left, again, strict=True) if not reason] == [
+        r for r in goes if r not in went
+    ]

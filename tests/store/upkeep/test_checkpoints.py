@@ -52,10 +52,10 @@ def _make(log: Store, record: kinds.CheckpointWritten) -> None:
 def log(store: Store) -> Store:
     """Six steps, each with a checkpoint; step 3 has version 2 as its reference."""
     _make(store, _written(0, None, None))
-    made: list[Any] = [_written(0, None, None)]
+    records: list[Any] = [_written(0, None, None)]
     for step in range(6):
         algorithm = {"reference_version": 2 if step == 3 else 0}
-        made.append(
+        records.append(
             step_planned(
                 step,
                 policy_version=step,
@@ -64,11 +64,14 @@ def log(store: Store) -> Store:
                 algorithm=algorithm,
             )
         )
-        made.append(kinds.StepCommitted(step, 1, "actor", step + 1, {}, {}))
+        records.append(kinds.StepCommitted(step, 1, "actor", step + 1, {}, {}))
         record = _written(step + 1)
-        made += [record, kinds.PolicyPublished("actor", step + 1, step, record.path, record.weights_digest)]
+        records += [
+            record,
+            kinds.PolicyPublished("actor", step + 1, step, record.path, record.weights_digest),
+        ]
         _make(store, record)
-    _write(store, "train", *made)
+    _write(store, "train", *records)
     return store
 
 
@@ -90,8 +93,8 @@ def test_what_may_go_goes(log: Store) -> None:
     assert _folders(log) == _names(0, 2, 4, 6)
     history = _history(log)
     assert history.held_versions == [0, 2, 4, 6]
-    said = kinds.CheckpointRemoved("actor", 3, _path(3), "w3", "o", "keep_last 1, keep_every 4")
-    assert said in history.removed
+    removal = kinds.CheckpointRemoved("actor", 3, _path(3), "w3", "o", "keep_last 1, keep_every 4")
+    assert removal in history.removed
     assert [r.policy_version for r in history.removed] == [1, 3, 5]
     with contextlib.closing(Catalog.of(log.path)) as catalog:
         before = catalog.rows()["checkpoints"]
@@ -114,18 +117,18 @@ def test_why_each_stays(log: Store) -> None:
     _write(log, "serve", kinds.RunOpened("serve", {}, f"/elsewhere/{_path(5)}"))
     _write(log, "other", kinds.RunOpened("train", {}), kinds.SyncStarted("actor", 4, "s", "e1", "disk"))
     remove_checkpoints(log, Keep(1), "demo", "actor")
-    found = {one.policy_version: one for one in list_checkpoints(log, Keep(1))}
-    assert {version: one.why_kept for version, one in found.items() if one.bytes} == {
+    listed = {checkpoint.policy_version: checkpoint for checkpoint in list_checkpoints(log, Keep(1))}
+    assert {version: checkpoint.why_kept for version, checkpoint in listed.items() if checkpoint.bytes} == {
         0: ("version 0",),
         2: ("the reference of step 3",),
         4: ("engine e1 is being given it",),
         5: ("rollbook serve of lane serve was started with it",),
         6: ("the newest", "to resume"),
     }
-    assert {v: one.removed for v, one in found.items() if not one.bytes} == dict.fromkeys(
-        (1, 3), "keep_last 1"
-    )
-    assert found[6].step == 5
+    assert {
+        v: checkpoint.removed for v, checkpoint in listed.items() if not checkpoint.bytes
+    } == dict.fromkeys((1, 3), "keep_last 1")
+    assert listed[6].step == 5
     _write(log, "other", kinds.SyncFinished("actor", 4, "s", "e1", 1, 0.1))
     _write(log, "serve", kinds.RunOpened("serve", {}, "/elsewhere/model"))
     assert remove_checkpoints(log, Keep(1), "demo", "actor") == {_path(4), _path(5)}
@@ -136,9 +139,9 @@ def test_an_engine_keeps_what_it_holds(log: Store) -> None:
     held = [kinds.PolicyActivated("actor", v, "e1", f"w{v}", _path(v), f"n{v}", f"c{v}") for v in (3, 4)]
     _write(log, "other", kinds.RunOpened("train", {}), *held)
     assert remove_checkpoints(log, Keep(1), "demo", "actor") == {_path(v) for v in (1, 3, 5)}
-    assert [one.why_kept for one in list_checkpoints(log, Keep(1)) if one.policy_version == 4] == [
-        ("engine e1 holds it",)
-    ]
+    assert [
+        checkpoint.why_kept for checkpoint in list_checkpoints(log, Keep(1)) if checkpoint.policy_version == 4
+    ] == [("engine e1 holds it",)]
     _write(log, "other", kinds.RunOpened("train", {}))
     assert remove_checkpoints(log, Keep(1), "demo", "actor") == {_path(4)}
 
@@ -159,12 +162,18 @@ def test_steps_that_cannot_be_run_again(log: Store) -> None:
         kinds.TrajectoryErased("t4", False, "asked", 1),
         kinds.TrajectoryErased("t0", True, "", 1),
     )
-    assert {one.policy_version for one in list_checkpoints(log, Keep(1)) if one.goes} == {1, 3, 4}
+    assert {
+        checkpoint.policy_version for checkpoint in list_checkpoints(log, Keep(1)) if checkpoint.goes
+    } == {1, 3, 4}
     _write(log, "upkeep", kinds.StepRetired(0, "actor", "space"))
-    assert {one.policy_version for one in list_checkpoints(log, Keep(1)) if one.goes} == {3, 4}
-    assert [one.why_kept for one in list_checkpoints(log, Keep(1)) if one.policy_version in (1, 5)] == [
-        ("nothing that stays makes it again",)
-    ] * 2
+    assert {
+        checkpoint.policy_version for checkpoint in list_checkpoints(log, Keep(1)) if checkpoint.goes
+    } == {3, 4}
+    assert [
+        checkpoint.why_kept
+        for checkpoint in list_checkpoints(log, Keep(1))
+        if checkpoint.policy_version in (1, 5)
+    ] == [("nothing that stays makes it again",)] * 2
 
 
 def test_retention_keeps_what_an_earlier_checkpoint_needs(log: Store) -> None:
@@ -277,27 +286,27 @@ def cli() -> Callable[..., tuple[int, str]]:
 
 def test_the_command(log: Store, cli: Callable[..., tuple[int, str]]) -> None:
     """It lists, says what would go, and with --yes removes it."""
-    code, said = cli(log)
-    assert (code, "nothing needs 4 of them" in said, "the reference of step 3" in said) == (0, True, True)
-    code, said = cli(log, "--keep-every", 4)
-    assert (code, said.count("would go")) == (0, 2)
-    assert "would remove 2 of 7 checkpoints" in said
+    code, output = cli(log)
+    assert (code, "nothing needs 4 of them" in output, "the reference of step 3" in output) == (0, True, True)
+    code, output = cli(log, "--keep-every", 4)
+    assert (code, output.count("would go")) == (0, 2)
+    assert "would remove 2 of 7 checkpoints" in output
     assert _folders(log) == _names(*range(7))
-    code, said = cli(log, "--keep-last", 1, "--yes", "--json")
+    code, output = cli(log, "--keep-last", 1, "--yes", "--json")
     assert code == 0
-    went = [one["policy_version"] for one in json.loads(said) if one["went"]]
+    went = [row["policy_version"] for row in json.loads(output) if row["went"]]
     assert went == [1, 3, 4, 5]
     assert _folders(log) == _names(0, 2, 6)
-    code, said = cli(log, "--run", "demo", "--policy", "actor")
-    assert (code, said.count("removed (keep_last 1)")) == (0, 4)
+    code, output = cli(log, "--run", "demo", "--policy", "actor")
+    assert (code, output.count("removed (keep_last 1)")) == (0, 4)
 
 
 def test_what_the_command_refuses(log: Store, cli: Callable[..., tuple[int, str]]) -> None:
     """Nothing to keep by, no such policy, no such run."""
     assert cli(log, "--yes")[0] == 2
-    code, said = cli(log, "--policy", "critic")
-    assert (code, "no checkpoint of critic of any run; there are: actor of demo" in said) == (2, True)
-    code, said = cli(log, "--run", "other")
-    assert (code, "no run 'other'" in said) == (2, True)
+    code, output = cli(log, "--policy", "critic")
+    assert (code, "no checkpoint of critic of any run; there are: actor of demo" in output) == (2, True)
+    code, output = cli(log, "--run", "other")
+    assert (code, "no run 'other'" in output) == (2, True)
     with pytest.raises(UpkeepError, match="there are: actor of demo"):
         list_checkpoints(log, Keep(1), "other")

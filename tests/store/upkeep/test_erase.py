@@ -107,15 +107,15 @@ def seal(log: Store, *lanes: str) -> None:
 
 def _leaks(log: Store, *needles: bytes) -> list[str]:
     """Files of the store that hold one of the needles, as they are or as the values in a Parquet file."""
-    found = []
+    leaks = []
     for path in sorted(p for p in log.path.rglob("*") if p.is_file()):
         data = path.read_bytes()
         if path.suffix == ".parquet":
             data += b"".join(_values(pq.read_table(path)))
             data += repr(pq.read_metadata(path).to_dict()).encode()
         if any(needle in data for needle in needles):
-            found.append(str(path.relative_to(log.path)))
-    return found
+            leaks.append(str(path.relative_to(log.path)))
+    return leaks
 
 
 def _values(table: pa.Table) -> Iterator[bytes]:
@@ -227,8 +227,8 @@ def test_sql_shows_an_erased_trajectory_without_text(log: Store) -> None:
     assert rows == [(None, 2, 3, "true", True), (None, 2, 6, "true", True)]
     tokens = sql.execute("select token_id, logprob from tokens where trajectory_id = 'bad'").fetchall()
     assert tokens == [(-1, None)] * 4
-    asked = "select trajectory_id, extra->>'$.reason', extra->>'$.events' from events where kind = ?"
-    assert sql.execute(asked, ["trajectory.erased"]).fetchall() == [("bad", "a key leaked", "9")]
+    query = "select trajectory_id, extra->>'$.reason', extra->>'$.events' from events where kind = ?"
+    assert sql.execute(query, ["trajectory.erased"]).fetchall() == [("bad", "a key leaked", "9")]
     assert sql.execute("select task, reward from trajectories where trajectory = 'name-bad'").fetchall() == [
         (None, 0.5)
     ]
@@ -259,23 +259,23 @@ def test_routed_experts_go_with_the_tokens(tmp_path: Path, keep_tokens: bool) ->
     """They tell of the tokens, also where they stand apart as a body; another trajectory's stay."""
     chosen = np.random.default_rng(0).integers(0, 128, (40, 48, 8))
     experts = {name: pack(np.roll(chosen, shift), 0) for shift, name in enumerate(("ours", "other"))}
-    made = rb.open(tmp_path / "store", create=True)
-    with made.writer("serve", SMALL) as writer:
+    store = rb.open(tmp_path / "store", create=True)
+    with store.writer("serve", SMALL) as writer:
         for name, packed in experts.items():
             records = _trajectory(name, PROMPT, COMPLETION, SECRET)
             records = [
                 replace(r, routed_experts=packed) if hasattr(r, "finish_reason") else r for r in records
             ]
             writer.append([Event(r, "run") for r in records]).result(30)
-    erase_trajectory(made, "ours", "test", keep_tokens=keep_tokens)
+    erase_trajectory(store, "ours", "test", keep_tokens=keep_tokens)
     seen = {}
     for name, packed in experts.items():
-        trajectory = made.trajectory(name)
+        trajectory = store.trajectory(name)
         assert trajectory is not None
         done = [turn.completed for turn in trajectory.turns.values() if turn.completed is not None]
-        seen[name] = {one.routed_experts == packed for one in done}
+        seen[name] = {completed.routed_experts == packed for completed in done}
     assert seen == {"ours": {keep_tokens}, "other": {True}}
-    assert bool(_leaks(made, experts["ours"]["data"][:64].encode())) == keep_tokens
+    assert bool(_leaks(store, experts["ours"]["data"][:64].encode())) == keep_tokens
 
 
 def test_asking_again_changes_nothing(log: Store) -> None:

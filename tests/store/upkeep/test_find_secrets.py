@@ -85,8 +85,8 @@ def test_every_secret_is_found_where_it_is(tmp_path: Path, sealed: bool) -> None
     if sealed:
         Sealer(log).run_once()
     read: list[int] = []
-    found = find_secrets(log, log.head(), Scrubber(store_secret(log.path, SECRETS)), read.append)
-    places = {(p.kind, p.field, p.turn_id): (p.format, p.digest, n) for p, n in found.places.items()}
+    report = find_secrets(log, log.head(), Scrubber(store_secret(log.path, SECRETS)), read.append)
+    places = {(p.kind, p.field, p.turn_id): (p.format, p.digest, n) for p, n in report.places.items()}
     openai, aws, password = (_digest(log, secret) for secret in (OPENAI, AWS, PASSWORD))
     login, cookie = _digest(log, f"u:{PASSWORD}"), _digest(log, f"sid={PASSWORD}")
     assert places == {
@@ -101,9 +101,9 @@ def test_every_secret_is_found_where_it_is(tmp_path: Path, sealed: bool) -> None
         ("turn.failed", "error", "v"): (NAMED, cookie, 1),
         ("label.added", "value", None): (NAMED, password, 1),
     }
-    assert found.formats == {NAMED: 5, "aws": 2, "openai": 4}
-    assert found.trajectories == ["t"]
-    assert sum(read) == found.events == sum(log.head().values())
+    assert report.formats == {NAMED: 5, "aws": 2, "openai": 4}
+    assert report.trajectories == ["t"]
+    assert sum(read) == report.events == sum(log.head().values())
 
 
 def test_a_cut_and_an_erasure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,15 +113,15 @@ def test_a_cut_and_an_erasure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run_secrets(log.path, "serve=1", None, as_json=True) == 1
     assert orjson.loads(capsys.readouterr().out)["formats"] == {NAMED: 1}
     assert run_secrets(log.path, "head", None, as_json=False) == 1
-    said = capsys.readouterr().out
-    assert f"rollbook store erase --store {path} --trajectory t --reason" in said.replace("\n", "")
-    assert "4 openai" in said
-    assert _digest(log, OPENAI)[8:-1] in said
+    printed = capsys.readouterr().out
+    assert f"rollbook store erase --store {path} --trajectory t --reason" in printed.replace("\n", "")
+    assert "4 openai" in printed
+    assert _digest(log, OPENAI)[8:-1] in printed
     for secret in (OPENAI, AWS, PASSWORD):
-        assert secret not in said
+        assert secret not in printed
     erase_trajectory(log, "t", "a leaked key")
-    found = find_secrets(log, log.head(), Scrubber(b"k"))
-    assert {(p.kind, p.trajectory_id) for p in found.places} == {("run.opened", None)}
+    report = find_secrets(log, log.head(), Scrubber(b"k"))
+    assert {(p.kind, p.trajectory_id) for p in report.places} == {("run.opened", None)}
 
 
 def test_a_store_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,16 +137,16 @@ def test_more_places_than_are_listed_are_counted(tmp_path: Path, monkeypatch: py
     """Memory is bounded, and nothing goes unsaid."""
     monkeypatch.setattr("rollbook.store.upkeep.find_secrets.LISTED", 3)
     log = _written(tmp_path / "s")
-    found = find_secrets(log, log.head(), Scrubber(b"k"))
-    assert (len(found.places), sum(found.formats.values())) == (3, 11)
-    assert found.unlisted == 11 - sum(found.places.values())
+    report = find_secrets(log, log.head(), Scrubber(b"k"))
+    assert (len(report.places), sum(report.formats.values())) == (3, 11)
+    assert report.unlisted == 11 - sum(report.places.values())
 
 
 def test_what_is_said_holds_no_secret(tmp_path: Path) -> None:
     """Not one of the values is in the JSON, and each of them was in the log."""
     log = _written(tmp_path / "s")
-    said = orjson.dumps(find_secrets(log, log.head(), Scrubber(b"k")).as_json())
+    dumped = orjson.dumps(find_secrets(log, log.head(), Scrubber(b"k")).as_json())
     logged = b"".join(json_bytes(event) for event in log.events())
     for secret in (OPENAI, AWS, PASSWORD):
         assert secret.encode() in logged
-        assert secret.encode() not in said
+        assert secret.encode() not in dumped

@@ -73,10 +73,10 @@ def _told(store: Store) -> list[Any]:
 
 def _files(store: Store) -> Files:
     """Every file of the log, but for the note of damage and what repair says."""
-    found = [*store.path.glob("lanes/[ab]/*"), *store.path.glob("sealed/*/*/*")]
+    paths = [*store.path.glob("lanes/[ab]/*"), *store.path.glob("sealed/*/*/*")]
     return {
         str(path.relative_to(store.path)): (path.read_bytes(), path.stat().st_ino)
-        for path in found
+        for path in paths
         if path.name not in ("QUARANTINED", "LOCK")
     }
 
@@ -117,11 +117,11 @@ def test_the_sealed_copy_is_taken(damaged: Store, template: Path, name: str, num
     unit = current_units(damaged.path, "a")[1]
     [segment] = [s for s in unit.segments if s.number == number]
     end = segment.first_seq + segment.events
-    said = SegmentRepaired("a", number, UNITS[1], segment.first_seq, end, a.fault.reason)
-    assert _repaired(damaged) == [said]
+    repair = SegmentRepaired("a", number, UNITS[1], segment.first_seq, end, a.fault.reason)
+    assert _repaired(damaged) == [repair]
     assert all(lane.fault is None for lane in verify_store(damaged))
     assert [lane.repaired for lane in repair_store(damaged)] == [(), (), ()]
-    assert _repaired(damaged) == [said]
+    assert _repaired(damaged) == [repair]
 
 
 def test_readers_meet_the_damage_and_then_do_not(damaged: Store) -> None:
@@ -216,27 +216,27 @@ def test_verify_names_repair_which_says_what_it_did(damaged: Store) -> None:
         return CliRunner().invoke(app, ["store", *words, "--store", str(damaged.path)])
 
     _flip(_wal(damaged, 2))
-    said = run("verify")
-    assert said.exit_code == 1
-    assert "00000002.wal: damaged at offset" in said.stdout
+    result = run("verify")
+    assert result.exit_code == 1
+    assert "00000002.wal: damaged at offset" in result.stdout
     whole = f"sealed unit {UNITS[1]} holds the same events and is whole: rollbook store repair --store "
-    assert f"{whole}{damaged.path}\n" in said.stdout
-    told = orjson.loads(run("verify", "--json").stdout)["lanes"][0]["fault"]
-    assert (told["segment"], told["unit"]) == (2, UNITS[1])
-    said = run("repair")
-    assert said.exit_code == 0
-    assert [line.split() for line in said.stdout.splitlines()[:3]] == [
+    assert f"{whole}{damaged.path}\n" in result.stdout
+    fault = orjson.loads(run("verify", "--json").stdout)["lanes"][0]["fault"]
+    assert (fault["segment"], fault["unit"]) == (2, UNITS[1])
+    result = run("repair")
+    assert result.exit_code == 0
+    assert [line.split() for line in result.stdout.splitlines()[:3]] == [
         ["lane", "repaired", "whole"],
         ["a", "1", "yes"],
         ["b", "0", "yes"],
     ]
-    assert f"removed; sealed unit {UNITS[1]} is read instead\n" in said.stdout
+    assert f"removed; sealed unit {UNITS[1]} is read instead\n" in result.stdout
     assert run("verify").exit_code == 0
     _unsealed(damaged)
-    said = run("repair")
-    assert said.exit_code == 1
-    assert "00000004.wal: damaged" in said.stdout
-    assert "left as it is; restore the file from a copy\n" in said.stdout
+    result = run("repair")
+    assert result.exit_code == 1
+    assert "00000004.wal: damaged" in result.stdout
+    assert "left as it is; restore the file from a copy\n" in result.stdout
     lanes = orjson.loads(run("repair", "--json").stdout)["lanes"]
     assert [(lane["lane"], lane["repaired"], lane["whole"]) for lane in lanes] == [
         ("a", [], False),

@@ -448,8 +448,8 @@ def test_a_killed_retention_is_finished_by_the_next(
         list(copy.events())  # readable in between
         retain(copy, "1d")
         assert [plain(e) for e in copy.events(earlier)] == rest, limit
-        said = [e.record for e in copy.events() if isinstance(e.record, kinds.SegmentDropped)]
-        assert len(said) == len({(r.of_lane, r.first_segment) for r in said}) == len(names) + 1, limit
+        drops = [e.record for e in copy.events() if isinstance(e.record, kinds.SegmentDropped)]
+        assert len(drops) == len({(r.of_lane, r.first_segment) for r in drops}) == len(names) + 1, limit
         assert list(copy.path.glob("sealed/serve/*/*.parquet")) == [], limit
         assert retain(copy, "1d").dropped_bytes == 0
         assert [v.fault for v in verify_store(copy)] == [None] * len(copy.lanes()), limit
@@ -471,8 +471,8 @@ def test_the_commands_print_what_they_did(
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     add_unit(store, "serve", turns("a"))
     add_unit(store, "serve", turns("b"))

@@ -72,15 +72,15 @@ class _Told:
     def go_back(self, which: int) -> None:
         """Give up what came after one of the checkpoints."""
         back_to, phase, optimizer = self.checkpoints[which % len(self.checkpoints)]
-        gone = [(step, made) for step, made in self.line if made > back_to]
+        gone = [(step, version) for step, version in self.line if version > back_to]
         if not gone:
             return
         highest = max(record.policy_version for record in self.records)
-        self.line = [(step, made) for step, made in self.line if made <= back_to]
+        self.line = [(step, version) for step, version in self.line if version <= back_to]
         self.checkpoints = [c for c in self.checkpoints if c[0] <= back_to]
         self.version = highest + 1
-        for step, made in gone:
-            record = StepAbandoned(step, 1, "actor", made, back_to, self.version)
+        for step, version in gone:
+            record = StepAbandoned(step, 1, "actor", version, back_to, self.version)
             self.records.append(record)
         self._written(phase, optimizer=optimizer)
 
@@ -91,13 +91,13 @@ class _Told:
 
 def _told(steps: list[tuple[bool, bool, bool]], back: dict[int, int] | None = None) -> History:
     """Steps one after the other; before step n, `back[n]` names a checkpoint to go back to."""
-    told, phase = _Told(), 0
+    story, phase = _Told(), 0
     for step, (new_phase, checkpoint, optimizer) in enumerate(steps):
         if back and step in back:
-            told.go_back(back[step])
+            story.go_back(back[step])
         phase += new_phase
-        told.step(step, f"p{phase}", checkpoint=checkpoint, optimizer=optimizer)
-    return told.history()
+        story.step(step, f"p{phase}", checkpoint=checkpoint, optimizer=optimizer)
+    return story.history()
 
 
 def _read(history: History, step: int, phase: str) -> set[str]:
@@ -157,11 +157,11 @@ def test_over_of_a_training_that_went_back() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_step_without_an_end(failed: bool) -> None:
     """A planned attempt needs its samples while it may still commit."""
-    told = _Told()
-    told.step(0, "p", checkpoint=False, optimizer=False)
-    told.records[-1] = StepFailed(0, 1, "actor", "x") if failed else told.records[0]
-    found = [] if failed else [("t0", "planned step 0 of policy 'actor' in run 'r'")]
-    assert list(needed_by(told.history())) == found
+    story = _Told()
+    story.step(0, "p", checkpoint=False, optimizer=False)
+    story.records[-1] = StepFailed(0, 1, "actor", "x") if failed else story.records[0]
+    needs = [] if failed else [("t0", "planned step 0 of policy 'actor' in run 'r'")]
+    assert list(needed_by(story.history())) == needs
 
 
 @given(
@@ -177,7 +177,7 @@ def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int])
     for erased in range(len(steps)):
         name = f"t{erased}"
         ended = ended_by(history, name)
-        reads = {s for s, one in history.steps.items() if name in _read(history, s, one.planned.phase)}
+        reads = {s for s, step in history.steps.items() if name in _read(history, s, step.planned.phase)}
         assert set(ended.steps) == reads - {0}
         going_on = last != 0 and name in _read(history, last + 1, phase)
         assert (ended.resume is not None) == going_on

@@ -86,8 +86,8 @@ def _remove(name: str) -> Callable[[Path], None]:
 
 def _manifest(change: Callable[[Any], Any], unit: int = 1) -> Callable[[Path], None]:
     def damage(store: Path) -> None:
-        found = current_units(store, "a")[unit]
-        write_manifest(unit_folder(store, found), change(found))
+        chosen = current_units(store, "a")[unit]
+        write_manifest(unit_folder(store, chosen), change(chosen))
 
     return damage
 
@@ -217,8 +217,8 @@ def test_a_dropped_unit_is_no_damage(damaged: Store) -> None:
     for path in folder.glob("*.parquet"):
         path.unlink()
     write_manifest(folder, replace(unit, dropped_us=1))
-    found = verify_lane(damaged.path, "a")
-    assert (found.events, found.units, found.fault) == (12, 2, None)
+    verified = verify_lane(damaged.path, "a")
+    assert (verified.events, verified.units, verified.fault) == (12, 2, None)
     assert read_manifest(folder).dropped_us == 1
 
 
@@ -234,10 +234,10 @@ def test_the_command_exits_with_1_at_damage(damaged: Store) -> None:
     assert "turns.parquet: damaged" in result.stdout
     result = run(app, [*arguments, "--json"])
     assert result.exit_code == 1
-    found = orjson.loads(result.stdout)
-    assert found["incomplete"] == []
-    assert [(lane["lane"], lane["whole"]) for lane in found["lanes"]] == [("a", False), ("b", True)]
-    assert found["lanes"][0]["fault"]["file"].endswith("turns.parquet")
+    report = orjson.loads(result.stdout)
+    assert report["incomplete"] == []
+    assert [(lane["lane"], lane["whole"]) for lane in report["lanes"]] == [("a", False), ("b", True)]
+    assert report["lanes"][0]["fault"]["file"].endswith("turns.parquet")
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -268,5 +268,5 @@ def test_turns_that_lack_what_they_rest_on_are_named(store: Store, sealed: bool)
     result = CliRunner().invoke(app, ["store", "verify", "--store", str(store.path)])
     assert result.exit_code == 1
     assert "turn u2 of trajectory t1 (run run) has no turn.requested" in result.stdout
-    told = CliRunner().invoke(app, ["store", "verify", "--json", "--store", str(store.path)])
-    assert [turn["turn_id"] for turn in orjson.loads(told.stdout)["incomplete"]] == ["u2", "u4"]
+    printed = CliRunner().invoke(app, ["store", "verify", "--json", "--store", str(store.path)])
+    assert [turn["turn_id"] for turn in orjson.loads(printed.stdout)["incomplete"]] == ["u2", "u4"]

@@ -271,11 +271,11 @@ def test_a_full_disk_is_not_recovered_on_every_try(
     store: Store, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While there is no room for what was to be written, nothing of the lane is read again."""
-    asked: list[int] = []
+    probed: list[int] = []
 
     class Full(Ending):
         def probe(self, folder: Path, size: int) -> None:
-            asked.append(size)
+            probed.append(size)
             FaultyDisk.probe(self, folder, size)
 
     disk = Full()
@@ -285,10 +285,10 @@ def test_a_full_disk_is_not_recovered_on_every_try(
             disk.on = True
             with pytest.raises(WriteFailedError):
                 writer.append(_append(0, 3) + _append(1, 9000)).result(30)
-            _until(lambda: len(asked) > 3)
+            _until(lambda: len(probed) > 3)
         disk.on = False
         _until(lambda: writer.failure is None)
-    assert min(asked) > 2 << 20
+    assert min(probed) > 2 << 20
 
 
 def test_nothing_unacknowledged_counts_after_a_failed_flush(
@@ -609,9 +609,9 @@ def _of_both(old: bytes, new: bytes, name: str, draw: Callable[[Any, str], Any])
         return new if draw(st.booleans(), f"{name} is cut") else old
     same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
     kept = draw(st.integers(same, len(new)), f"end of the new bytes of {name}")
-    found = new[:kept] + old[kept:]
-    longer = len(found) < len(new) and draw(st.booleans(), "the file's length is there, its bytes are not")
-    return found + bytes(len(new) - len(found)) if longer else found
+    content = new[:kept] + old[kept:]
+    longer = len(content) < len(new) and draw(st.booleans(), "the file's length is there, its bytes are not")
+    return content + bytes(len(new) - len(content)) if longer else content
 
 
 def _whole_appends_of_a_prefix(texts: list[str], appends: list[list[Event]]) -> None:

@@ -82,20 +82,20 @@ def _job(data: list[bytes], next_seq: int, segment: int | None = None) -> tuple[
 def test_the_order_of_calls(tmp_path: Path, alone: bool) -> None:
     """Bytes, then the folder of a new file, then the watermark, and only then the answers."""
     disk = Listed(tmp_path)
-    (first, one), (second, two), (nothing, three) = (
+    (first, first_done), (second, second_done), (nothing, third_done) = (
         _job([b"head", b"er"], 1, 1),
         _job([b"more"], 2),
         _job([], 2),
     )
     seen: list[int] = []
-    one.add_done_callback(lambda _: seen.append(read_watermark(tmp_path).next_seq))
+    first_done.add_done_callback(lambda _: seen.append(read_watermark(tmp_path).next_seq))
     assert _flush(tmp_path, disk, first, second, nothing, alone=alone) == []
     assert disk.calls == [
         *("open at 0", "write at 0", "sync at 0", "sync_folder at 0", "mark at 0"),
         *("write at 1", "sync at 1", "mark at 1"),
     ]
     assert seen == [1]
-    assert [f.result(0) for f in (one, two, three)] == [0, 1, 1]
+    assert [f.result(0) for f in (first_done, second_done, third_done)] == [0, 1, 1]
     assert (tmp_path / "00000001.wal").read_bytes() == b"headermore"
     assert read_watermark(tmp_path) == Watermark(1, 10, 2)
 
@@ -172,10 +172,14 @@ def test_whoever_is_alone_flushes_it_himself(tmp_path: Path) -> None:
 def test_after_a_failure_the_flusher_calls_the_disk_no_more(tmp_path: Path, call: str, alone: bool) -> None:
     """The failed job and all behind it fail, no disk call follows, and none of its bytes stay."""
     disk = Listed(tmp_path, fail=call)
-    (first, one), (second, two), (nothing, three) = _job([b"header"], 1, 7), _job([b"x"], 2), _job([], 2)
+    (first, first_done), (second, second_done), (nothing, third_done) = (
+        _job([b"header"], 1, 7),
+        _job([b"x"], 2),
+        _job([], 2),
+    )
     failures = _flush(tmp_path, disk, first, second, nothing, alone=alone)
     assert len(failures) == 1
-    for future in (one, two, three):
+    for future in (first_done, second_done, third_done):
         with pytest.raises(
             WriteFailedError, match=r"after offset 0 of segment 0.*no room.*goes on by itself"
         ) as caught:
@@ -196,10 +200,10 @@ def test_what_was_durable_before_a_failure_stays(tmp_path: Path) -> None:
             self._fail = "sync" if len(self.calls) > 5 else ""
             super().sync(fd)
 
-    (first, one), (second, two) = _job([b"header"], 1, 1), _job([b"lost"], 2)
+    (first, first_done), (second, second_done) = _job([b"header"], 1, 1), _job([b"lost"], 2)
     failures = _flush(tmp_path, FailsLater(tmp_path), first, second)
-    assert one.result(0) == 0
-    assert isinstance(two.exception(0), WriteFailedError)
+    assert first_done.result(0) == 0
+    assert isinstance(second_done.exception(0), WriteFailedError)
     assert "after offset 6 of segment 1" in str(failures[0])
     assert (tmp_path / "00000001.wal").read_bytes() == b"header"
     assert read_watermark(tmp_path) == Watermark(1, 6, 1)
@@ -324,18 +328,18 @@ def test_what_is_short_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     """Nothing fails and nothing is written twice: the job waits, and says so, until there is some again."""
-    said: list[str | None] = []
+    reasons: list[str | None] = []
     disk = Scarce(tmp_path, call, code, 4)
-    monkeypatch.setattr(time, "sleep", lambda _: said.append(flusher.waiting))
+    monkeypatch.setattr(time, "sleep", lambda _: reasons.append(flusher.waiting))
     flusher = Flusher(tmp_path, Watermark(0, 0, 0), disk, lambda _: None)
     flusher.start()
     disk.begun = True
-    (first, one), (second, two) = _job([b"header"], 1, 1), _job([b"more"], 2)
+    (first, first_done), (second, second_done) = _job([b"header"], 1, 1), _job([b"more"], 2)
     for job in (first, second):
         flusher.put(job, alone=True)
-    assert [one.result(0), two.result(0)] == [0, 1]
-    assert len(said) == 3  # the first time the spare descriptor was given for it
-    assert all(os.strerror(code) in str(text) for text in said)
+    assert [first_done.result(0), second_done.result(0)] == [0, 1]
+    assert len(reasons) == 3  # the first time the spare descriptor was given for it
+    assert all(os.strerror(code) in str(text) for text in reasons)
     assert flusher.waiting is None
     flusher.close()
     assert (tmp_path / "00000001.wal").read_bytes() == b"headermore"
@@ -353,8 +357,8 @@ def test_what_stays_short_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
         failures = _flush(folder, disk, job)
         assert isinstance(future.exception(0), WriteFailedError)
         assert os.strerror(errno.ENOMEM) in str(failures[0])
-        asked = [c for c in disk.calls if c.split()[0] == call]
-        assert len(asked) >= tries if call == "open" else len(asked) == 1
+        attempts = [c for c in disk.calls if c.split()[0] == call]
+        assert len(attempts) >= tries if call == "open" else len(attempts) == 1
 
 
 def test_the_spare_descriptor_is_for_the_next_segment(tmp_path: Path) -> None:

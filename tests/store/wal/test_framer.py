@@ -92,8 +92,8 @@ def test_a_bad_append_leaves_no_trace(notes: Callable[..., list[Event]]) -> None
     events = notes(2)
     expected = [good.begin_segment(), *good.jobs(_group(events))]
     group = _group(wrong, events)
-    found = [bad.begin_segment(), *bad.jobs(group)]
-    assert [f.chain for f in _frames(found)] == [f.chain for f in _frames(expected)]
+    jobs = [bad.begin_segment(), *bad.jobs(group)]
+    assert [f.chain for f in _frames(jobs)] == [f.chain for f in _frames(expected)]
     with pytest.raises(ValueError, match="cannot be stored"):
         group[0][1].result(0)
 
@@ -228,10 +228,10 @@ def test_an_append_beyond_any_frame_is_refused_alone(
 def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
     """With its trajectory's name, and alone: what others append is stored."""
     framer = _framer()
-    given = [Event(RewardAssigned("t", None, value), "r") for value in (1.0, reward)]
-    group = _group([given[0]], [given[1]])
+    events = [Event(RewardAssigned("t", None, value), "r") for value in (1.0, reward)]
+    group = _group([events[0]], [events[1]])
     jobs = [framer.begin_segment(), *framer.jobs(group)]
     assert sum(frame.count for frame in _frames(jobs)) == 1
-    said = f"the reward of trajectory t is {reward}: give a finite number"
-    with pytest.raises(UnstorableError, match=said):
+    message = f"the reward of trajectory t is {reward}: give a finite number"
+    with pytest.raises(UnstorableError, match=message):
         group[1][1].result(0)

@@ -39,10 +39,12 @@ def test_a_coefficient_follows_its_target() -> None:
 def test_moments_of_parts_are_those_of_the_whole(one: Any, other: Any) -> None:
     """In any order, of empty parts too."""
     whole = np.concatenate([one, other])
-    made = Moments.of(one).with_more(Moments.of(other))
-    assert made.count == len(whole)
+    moments = Moments.of(one).with_more(Moments.of(other))
+    assert moments.count == len(whole)
     if len(whole):
-        assert (made.mean, made.variance) == pytest.approx((whole.mean(), whole.var()), rel=1e-9, abs=1e-7)
+        assert (moments.mean, moments.variance) == pytest.approx(
+            (whole.mean(), whole.var()), rel=1e-9, abs=1e-7
+        )
 
 
 def test_keys_after_a_step() -> None:

@@ -27,9 +27,9 @@ def _advantages(algorithm: GroupPolicyGradient, *groups: list[float]) -> list[li
     """Advantages of groups of trajectories of one sample each."""
     numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     rewards = np.array([r for group in groups for r in group])
-    of = Rollouts(rewards, numbers, np.arange(len(numbers)), np.ones(len(numbers), np.int64))
-    found = algorithm.advantages(of).values.tolist()
-    return [[found.pop(0) for _ in group] for group in groups]
+    rollouts = Rollouts(rewards, numbers, np.arange(len(numbers)), np.ones(len(numbers), np.int64))
+    values = algorithm.advantages(rollouts).values.tolist()
+    return [[values.pop(0) for _ in group] for group in groups]
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -39,15 +39,15 @@ def test_leave_one_out_by_hand() -> None:
 
 def test_dr_grpo_by_hand() -> None:
     """Rewards less their group's mean, not divided by anything."""
-    found = _advantages(_algorithm("group_mean", "none"), [0.0, 1.0, 5.0], [7.0, 9.0])
-    assert found == [[-2.0, -1.0, 3.0], [-1.0, 1.0]]
+    advantages = _advantages(_algorithm("group_mean", "none"), [0.0, 1.0, 5.0], [7.0, 9.0])
+    assert advantages == [[-2.0, -1.0, 3.0], [-1.0, 1.0]]
 
 
 @pytest.mark.parametrize(("deviation", "expected"), [("unbiased", 0.5**0.5), ("biased", 1.0)])
 def test_deviations_by_hand(deviation: str, expected: float) -> None:
     """Of rewards 0 and 1 the deviation is sqrt(1/2) over n - 1 and 1/2 over n."""
-    [found] = _advantages(_algorithm("group_mean", deviation, 1e-300), [0.0, 1.0])
-    assert found == pytest.approx([-expected, expected], rel=1e-14)
+    [advantages] = _advantages(_algorithm("group_mean", deviation, 1e-300), [0.0, 1.0])
+    assert advantages == pytest.approx([-expected, expected], rel=1e-14)
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
@@ -80,17 +80,17 @@ def test_a_loop_over_groups_says_the_same(
 ) -> None:
     """Interleaved groups, and trajectories of several samples, which count once."""
     reward = {(g, t): rewards[7 * g + t] for g, t in samples}
-    of = Rollouts(
-        np.array([reward[one] for one in samples]),
+    rollouts = Rollouts(
+        np.array([reward[sample] for sample in samples]),
         np.array([g for g, _ in samples]),
         np.array([7 * g + t for g, t in samples]),
         np.ones(len(samples), np.int64),
     )
-    found = _algorithm(baseline, deviation).advantages(of).values
-    for (group, trajectory), advantage in zip(samples, found, strict=True):
-        members = sorted({one for one in samples if one[0] == group})
+    advantages = _algorithm(baseline, deviation).advantages(rollouts).values
+    for (group, trajectory), advantage in zip(samples, advantages, strict=True):
+        members = sorted({sample for sample in samples if sample[0] == group})
         expected = _expected(
-            baseline, deviation, [reward[one] for one in members], members.index((group, trajectory))
+            baseline, deviation, [reward[sample] for sample in members], members.index((group, trajectory))
         )
         assert advantage == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
@@ -100,20 +100,20 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards: list[float], shift: flo
     """A constant added to the rewards of a group is no reason to act otherwise."""
     for baseline in ("group_mean", "leave_one_out"):
         algorithm = _algorithm(baseline, "none")
-        [found], [shifted] = (
+        [advantages], [shifted] = (
             _advantages(algorithm, rewards),
             _advantages(algorithm, [r + shift for r in rewards]),
         )
-        assert shifted == pytest.approx(found, abs=1e-9)
+        assert shifted == pytest.approx(advantages, abs=1e-9)
 
 
 @given(st.lists(REWARD, min_size=2, max_size=8))
 def test_all_defaults_are_grpos_advantages(rewards: list[float]) -> None:
     """Up to rounding: `grpo` keeps its own arithmetic."""
-    [found] = _advantages(_algorithm("group_mean", "unbiased"), rewards)
-    one, each = np.zeros(len(rewards), np.int64), np.arange(len(rewards))
-    expected = trajectory_advantages(np.array(rewards), one, each, 1e-6)
-    assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+    [advantages] = _advantages(_algorithm("group_mean", "unbiased"), rewards)
+    group, each = np.zeros(len(rewards), np.int64), np.arange(len(rewards))
+    expected = trajectory_advantages(np.array(rewards), group, each, 1e-6)
+    assert advantages == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
 
 
 @given(SAMPLES, st.booleans(), st.booleans(), st.booleans())
@@ -128,26 +128,31 @@ def test_trajectories_are_in_the_order_of_their_first_samples(
     if in_order:
         names = [list(dict.fromkeys(names)).index(name) for name in names]
     rewards = np.array([1 / (7 * g + t + 1) for g, t in samples])
-    found = grouped(rewards, np.array([g for g, _ in samples]), np.array(names))
+    grouping = grouped(rewards, np.array([g for g, _ in samples]), np.array(names))
     trajectories = list(dict.fromkeys(samples))
     groups = sorted({g for g, _ in samples})
-    assert found.of_sample.tolist() == [trajectories.index(one) for one in samples]
-    assert found.groups.tolist() == [groups.index(g) for g, _ in trajectories]
-    assert found.rewards.tolist() == [1 / (7 * g + t + 1) for g, t in trajectories]
+    assert grouping.of_sample.tolist() == [trajectories.index(sample) for sample in samples]
+    assert grouping.groups.tolist() == [groups.index(g) for g, _ in trajectories]
+    assert grouping.rewards.tolist() == [1 / (7 * g + t + 1) for g, t in trajectories]
     sums, sizes = [0.0] * len(groups), [0] * len(groups)
-    for at, reward in zip(found.groups.tolist(), found.rewards.tolist(), strict=True):
+    for at, reward in zip(grouping.groups.tolist(), grouping.rewards.tolist(), strict=True):
         sums[at] += reward
         sizes[at] += 1
-    assert (found.sums.tolist(), found.sizes.tolist()) == (sums, sizes)
+    assert (grouping.sums.tolist(), grouping.sizes.tolist()) == (sums, sizes)
     values = rewards[: len(trajectories)]
-    assert found.for_samples(values).tolist() == [values[trajectories.index(one)] for one in samples]
-    expected = [sizes[group] for group in found.groups.tolist()]
-    assert np.broadcast_to(found.for_members(found.sizes), len(trajectories)).tolist() == expected
+    assert grouping.for_samples(values).tolist() == [values[trajectories.index(sample)] for sample in samples]
+    expected = [sizes[group] for group in grouping.groups.tolist()]
+    assert np.broadcast_to(grouping.for_members(grouping.sizes), len(trajectories)).tolist() == expected
 
 
 def test_of_no_sample_there_is_no_trajectory() -> None:
     """Nothing comes of nothing."""
     none = np.zeros(0, np.int64)
-    found = grouped(np.zeros(0), none, none)
-    assert (len(found.rewards), len(found.groups), len(found.sizes), len(found.sums)) == (0, 0, 0, 0)
+    grouping = grouped(np.zeros(0), none, none)
+    assert (len(grouping.rewards), len(grouping.groups), len(grouping.sizes), len(grouping.sums)) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert trajectory_advantages(np.zeros(0), none, none, 1e-6).tolist() == []

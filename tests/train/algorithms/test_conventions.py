@@ -19,9 +19,9 @@ from rollbook.train.algorithms.surrogates import estimate
 
 
 def _algorithm(**keys: Any) -> GroupPolicyGradient:
-    made = recorded_algorithm({"name": "policy_gradient"} | keys)
-    assert isinstance(made, GroupPolicyGradient)
-    return made
+    algorithm = recorded_algorithm({"name": "policy_gradient"} | keys)
+    assert isinstance(algorithm, GroupPolicyGradient)
+    return algorithm
 
 
 def _loss(log_ratio: float, **keys: Any) -> float:
@@ -51,8 +51,8 @@ def test_bounds_of_log_ratios(keys: dict[str, Any], expected: float) -> None:
 def test_cispos_weight_is_bounded_too() -> None:
     """Its clip may be above the bound."""
     for bound, weight in ((2.0, math.exp(2)), ("none", math.exp(3))):
-        found = _loss(3.0, surrogate="cispo", clip_high=1e9, log_ratio_bound=bound)
-        assert found == pytest.approx(weight * 3.0, rel=1e-12)
+        loss = _loss(3.0, surrogate="cispo", clip_high=1e9, log_ratio_bound=bound)
+        assert loss == pytest.approx(weight * 3.0, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -97,32 +97,32 @@ def _rollouts(**given: Any) -> Rollouts:
 def test_a_group_of_one(keys: dict[str, Any], zero: list[float], reward: list[float]) -> None:
     """Nothing of its reward is left, or all of it."""
     for how, expected in (("zero", zero), ("reward", reward)):
-        found = _algorithm(group_of_one=how, **keys).advantages(_rollouts()).values
-        assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        values = _algorithm(group_of_one=how, **keys).advantages(_rollouts()).values
+        assert values.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_the_kl_penalty_before_the_baseline() -> None:
     """Penalties 1, 0 + 2 of two samples, and 1 + 3, at a tenth each: rewards 0.9, 2.8, 4.6 are compared."""
     old = np.array([1.0, 0.0, 2.0, 1.0, 3.0], np.float32)
-    of = _rollouts(old_logprobs=old, reference_logprobs=np.zeros(5, np.float32))
+    rollouts = _rollouts(old_logprobs=old, reference_logprobs=np.zeros(5, np.float32))
     keys: dict[str, Any] = {"deviation": "none", "reward_kl": 0.1, "group_of_one": "reward"}
-    before = _algorithm(**keys, reward_kl_order="before_baseline").advantages(of)
+    before = _algorithm(**keys, reward_kl_order="before_baseline").advantages(rollouts)
     assert not before.per_token
     assert before.values.tolist() == pytest.approx([-0.95, 0.95, 0.95, 4.6])
-    after = _algorithm(**keys).advantages(of)
+    after = _algorithm(**keys).advantages(rollouts)
     assert after.per_token
     assert after.values.tolist() == pytest.approx([-1.1, 1.0, 0.8, 4.6, 4.7])
 
 
 def test_bounded_penalties() -> None:
     """With every estimate kept within 10, that in the reward is too."""
-    of = _rollouts(
+    rollouts = _rollouts(
         old_logprobs=np.array([15, 0, 0, 0, 0], np.float32), reference_logprobs=np.zeros(5, np.float32)
     )
     keys: dict[str, Any] = {"deviation": "none", "reward_kl": 0.1, "reward_kl_order": "before_baseline"}
     for bound, penalty in (("k3", 1.5), ("all", 1.0)):
-        found = _algorithm(**keys, kl_bound=bound).advantages(of).values
-        assert found[0] == pytest.approx(((1 - penalty) - 3) / 2)
+        values = _algorithm(**keys, kl_bound=bound).advantages(rollouts).values
+        assert values[0] == pytest.approx(((1 - penalty) - 3) / 2)
 
 
 def test_nothing_to_come_before() -> None:

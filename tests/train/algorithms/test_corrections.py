@@ -17,8 +17,8 @@ BOUNDS = Bounds(0.5, 2.0)
 
 def _weights(name: str, rows: list[list[float]], bounds: Bounds = BOUNDS) -> list[float]:
     flat = np.array([value for row in rows for value in row], np.float64)
-    found: list[float] = CORRECTIONS[name](flat, np.array([len(row) for row in rows]), bounds).tolist()
-    return found
+    weights: list[float] = CORRECTIONS[name](flat, np.array([len(row) for row in rows]), bounds).tolist()
+    return weights
 
 
 def _expected(name: str, row: list[float], bounds: Bounds) -> list[float]:

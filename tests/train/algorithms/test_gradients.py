@@ -43,12 +43,12 @@ def _inputs(logprobs: torch.Tensor, old: torch.Tensor, **others: Any) -> LossInp
 def _surrogate(name: str, clips: Clips, ratios: torch.Tensor) -> Of:
     start = -_normal(0).abs()
 
-    def of(logprobs: torch.Tensor) -> torch.Tensor:
+    def losses_of(logprobs: torch.Tensor) -> torch.Tensor:
         old = (logprobs.detach() if name == "cispo" else start) - ratios
         losses = torch.where(MASK, SURROGATES[name](_inputs(logprobs, old), clips), 0.0)
         return losses.sum(-1) if name == "gspo" else losses
 
-    return of
+    return losses_of
 
 
 def _composed(**keys: Any) -> Of:
@@ -57,7 +57,7 @@ def _composed(**keys: Any) -> Of:
     assert isinstance(algorithm, GroupPolicyGradient)
     start, weights = -_normal(0).abs(), _normal(4).abs()
 
-    def of(logprobs: torch.Tensor) -> torch.Tensor:
+    def loss_of(logprobs: torch.Tensor) -> torch.Tensor:
         inputs = _inputs(
             logprobs,
             start - NEAR,
@@ -68,7 +68,7 @@ def _composed(**keys: Any) -> Of:
         losses = torch.where(MASK, algorithm.loss(inputs), 0.0)
         return algorithm.add(losses, MASK) / algorithm.divisor(inputs.totals)
 
-    return of
+    return loss_of
 
 
 def _value_loss(clip: float | None) -> Of:
@@ -85,12 +85,12 @@ def _reward_model(**keys: Any) -> Of:
     algorithm = recorded_algorithm({"name": "reward_model"} | keys)
     margins, rewards = _normal(9, 4).abs(), _normal(10, 4)
 
-    def of(scores: torch.Tensor) -> torch.Tensor:
+    def loss_of(scores: torch.Tensor) -> torch.Tensor:
         mean = float(scores[:, 0].mean()) if "batch_score" in algorithm.needs else None
         losses = algorithm.score_loss(ScoreInputs(scores[:, : algorithm.head_width], margins, rewards, mean))
         return losses.sum() / 2  # of pairs, as a step divides them
 
-    return of
+    return loss_of
 
 
 PARTS: dict[str, Of] = {

@@ -35,8 +35,8 @@ def _surrogate(logprob: float, old: float, advantage: float, low: float, high: f
 def test_token_logprobs_by_hand() -> None:
     """Two tokens with logits ln 3 and 0: probabilities 3/4 and 1/4."""
     logits = torch.tensor([[[math.log(3), 0.0], [math.log(3), 0.0], [9.0, 9.0]]])
-    found = token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))
-    assert found.tolist() == [pytest.approx([math.log(0.75), math.log(0.25)], rel=1e-6)]
+    logprobs = token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))
+    assert logprobs.tolist() == [pytest.approx([math.log(0.75), math.log(0.25)], rel=1e-6)]
 
 
 def test_a_token_uses_its_own_temperature_and_the_logits_before_it() -> None:
@@ -44,14 +44,14 @@ def test_a_token_uses_its_own_temperature_and_the_logits_before_it() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     temperatures = torch.rand(2, 5) + 0.3
-    found = token_logprobs(logits, tokens, temperatures)
-    assert found.shape == (2, 4)
-    assert found.dtype == torch.float32
+    logprobs = token_logprobs(logits, tokens, temperatures)
+    assert logprobs.shape == (2, 4)
+    assert logprobs.dtype == torch.float32
     for b in range(2):
         for t in range(4):
             scaled = [float(x) / float(temperatures[b, t + 1]) for x in logits[b, t]]
             expected = scaled[int(tokens[b, t + 1])] - math.log(sum(math.exp(x) for x in scaled))
-            assert float(found[b, t]) == pytest.approx(expected, abs=2e-6)
+            assert float(logprobs[b, t]) == pytest.approx(expected, abs=2e-6)
 
 
 def test_sft_loss_is_the_cross_entropy() -> None:
@@ -59,9 +59,9 @@ def test_sft_loss_is_the_cross_entropy() -> None:
     torch.manual_seed(1)
     logits, tokens = torch.randn(1, 4, 6), torch.randint(0, 6, (1, 4))
     logprobs = token_logprobs(logits, tokens, torch.ones(1, 4))
-    found = Sft(name="sft").loss(LossInputs.whole(logprobs, logprobs, logprobs, logprobs > 0))
+    losses = Sft(name="sft").loss(LossInputs.whole(logprobs, logprobs, logprobs, logprobs > 0))
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
-    assert torch.allclose(found[0], expected, atol=1e-6)
+    assert torch.allclose(losses[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_sft_loss_is_the_cross_entropy() -> None:
 )
 def test_clipping_by_hand(ratio: float, advantage: float, expected: float) -> None:
     """The surrogate with bounds 0.8 and 1.3, on every side of them."""
-    found = _grpo(torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]))
-    assert float(found) == pytest.approx(expected, rel=1e-6)
+    loss = _grpo(torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]))
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
 
 
 @given(
@@ -96,8 +96,8 @@ def test_surrogate_equals_the_scalar_one(
     """For any numbers it is what plain scalar code gives."""
     algorithm = Grpo(name="grpo", clip_low=low, clip_high=high)
     values = [torch.tensor([[x]], dtype=torch.float64) for x in (logprob, old, advantage)]
-    found = float(_grpo(*values, algorithm))
-    assert found == pytest.approx(_surrogate(logprob, old, advantage, low, high), rel=1e-9, abs=1e-12)
+    loss = float(_grpo(*values, algorithm))
+    assert loss == pytest.approx(_surrogate(logprob, old, advantage, low, high), rel=1e-9, abs=1e-12)
 
 
 def test_gradient_at_ratio_one_is_the_policy_gradient() -> None:
@@ -109,14 +109,14 @@ def test_gradient_at_ratio_one_is_the_policy_gradient() -> None:
     def logprobs_of(held: torch.Tensor) -> torch.Tensor:
         return held[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
 
-    one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    logprobs = logprobs_of(one)
+    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logprobs = logprobs_of(leaf)
     _grpo(logprobs, logprobs.detach(), advantages).sum().backward()
     (-advantages * logprobs_of(other)).sum().backward()
-    assert one.grad is not None
+    assert leaf.grad is not None
     assert other.grad is not None
-    assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-15)
-    assert float(one.grad.abs().max()) > 0.1
+    assert torch.allclose(leaf.grad, other.grad, rtol=0, atol=1e-15)
+    assert float(leaf.grad.abs().max()) > 0.1
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "flows"), [(1.5, 1.0, 0), (0.5, -1.0, 0), (0.5, 1.0, 1)])

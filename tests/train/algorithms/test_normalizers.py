@@ -27,8 +27,8 @@ MASK = torch.tensor([[True, True, True], [True, False, False]])
 def test_values_by_hand(name: str, expected: float) -> None:
     """Two samples, of 3 tokens and of 1; the constant length is 8."""
     normalizer = NORMALIZERS[name]
-    found = normalizer.add(LOSSES, MASK) / normalizer.divisor(Totals(4, 2), 8)
-    assert float(found) == pytest.approx(expected, rel=1e-15)
+    loss = normalizer.add(LOSSES, MASK) / normalizer.divisor(Totals(4, 2), 8)
+    assert float(loss) == pytest.approx(expected, rel=1e-15)
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.data())
@@ -44,16 +44,16 @@ def test_micro_batches_and_order_do_not_matter(
     cuts = sorted(data.draw(st.sets(st.integers(1, rows))) | {rows})
     normalizer = NORMALIZERS[name]
 
-    def of(parts: list[torch.Tensor]) -> torch.Tensor:
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
         return sum(
             (normalizer.add(torch.where(mask[p], values[p], 0.0), mask[p]) for p in parts),
             start=torch.zeros((), dtype=torch.float64),
         )
 
-    whole = of([torch.arange(rows)])
-    parts = of([order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)])
+    whole = total([torch.arange(rows)])
+    parts = total([order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)])
     assert float(parts) == pytest.approx(float(whole), rel=1e-12, abs=1e-12)
-    gradients = [torch.autograd.grad(one, [values])[0] for one in (whole, parts)]
+    gradients = [torch.autograd.grad(loss, [values])[0] for loss in (whole, parts)]
     assert torch.allclose(*gradients, rtol=1e-12)
 
 

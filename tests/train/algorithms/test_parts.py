@@ -89,7 +89,7 @@ def test_a_surrogate_of_ones_own(
     norms = [_of(log, StepCommitted)[0].metrics["gradient_norm"] for log in (ours, plain)]
     assert norms[0] == pytest.approx(norms[1] / 2, rel=1e-5)
     digests = [plan.environment["parts"] for plan in _of(ours, StepPlanned)]
-    assert [list(one) for one in digests] == [["own_surrogate:halved"]] * 2
+    assert [list(names) for names in digests] == [["own_surrogate:halved"]] * 2
     assert "parts" not in _of(plain, StepPlanned)[0].environment
     monkeypatch.setattr(parts, "_loaded", {})
     with pytest.raises(TrainError, match=r"code of its own, 'own_surrogate:halved'.*--trust-parts"):
@@ -216,14 +216,14 @@ def test_a_part_is_given_what_it_needs(recorded: Stores, module: Callable[[str, 
         trained = inputs.mask
         assert not torch.equal(inputs.behaviour[trained], inputs.old_logprobs[trained])
     recorded_logprobs = [s.logprobs[1:][s.loss_mask[1:]] for s in _samples(log, plan)]
-    given = torch.cat([inputs.behaviour[inputs.mask] for inputs in seen])
-    assert given.tolist() == np.concatenate(recorded_logprobs).tolist()
+    logprobs = torch.cat([inputs.behaviour[inputs.mask] for inputs in seen])
+    assert logprobs.tolist() == np.concatenate(recorded_logprobs).tolist()
     assert replay_step(log, 0, trust_parts=True).bit_for_bit
 
 
 def _samples(log: Store, plan: StepPlanned) -> list[Any]:
-    found = samples_at_cut(log, plan, "demo")
-    return [found[ref["turn_id"]] for ref in plan.samples]
+    samples = samples_at_cut(log, plan, "demo")
+    return [samples[ref["turn_id"]] for ref in plan.samples]
 
 
 @pytest.mark.parametrize(

@@ -65,37 +65,37 @@ def _rollouts(seed: int) -> Rollouts:
     )
 
 
-def _tokens(of: Rollouts, order: Any) -> Any:
+def _tokens(rollouts: Rollouts, order: Any) -> Any:
     """Where the tokens are of samples in another order."""
-    ends = np.cumsum(of.lengths)
-    pieces = [np.arange(ends[i] - of.lengths[i], ends[i]) for i in order]
+    ends = np.cumsum(rollouts.lengths)
+    pieces = [np.arange(ends[i] - rollouts.lengths[i], ends[i]) for i in order]
     return np.concatenate([np.zeros(0, np.int64), *pieces])
 
 
-def _permuted(of: Rollouts, order: Any) -> Rollouts:
-    at = _tokens(of, order)
+def _permuted(rollouts: Rollouts, order: Any) -> Rollouts:
+    at = _tokens(rollouts, order)
     tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values", "turns")
     return replace(
-        of,
-        groups=of.groups[order],
-        trajectories=of.trajectories[order],
-        **{name: getattr(of, name)[order] for name in ("rewards", "lengths", "truncated")},
-        **{name: getattr(of, name)[at] for name in tokens},
+        rollouts,
+        groups=rollouts.groups[order],
+        trajectories=rollouts.trajectories[order],
+        **{name: getattr(rollouts, name)[order] for name in ("rewards", "lengths", "truncated")},
+        **{name: getattr(rollouts, name)[at] for name in tokens},
     )
 
 
 def _check(values: dict[str, Any], seed: int) -> None:
-    algorithm, of = recorded_algorithm(values), _rollouts(seed)
-    order = np.random.default_rng(seed + 1).permutation(len(of.lengths))
-    found, other = algorithm.advantages(of), algorithm.advantages(_permuted(of, order))
-    at = _tokens(of, order)
-    assert found.per_token == other.per_token
-    assert np.isfinite(found.values).all()
-    expected = found.values[at if found.per_token else order]
+    algorithm, rollouts = recorded_algorithm(values), _rollouts(seed)
+    order = np.random.default_rng(seed + 1).permutation(len(rollouts.lengths))
+    advantages, other = algorithm.advantages(rollouts), algorithm.advantages(_permuted(rollouts, order))
+    at = _tokens(rollouts, order)
+    assert advantages.per_token == other.per_token
+    assert np.isfinite(advantages.values).all()
+    expected = advantages.values[at if advantages.per_token else order]
     assert other.values == pytest.approx(expected, rel=1e-7, abs=1e-7)
-    assert (found.returns is None) == (other.returns is None)
-    if found.returns is not None and other.returns is not None:
-        assert other.returns == pytest.approx(found.returns[at], rel=1e-7, abs=1e-7)
+    assert (advantages.returns is None) == (other.returns is None)
+    if advantages.returns is not None and other.returns is not None:
+        assert other.returns == pytest.approx(advantages.returns[at], rel=1e-7, abs=1e-7)
 
 
 @given(st.integers(0, 2**31))

@@ -29,16 +29,16 @@ def _of(log: Store, kind: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
     """Gives the store of two steps by a table of keys, each trained once. Read it; never write."""
-    folder, made = tmp_path_factory.mktemp("trained"), dict[str, Store]()
+    folder, stores = tmp_path_factory.mktemp("trained"), dict[str, Store]()
 
     def trained(name: str, **keys: Any) -> Store:
         key = repr((name, keys))
-        if key not in made:
-            log = rb.open(shutil.copytree(recorded_path, folder / str(len(made))))
+        if key not in stores:
+            log = rb.open(shutil.copytree(recorded_path, folder / str(len(stores))))
             algorithm = {"name": name, "groups": 2, "group_size": 4} | keys
             fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm))
-            made[key] = log
-        return made[key]
+            stores[key] = log
+        return stores[key]
 
     return trained
 
@@ -65,9 +65,9 @@ def test_each_trains_and_replays(trained_by: Callable[..., Store], name: str) ->
 
 def test_all_defaults_are_grpo(trained_by: Callable[..., Store]) -> None:
     """One loss, up to the rounding of advantages; the gradient's norm too."""
-    found = _of(trained_by("policy_gradient"), StepCommitted)
+    steps = _of(trained_by("policy_gradient"), StepCommitted)
     expected = _of(trained_by("grpo"), StepCommitted)
-    for ours, grpo in zip(found, expected, strict=True):
+    for ours, grpo in zip(steps, expected, strict=True):
         for metric in ("loss", "gradient_norm"):
             assert ours.metrics[metric] == pytest.approx(grpo.metrics[metric], rel=1e-4, abs=1e-6)
 
@@ -87,7 +87,7 @@ class Reversed(GroupPolicyGradient):
     name: Literal["mine:Reversed"]
     """The algorithm that the other keys of the table belong to."""
 
-    def of_tokens(self, rewards: Any, of: Rollouts) -> Advantages:
+    def of_tokens(self, rewards: Any, rollouts: Rollouts) -> Advantages:
         """The rewards of tokens, from the last to the first."""
         return Advantages(rewards[::-1], per_token=True)
 
@@ -99,6 +99,9 @@ class Reversed(GroupPolicyGradient):
 def test_an_estimator_of_ones_own_is_asked_where_a_key_speaks_of_tokens(keys: Any, asked: bool) -> None:
     """Whitening is of tokens too, though all tokens of a sample have one advantage before it."""
     plain = {"name": "mine:Reversed", "baseline": "none", "deviation": "none"}
-    of = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 1]))
-    found = Reversed.model_validate(plain | keys).advantages(of)
-    assert (found.per_token, found.values.tolist()) == (asked, [8.0, 4.0, 0.0] if asked else [4.0, 8.0])
+    rollouts = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 1]))
+    advantages = Reversed.model_validate(plain | keys).advantages(rollouts)
+    assert (advantages.per_token, advantages.values.tolist()) == (
+        asked,
+        [8.0, 4.0, 0.0] if asked else [4.0, 8.0],
+    )

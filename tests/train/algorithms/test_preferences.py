@@ -32,10 +32,10 @@ def _inputs(seed: int = 0, mask: torch.Tensor = MASK) -> LossInputs:
     return LossInputs.whole(logprobs.requires_grad_(), zeros, zeros, mask, reference_logprobs=reference)
 
 
-def _of_batch(of: Dpo, inputs: LossInputs) -> torch.Tensor:
+def _of_batch(algorithm: Dpo, inputs: LossInputs) -> torch.Tensor:
     """The loss as a step makes it."""
-    total = of.add(torch.where(inputs.mask, of.loss(inputs), 0.0), inputs.mask)
-    return total / of.divisor(Totals(int(inputs.mask.sum()), int(inputs.mask.any(-1).sum())))
+    total = algorithm.add(torch.where(inputs.mask, algorithm.loss(inputs), 0.0), inputs.mask)
+    return total / algorithm.divisor(Totals(int(inputs.mask.sum()), int(inputs.mask.any(-1).sum())))
 
 
 def _plain(inputs: LossInputs, *, mean: bool = False) -> list[float]:
@@ -56,7 +56,7 @@ def test_losses_by_hand() -> None:
     expected = [math.log1p(math.exp(-0.5 * gap)) for gap in gaps]
     assert _of_batch(_dpo(beta=0.5), inputs).item() == pytest.approx(sum(expected) / 2)
     smoothed = [
-        0.9 * one + 0.1 * math.log1p(math.exp(0.5 * g)) for one, g in zip(expected, gaps, strict=True)
+        0.9 * loss + 0.1 * math.log1p(math.exp(0.5 * g)) for loss, g in zip(expected, gaps, strict=True)
     ]
     assert _of_batch(_dpo(beta=0.5, label_smoothing=0.1), inputs).item() == pytest.approx(sum(smoothed) / 2)
     squares = [(gap - 1) ** 2 for gap in gaps]
@@ -65,7 +65,7 @@ def test_losses_by_hand() -> None:
     normalized = _dpo(beta=0.5, preference_loss="ipo", length_normalized=True)
     assert _of_batch(normalized, inputs).item() == pytest.approx(sum(means) / 2)
     chosen = [-inputs.logprobs[row][MASK[row]].mean().item() for row in (0, 2)]
-    with_sft = [one + 2 * own for one, own in zip(expected, chosen, strict=True)]
+    with_sft = [loss + 2 * own for loss, own in zip(expected, chosen, strict=True)]
     assert _of_batch(_dpo(beta=0.5, sft_weight=2.0), inputs).item() == pytest.approx(sum(with_sft) / 2)
 
 
@@ -81,8 +81,8 @@ def test_the_gradient_raises_the_chosen_one() -> None:
 @given(st.integers(0, 1000), st.sampled_from([{}, {"preference_loss": "ipo"}, {"sft_weight": 1.0}]))
 def test_nothing_hangs_on_micro_batches_or_masked_tokens(seed: int, keys: dict[str, Any]) -> None:
     """Pairs in one micro-batch or in two, with padding or other masked tokens: the same sum and gradient."""
-    of, inputs = _dpo(**keys), _inputs(seed)
-    whole = _of_batch(of, inputs)
+    algorithm, inputs = _dpo(**keys), _inputs(seed)
+    whole = _of_batch(algorithm, inputs)
     (gradient,) = torch.autograd.grad(whole, [inputs.logprobs])
     noise = torch.where(MASK, 0.0, 7.5)
     assert inputs.reference_logprobs is not None
@@ -97,7 +97,7 @@ def test_nothing_hangs_on_micro_batches_or_masked_tokens(seed: int, keys: dict[s
         )
         for at in (slice(0, 2), slice(2, 4))
     ]
-    total = sum((torch.where(p.mask, of.loss(p), 0.0).sum() for p in parts), torch.zeros(())) / 2
+    total = sum((torch.where(p.mask, algorithm.loss(p), 0.0).sum() for p in parts), torch.zeros(())) / 2
     (other,) = torch.autograd.grad(total, [moved])
     torch.testing.assert_close(total, whole)
     torch.testing.assert_close(other, gradient)
@@ -124,22 +124,22 @@ def test_measures() -> None:
     """Which pairs are rated as preferred, and by how much."""
     inputs = _inputs(3)
     gaps = _plain(inputs)
-    found = _dpo(beta=0.5).measures(inputs)
-    assert found["preference_accuracy"].tolist() == [float(gap > 0) for gap in gaps]
-    assert found["preference_margin"].tolist() == pytest.approx([0.5 * gap for gap in gaps])
+    measures = _dpo(beta=0.5).measures(inputs)
+    assert measures["preference_accuracy"].tolist() == [float(gap > 0) for gap in gaps]
+    assert measures["preference_margin"].tolist() == pytest.approx([0.5 * gap for gap in gaps])
     assert inputs.reference_logprobs is not None
     ratios = inputs.logprobs - inputs.reference_logprobs
     means = [float(ratio[mask].mean()) for ratio, mask in zip(ratios, inputs.mask, strict=True)]
-    assert found["chosen_logratio"].tolist() == pytest.approx(means[0::2])
+    assert measures["chosen_logratio"].tolist() == pytest.approx(means[0::2])
 
 
 def test_what_it_says_of_itself() -> None:
     """Needs, demand and signs, by where pairs come from."""
-    recorded, made = _dpo(batch_size=8), _dpo(pairs="rewards", group_size=4)
+    recorded, rewarded = _dpo(batch_size=8), _dpo(pairs="rewards", group_size=4)
     assert recorded.needs == {"pairs", "reference"}
-    assert made.needs == {"pairs", "groups", "rewards", "reference"}
-    assert (recorded.cycles, made.cycles) == (True, False)
-    assert (recorded.demand.groups, recorded.demand.group_size, made.demand.group_size) == (8, 2, 4)
+    assert rewarded.needs == {"pairs", "groups", "rewards", "reference"}
+    assert (recorded.cycles, rewarded.cycles) == (True, False)
+    assert (recorded.demand.groups, recorded.demand.group_size, rewarded.demand.group_size) == (8, 2, 4)
     rollouts = Rollouts(np.full(4, np.nan), np.zeros(4, np.int64), np.arange(4), np.ones(4, np.int64))
     assert recorded.advantages(rollouts).values.tolist() == [1, -1, 1, -1]
 

@@ -48,9 +48,9 @@ class Doubled(Algorithm):
         """Samples, each by itself."""
         return Demand(self.samples)
 
-    def advantages(self, of: Rollouts) -> Advantages:
+    def advantages(self, rollouts: Rollouts) -> Advantages:
         """Twice the reward."""
-        return Advantages(2 * of.rewards)
+        return Advantages(2 * rollouts.rewards)
 
     def loss(self, inputs: LossInputs) -> Any:
         """Minus the advantage-weighted logprob."""
@@ -159,5 +159,5 @@ def test_what_each_algorithm_says_of_itself() -> None:
     assert Grpo(name="grpo", groups=3, group_size=5).demand == Demand(3, 5)
     assert (Sft(name="sft").needs, Sft(name="sft").cycles) == (frozenset(), True)
     assert (Grpo(name="grpo").needs, Grpo(name="grpo").cycles) == ({"logprobs", "rewards", "groups"}, False)
-    of = Rollouts(np.array([np.nan, 3.0]), np.arange(2), np.arange(2), np.array([1, 2]))
-    assert Sft(name="sft").advantages(of).values.tolist() == [1.0, 1.0]
+    rollouts = Rollouts(np.array([np.nan, 3.0]), np.arange(2), np.arange(2), np.array([1, 2]))
+    assert Sft(name="sft").advantages(rollouts).values.tolist() == [1.0, 1.0]

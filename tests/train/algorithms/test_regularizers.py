@@ -22,8 +22,8 @@ def _distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_by_hand() -> None:
     """d = ln 2."""
     difference = torch.tensor([math.log(2)], dtype=torch.float64)
-    found = {name: float(of(difference)) for name, of in KL_ESTIMATORS.items()}
-    assert found == pytest.approx(
+    values = {name: float(estimator(difference)) for name, estimator in KL_ESTIMATORS.items()}
+    assert values == pytest.approx(
         {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)}, rel=1e-12
     )
 
@@ -33,9 +33,9 @@ def test_expectations_are_the_divergence(seed: int) -> None:
     """Over all tokens, k1 and k3 come to KL(policy || reference) exactly, and k2 nearly."""
     policy, reference = _distributions(seed)
     divergence = float((policy.exp() * (policy - reference)).sum())
-    for name, of in KL_ESTIMATORS.items():
-        found = float((policy.exp() * of(policy - reference)).sum())
-        assert found == pytest.approx(divergence, rel=0.2 if name == "k2" else 1e-9)
+    for name, estimator in KL_ESTIMATORS.items():
+        expectation = float((policy.exp() * estimator(policy - reference)).sum())
+        assert expectation == pytest.approx(divergence, rel=0.2 if name == "k2" else 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -45,10 +45,10 @@ def test_the_gradient_of_k2_is_that_of_the_divergence(seed: int) -> None:
     logits = policy.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)
     weighted = (policy.exp() * KL_ESTIMATORS["k2"](logprobs - reference)).sum()
-    [found] = torch.autograd.grad(weighted, [logits])
+    [gradient] = torch.autograd.grad(weighted, [logits])
     again = logits.log_softmax(-1)
     [expected] = torch.autograd.grad((again.exp() * (again - reference)).sum(), [logits])
-    assert torch.allclose(found, expected, atol=1e-12)
+    assert torch.allclose(gradient, expected, atol=1e-12)
 
 
 def test_k3_is_bounded_and_never_negative() -> None:
@@ -63,7 +63,7 @@ def test_entropies() -> None:
     """ln 2 of a fair coin, 0 of a certain one; the temperature makes it fairer."""
     logits = torch.tensor([[[0.0, 0.0], [1000.0, 0.0], [2.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
     temperatures = torch.tensor([[1.0, 1.0, 1.0, 2.0]])
-    found = entropies(log_distributions(logits, temperatures))
+    values = entropies(log_distributions(logits, temperatures))
     chance = math.e / (math.e + 1)
     expected = [math.log(2), 0.0, -(chance * math.log(chance) + (1 - chance) * math.log(1 - chance))]
-    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert values[0].tolist() == pytest.approx(expected, abs=1e-6)

@@ -37,15 +37,15 @@ def _flat(rows: list[list[float]]) -> np.ndarray:
 
 def test_returns_by_hand() -> None:
     """Two samples, of three tokens and of one, at a discount of 1/2."""
-    found = discounted_returns(np.array([1.0, 2.0, 4.0, 8.0]), np.array([3, 1]), 0.5)
-    assert found.tolist() == [1 + (2 + 4 / 2) / 2, 2 + 4 / 2, 4, 8]
+    returns = discounted_returns(np.array([1.0, 2.0, 4.0, 8.0]), np.array([3, 1]), 0.5)
+    assert returns.tolist() == [1 + (2 + 4 / 2) / 2, 2 + 4 / 2, 4, 8]
 
 
 def test_gae_by_hand() -> None:
     """Rewards 0, 1; values 0.5, 0.25; discount 1/2, decay 1/2."""
-    found = generalized_advantages(np.array([0.0, 1.0]), np.array([0.5, 0.25]), np.array([2]), 0.5, 0.5)
+    advantages = generalized_advantages(np.array([0.0, 1.0]), np.array([0.5, 0.25]), np.array([2]), 0.5, 0.5)
     last = 1 - 0.25
-    assert found.tolist() == [0 + 0.5 * 0.25 - 0.5 + 0.25 * last, last]
+    assert advantages.tolist() == [0 + 0.5 * 0.25 - 0.5 + 0.25 * last, last]
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE)
@@ -60,8 +60,8 @@ def test_returns_are_those_of_a_loop(lengths: list[int], seed: int, discount: fl
             total = reward + discount * total
             returns.insert(0, total)
         expected += returns
-    found = discounted_returns(_flat(rows), np.array(lengths), discount)
-    assert found.tolist() == expected
+    result = discounted_returns(_flat(rows), np.array(lengths), discount)
+    assert result.tolist() == expected
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE, SHARE)
@@ -74,16 +74,16 @@ def test_gae_is_that_of_a_loop(lengths: list[int], seed: int, discount: float, d
         deltas = [r + discount * n - v for r, n, v in zip(reward, after, value, strict=True)]
         factor = discount * decay
         expected += [sum(factor**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
-    found = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
-    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    advantages = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @given(LENGTHS, st.integers(0, 2**31))
 def test_with_decay_1_the_critics_target_is_the_return(lengths: list[int], seed: int) -> None:
     """A + V telescopes to the discounted return, whatever the values are."""
-    rewards, values, of = _flat(_rows(lengths, seed)), _flat(_rows(lengths, seed + 1)), np.array(lengths)
-    target = generalized_advantages(rewards, values, of, 0.9, 1.0) + values
-    assert target == pytest.approx(discounted_returns(rewards, of, 0.9), abs=1e-9)
+    rewards, values, sizes = _flat(_rows(lengths, seed)), _flat(_rows(lengths, seed + 1)), np.array(lengths)
+    target = generalized_advantages(rewards, values, sizes, 0.9, 1.0) + values
+    assert target == pytest.approx(discounted_returns(rewards, sizes, 0.9), abs=1e-9)
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=30))
@@ -92,9 +92,9 @@ def test_whitened_values(values: list[float]) -> None:
     array = np.array(values)
     for ddof, variance in ((1, statistics.variance), (0, statistics.pvariance)):
         spread = variance(values)
-        found = whitened(array, ddof)
-        assert found.mean() == pytest.approx(0, abs=1e-6)
-        assert variance(found.tolist()) == pytest.approx(spread / (spread + 1e-8), rel=1e-6, abs=1e-9)
+        result = whitened(array, ddof)
+        assert result.mean() == pytest.approx(0, abs=1e-6)
+        assert variance(result.tolist()) == pytest.approx(spread / (spread + 1e-8), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [2.0, 2.0]])
@@ -148,16 +148,16 @@ def test_gae_has_the_bits_of_a_loop(lengths: list[int], seed: int, discount: flo
                 delta = delta + discount * value[t + 1] + discount * decay * advantages[0]
             advantages.insert(0, delta)
         expected += advantages
-    found = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
-    assert found.tolist() == expected
+    result = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
+    assert result.tolist() == expected
 
 
 def test_whitening_by_the_mean_alone() -> None:
     """Over all trained tokens of the rollout batch, so that long samples weigh more; nothing is divided."""
     keys = {"baseline": "none", "deviation": "none", "whitening": "mean"}
     algorithm = recorded_algorithm({"name": "policy_gradient"} | keys)
-    of = Rollouts(np.array([1.0, 5.0]), np.zeros(2, np.int64), np.arange(2), np.array([3, 1]))
-    found = algorithm.advantages(of)
-    assert (found.per_token, found.values.tolist()) == (True, [-1.0, -1.0, -1.0, 3.0])
+    rollouts = Rollouts(np.array([1.0, 5.0]), np.zeros(2, np.int64), np.arange(2), np.array([3, 1]))
+    advantages = algorithm.advantages(rollouts)
+    assert (advantages.per_token, advantages.values.tolist()) == (True, [-1.0, -1.0, -1.0, 3.0])
     nothing = Rollouts(np.array([1.0]), np.zeros(1, np.int64), np.arange(1), np.array([0]))
     assert algorithm.advantages(nothing).values.tolist() == []

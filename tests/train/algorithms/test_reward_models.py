@@ -34,11 +34,11 @@ def _inputs(scores: Any = SCORES, **given: Any) -> ScoreInputs:
     return ScoreInputs(tensor.requires_grad_(), **tensors)
 
 
-def _of_batch(of: RewardModel, inputs: ScoreInputs) -> torch.Tensor:
+def _of_batch(algorithm: RewardModel, inputs: ScoreInputs) -> torch.Tensor:
     """The loss as a step makes it."""
-    losses = of.score_loss(inputs)
+    losses = algorithm.score_loss(inputs)
     assert losses.shape == (len(inputs.scores),)
-    return losses.sum() / of.divisor(Totals(0, len(inputs.scores)))
+    return losses.sum() / algorithm.divisor(Totals(0, len(inputs.scores)))
 
 
 def _bt(*gaps: float) -> float:
@@ -62,16 +62,17 @@ def test_losses_by_hand() -> None:
 def test_sum_to_zero_is_the_square_of_the_mean(seed: int, weight: float) -> None:
     """In value and gradient, from micro-batches that know no more than the mean of all."""
     scores = torch.randn(8, generator=torch.Generator().manual_seed(seed)).double().requires_grad_()
-    of = _of(batch_sum_to_zero=weight)
+    algorithm = _of(batch_sum_to_zero=weight)
     mean = scores.detach().mean().item()
     zeros = torch.zeros(4, dtype=torch.float64)
     parts = [
-        of.score_loss(ScoreInputs(scores[at, None], zeros, zeros, mean)) for at in (slice(0, 4), slice(4, 8))
+        algorithm.score_loss(ScoreInputs(scores[at, None], zeros, zeros, mean))
+        for at in (slice(0, 4), slice(4, 8))
     ]
-    found = torch.cat(parts).sum() / 4
+    loss = torch.cat(parts).sum() / 4
     whole = _of_batch(_of(), _inputs(scores.detach().tolist())) + weight * scores.detach().mean() ** 2
-    torch.testing.assert_close(found, whole)
-    (gradient,) = torch.autograd.grad(found, [scores])
+    torch.testing.assert_close(loss, whole)
+    (gradient,) = torch.autograd.grad(loss, [scores])
     again = scores.detach().clone().requires_grad_()
     gaps = again[0::2] - again[1::2]
     plain = torch.nn.functional.softplus(-gaps).mean() + weight * again.mean() ** 2
@@ -115,11 +116,11 @@ def test_extremes_stay_finite() -> None:
 
 def test_measures() -> None:
     """Of pairs their order and difference, of samples their scores."""
-    found = _of().score_measures(_inputs())
-    assert found["preference_accuracy"].tolist() == [1.0, 0.0, 1.0]
-    assert found["preference_margin"].tolist() == [2.0, -0.75, 1.0]
-    assert found["score_mean"].tolist() == SCORES
-    assert "score_deviation" not in found
+    measures = _of().score_measures(_inputs())
+    assert measures["preference_accuracy"].tolist() == [1.0, 0.0, 1.0]
+    assert measures["preference_margin"].tolist() == [2.0, -0.75, 1.0]
+    assert measures["score_mean"].tolist() == SCORES
+    assert "score_deviation" not in measures
     uncertain = _of(head="mean_deviation").score_measures(_inputs([[1.0, 0.0], [2.0, math.log(3)]]))
     assert uncertain["score_deviation"].tolist() == pytest.approx([1.0, 3.0])
 
@@ -130,26 +131,26 @@ def test_temperatures(gaps: list[float], scale: float) -> None:
     """No other temperature has less loss; scores times a number are calibrated by that number more; there is
     none where the least loss is beyond the bounds, as where all pairs are rated right."""
     values = np.array(gaps)
-    found = calibration_temperature(values)
+    fitted = calibration_temperature(values)
 
     def loss(temperature: float) -> float:
         return float(np.logaddexp(0, -values / temperature).mean())
 
-    if found is None:
-        first, *between, last = (loss(one) for one in np.geomspace(*TEMPERATURES, 200))
+    if fitted is None:
+        first, *between, last = (loss(candidate) for candidate in np.geomspace(*TEMPERATURES, 200))
         assert min(between) >= min(first, last) - 1e-12
         return
-    assert all(loss(found) <= loss(found * factor) + 1e-12 for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
-    if 0.02 < found < 50:
+    assert all(loss(fitted) <= loss(fitted * factor) + 1e-12 for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+    if 0.02 < fitted < 50:
         scaled = calibration_temperature(values * scale)
         assert scaled is not None
-        assert scaled == pytest.approx(found * scale, rel=1e-6)
+        assert scaled == pytest.approx(fitted * scale, rel=1e-6)
 
 
 def test_a_temperature_by_hand() -> None:
     """Two of three pairs right by the same gap: the sigmoid of gap over T must be two thirds."""
-    found = calibration_temperature(np.array([3.0, 3.0, -3.0]))
-    assert found == pytest.approx(3.0 / math.log(2))
+    temperature = calibration_temperature(np.array([3.0, 3.0, -3.0]))
+    assert temperature == pytest.approx(3.0 / math.log(2))
     assert calibration_temperature(np.array([1.0, 2.0])) is None
     assert calibration_temperature(np.array([1.0, -1.0])) is None
 

@@ -158,7 +158,7 @@ def test_a_training_is_not_begun(recorded_path: Path, keys: dict[str, Any], said
     with pytest.raises(TrainError, match=re.escape(said)):
         _train(recorded_path, settings)
     assert sorted(recorded_path.rglob("*")) == before
-    [check] = [one for one in preflight(settings, None, {}, "cut", 8 << 30) if one.name == "parts"]
+    [check] = [result for result in preflight(settings, None, {}, "cut", 8 << 30) if result.name == "parts"]
     assert (check.verdict, said in check.said) == ("red", True)
 
 
@@ -180,9 +180,9 @@ def test_all_of_ours_pass(name: str) -> None:
 
 def test_in_a_step_too(recorded: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is odd on a real batch only is held against it as well."""
-    of = Rollouts(np.zeros(2), np.zeros(2, np.int64), np.array([0, 1]), np.array([3, 2]))
+    rollouts = Rollouts(np.zeros(2), np.zeros(2, np.int64), np.array([0, 1]), np.array([3, 2]))
     with pytest.raises(TrainError, match=re.escape("mine: advantages gave shape [1] where shape [2]")):
-        check_advantages("mine", Advantages(np.zeros(1)), of)
+        check_advantages("mine", Advantages(np.zeros(1)), rollouts)
     log = recorded()
     monkeypatch.setattr("rollbook.train.loop.loop.try_out", lambda algorithm: None)
     monkeypatch.setattr(

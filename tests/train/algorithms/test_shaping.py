@@ -12,8 +12,8 @@ from rollbook.train.algorithms.rollouts import Rollouts
 
 def test_the_overlong_penalty_by_hand() -> None:
     """A buffer of 4 before 10: nothing up to 6, all from 10 on."""
-    found = overlong_penalty(np.array([1, 6, 7, 9, 10, 50]), 10, 4)
-    assert found.tolist() == [0, 0, -0.25, -0.75, -1, -1]
+    penalties = overlong_penalty(np.array([1, 6, 7, 9, 10, 50]), 10, 4)
+    assert penalties.tolist() == [0, 0, -0.25, -0.75, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_the_overlong_penalty_by_hand() -> None:
 )
 def test_stopping_properly_by_hand(coefficient: float, expected: list[float]) -> None:
     """Multiplied by a coefficient, or replaced by a negative one, where a trajectory was cut off."""
-    found = stopped_properly(np.array([2.0, 2.0, -4.0]), np.array([False, True, True]), coefficient)
-    assert found.tolist() == expected
+    shaped = stopped_properly(np.array([2.0, 2.0, -4.0]), np.array([False, True, True]), coefficient)
+    assert shaped.tolist() == expected
 
 
 def test_a_trajectory_is_as_long_as_all_of_its_samples() -> None:
     """Two samples of 5 tokens are one trajectory of 10, cut off if one of them was; clipping comes last."""
-    of = Rollouts(
+    rollouts = Rollouts(
         rewards=np.array([1.0, 1.0, 1.0]),
         groups=np.zeros(3, np.int64),
         trajectories=np.array([0, 0, 1]),
@@ -37,9 +37,9 @@ def test_a_trajectory_is_as_long_as_all_of_its_samples() -> None:
     keys = {"baseline": "none", "deviation": "none", "overlong_length": 10, "overlong_buffer": 4}
 
     def advantages(**more: object) -> list[float]:
-        made = PolicyGradient.model_validate({"name": "policy_gradient"} | keys | more)
-        found: list[float] = made.advantages(of).values.tolist()
-        return found
+        algorithm = PolicyGradient.model_validate({"name": "policy_gradient"} | keys | more)
+        values: list[float] = algorithm.advantages(rollouts).values.tolist()
+        return values
 
     assert advantages() == [0, 0, 1]
     assert advantages(overlong_factor=3.0) == [-2, -2, 1]

@@ -36,7 +36,7 @@ def _values(inputs: LossInputs) -> list[list[tuple[float, float, float]]]:
     """(logprob, old logprob, advantage) of each trained token, row by row."""
     triples = zip(inputs.logprobs.detach(), inputs.old_logprobs, inputs.advantages, inputs.mask, strict=True)
     return [
-        [(float(a), float(b), float(c)) for a, b, c, kept in zip(*row, strict=True) if kept]
+        [(float(a), float(b), float(c)) for a, b, c, masked in zip(*row, strict=True) if masked]
         for row in triples
     ]
 
@@ -66,8 +66,8 @@ def test_values_are_those_of_scalar_code(name: str, shape: tuple[int, int, int],
     """Every surrogate, with and without dual clip, over random ratios."""
     inputs = _inputs(*shape)
     losses = SURROGATES[name](inputs, clips)
-    for found, mask, row in zip(losses, inputs.mask, _values(inputs), strict=True):
-        assert found[mask].tolist() == pytest.approx(_expected(name, row, clips), rel=1e-12, abs=1e-12)
+    for loss, mask, row in zip(losses, inputs.mask, _values(inputs), strict=True):
+        assert loss[mask].tolist() == pytest.approx(_expected(name, row, clips), rel=1e-12, abs=1e-12)
 
 
 @given(SHAPES)
@@ -77,16 +77,16 @@ def test_gradients_are_the_derivatives(name: str, shape: tuple[int, int, int]) -
     """Against finite differences; a point at a kink has probability 0."""
     inputs = _inputs(*shape)
 
-    def of(logprobs: torch.Tensor) -> torch.Tensor:
-        seen = LossInputs.whole(logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask)
-        return SURROGATES[name](seen, Clips(0.2, 0.3, 3.0))
+    def losses(logprobs: torch.Tensor) -> torch.Tensor:
+        perturbed = LossInputs.whole(logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask)
+        return SURROGATES[name](perturbed, Clips(0.2, 0.3, 3.0))
 
-    assert torch.autograd.gradcheck(of, (inputs.logprobs,))
+    assert torch.autograd.gradcheck(losses, (inputs.logprobs,))
 
 
 def _gradient(loss: torch.Tensor, inputs: LossInputs) -> Any:
-    [found] = torch.autograd.grad(loss, [inputs.logprobs])
-    return found
+    [gradient] = torch.autograd.grad(loss, [inputs.logprobs])
+    return gradient
 
 
 @given(SHAPES)
@@ -94,7 +94,7 @@ def test_gspos_gradient_is_that_of_the_sequence_objective(shape: tuple[int, int,
     """The mean over a sample's tokens has the gradient of min(s A, clip(s) A), s the geometric mean ratio."""
     inputs = _inputs(*shape)
     algorithm = PolicyGradient(name="policy_gradient", surrogate="gspo", normalizer="sequence_mean")
-    found = _gradient(
+    gradient = _gradient(
         algorithm.add(torch.where(inputs.mask, algorithm.loss(inputs), 0.0), inputs.mask), inputs
     )
     log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0)
@@ -102,16 +102,16 @@ def test_gspos_gradient_is_that_of_the_sequence_objective(shape: tuple[int, int,
     advantages = inputs.advantages[:, 0]
     clipped = ratio.clamp(0.8, 1.2)
     expected = _gradient(-(ratio * advantages).minimum(clipped * advantages).sum(), inputs)
-    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 @given(SHAPES)
 def test_cispos_gradient_is_the_clipped_weight(shape: tuple[int, int, int]) -> None:
     """-clip(r) A for each token, clipped or not."""
     inputs = _inputs(*shape)
-    found = _gradient(SURROGATES["cispo"](inputs, CLIPS).sum(), inputs)
+    gradient = _gradient(SURROGATES["cispo"](inputs, CLIPS).sum(), inputs)
     weights = (inputs.logprobs - inputs.old_logprobs).exp().clamp(0.8, 1.3)
-    assert torch.allclose(found, -weights.detach() * inputs.advantages, rtol=1e-12)
+    assert torch.allclose(gradient, -weights.detach() * inputs.advantages, rtol=1e-12)
 
 
 @given(SHAPES)
@@ -122,9 +122,9 @@ def test_masked_tokens_have_no_effect(name: str, shape: tuple[int, int, int]) ->
     other = torch.where(inputs.mask, inputs.logprobs, inputs.logprobs - 3).detach().requires_grad_()
     changed = LossInputs.whole(other, inputs.old_logprobs + ~inputs.mask, inputs.advantages, inputs.mask)
     results = []
-    for one in (inputs, changed):
-        losses = torch.where(one.mask, SURROGATES[name](one, CLIPS), 0.0)
-        results.append((losses.detach(), _gradient(losses.sum(), one)))
+    for batch in (inputs, changed):
+        losses = torch.where(batch.mask, SURROGATES[name](batch, CLIPS), 0.0)
+        results.append((losses.detach(), _gradient(losses.sum(), batch)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not results[0][1][~inputs.mask].any()

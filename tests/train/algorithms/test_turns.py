@@ -40,10 +40,10 @@ TWO_AND_THREE = Rollouts(
 )
 
 
-def _advantages(of: Rollouts = TWO_AND_THREE, **keys: Any) -> list[float]:
-    found = recorded_algorithm(PLAIN | keys).advantages(of)
-    assert found.per_token
-    return found.values.tolist()
+def _advantages(rollouts: Rollouts = TWO_AND_THREE, **keys: Any) -> list[float]:
+    advantages = recorded_algorithm(PLAIN | keys).advantages(rollouts)
+    assert advantages.per_token
+    return advantages.values.tolist()
 
 
 def test_without_a_discount() -> None:
@@ -65,7 +65,7 @@ def test_with_a_discount_of_tokens() -> None:
 
 def test_turn_rewards_alone() -> None:
     """Of a trajectory whose own reward is 0, and without them nothing is left."""
-    of = Rollouts(
+    rollouts = Rollouts(
         np.zeros(2),
         np.array([0, 1]),
         np.array([0, 1]),
@@ -73,13 +73,13 @@ def test_turn_rewards_alone() -> None:
         turn_rewards=TWO_AND_THREE.turn_rewards,
         turns=TWO_AND_THREE.turns,
     )
-    assert _advantages(of, discount=0.5, discount_unit="turn") == [2, 2, 2, 4, 8, 8, 8]
-    assert _advantages(of, discount=0.5, turn_rewards=False) == [0] * 7
+    assert _advantages(rollouts, discount=0.5, discount_unit="turn") == [2, 2, 2, 4, 8, 8, 8]
+    assert _advantages(rollouts, discount=0.5, turn_rewards=False) == [0] * 7
 
 
 def test_the_baseline_is_of_the_trajectory() -> None:
     """Of one group with rewards 16 and 32 the mean goes; the turns' rewards stay as they are."""
-    of = Rollouts(
+    rollouts = Rollouts(
         TWO_AND_THREE.rewards,
         np.array([0, 0]),
         np.array([0, 1]),
@@ -87,22 +87,22 @@ def test_the_baseline_is_of_the_trajectory() -> None:
         turn_rewards=TWO_AND_THREE.turn_rewards,
         turns=TWO_AND_THREE.turns,
     )
-    found = _advantages(of, baseline="group_mean", discount=0.5, discount_unit="turn")
-    assert found == [-2, -2, -6, 6, 12, 12, 16]
+    advantages = _advantages(rollouts, baseline="group_mean", discount=0.5, discount_unit="turn")
+    assert advantages == [-2, -2, -6, 6, 12, 12, 16]
 
 
 def test_gae_of_turns_by_hand() -> None:
     """Turns of 2 and 1 tokens; rewards 0, 1, 2, values 4, 2, 6, discount 1/2, decay 1/2."""
-    of = Rollouts(np.zeros(1), np.array([0]), np.array([0]), np.array([3]), turns=np.array([3, 3, 5]))
-    found = turn_advantages(np.array([0.0, 1.0, 2.0]), np.array([4.0, 2.0, 6.0]), of, 0.5, 0.5)
+    rollouts = Rollouts(np.zeros(1), np.array([0]), np.array([0]), np.array([3]), turns=np.array([3, 3, 5]))
+    advantages = turn_advantages(np.array([0.0, 1.0, 2.0]), np.array([4.0, 2.0, 6.0]), rollouts, 0.5, 0.5)
     last = 2 - 6
     middle = (1 + 0.5 * 6 - 2) + 0.5 * 0.5 * last
-    assert found.tolist() == [(0 + 2 - 4) + 0.5 * middle, middle, last]
+    assert advantages.tolist() == [(0 + 2 - 4) + 0.5 * middle, middle, last]
 
 
 def test_ppo_takes_it_too() -> None:
     """Its critic learns the return that is discounted by turns."""
-    of = Rollouts(
+    rollouts = Rollouts(
         TWO_AND_THREE.rewards,
         np.array([0, 1]),
         np.array([0, 1]),
@@ -112,58 +112,58 @@ def test_ppo_takes_it_too() -> None:
         values=np.zeros(7, np.float32),
     )
     keys = {"name": "ppo", "turn_rewards": True, "discount": 0.5, "discount_unit": "turn"}
-    found = recorded_algorithm(keys).advantages(of)
-    assert found.returns is not None
-    assert found.returns.tolist() == [10, 10, 18, 12, 24, 24, 40]
+    advantages = recorded_algorithm(keys).advantages(rollouts)
+    assert advantages.returns is not None
+    assert advantages.returns.tolist() == [10, 10, 18, 12, 24, 24, 40]
 
 
 def _random(lengths: list[int], seed: int, turns: Any) -> tuple[Rollouts, Any, Any]:
     random, count = np.random.default_rng(seed), sum(lengths)
     names = np.arange(len(lengths))
-    of = Rollouts(np.zeros(len(lengths)), names, names, np.array(lengths), turns=turns(count))
-    return of, random.normal(size=count), random.normal(size=count)
+    rollouts = Rollouts(np.zeros(len(lengths)), names, names, np.array(lengths), turns=turns(count))
+    return rollouts, random.normal(size=count), random.normal(size=count)
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE, SHARE)
 def test_turns_of_one_token_are_tokens(lengths: list[int], seed: int, discount: float, decay: float) -> None:
     """And a sample of one turn has no discount at all."""
-    of, rewards, values = _random(lengths, seed, np.arange)
-    assert turn_returns(rewards, of, discount) == pytest.approx(
-        discounted_returns(rewards, of.lengths, discount)
+    rollouts, rewards, values = _random(lengths, seed, np.arange)
+    assert turn_returns(rewards, rollouts, discount) == pytest.approx(
+        discounted_returns(rewards, rollouts.lengths, discount)
     )
-    assert turn_advantages(rewards, values, of, discount, decay) == pytest.approx(
-        generalized_advantages(rewards, values, of.lengths, discount, decay)
+    assert turn_advantages(rewards, values, rollouts, discount, decay) == pytest.approx(
+        generalized_advantages(rewards, values, rollouts.lengths, discount, decay)
     )
-    one, rewards, _ = _random(lengths, seed, lambda count: np.zeros(count, np.int64))
-    assert turn_returns(rewards, one, discount) == pytest.approx(
-        discounted_returns(rewards, one.lengths, 1.0)
+    whole, rewards, _ = _random(lengths, seed, lambda count: np.zeros(count, np.int64))
+    assert turn_returns(rewards, whole, discount) == pytest.approx(
+        discounted_returns(rewards, whole.lengths, 1.0)
     )
 
 
 def test_sums_of_trajectories() -> None:
     """Over all samples of each; a name counts within its group, and a sample may have no token."""
-    of = Rollouts(np.zeros(4), np.array([0, 0, 1, 0]), np.array([0, 1, 0, 0]), np.array([2, 0, 1, 1]))
-    assert of_trajectories(np.array([1.0, 2.0, 4.0, 8.0]), of).tolist() == [11, 0, 4, 11]
+    rollouts = Rollouts(np.zeros(4), np.array([0, 0, 1, 0]), np.array([0, 1, 0, 0]), np.array([2, 0, 1, 1]))
+    assert of_trajectories(np.array([1.0, 2.0, 4.0, 8.0]), rollouts).tolist() == [11, 0, 4, 11]
 
 
 def test_a_training_with_turn_rewards(recorded: Callable[..., Store]) -> None:
     """Turns of the recorded rollouts have rewards; with them the advantages are others, by the unit of the
     discount too; each of these steps replays."""
-    found = {}
+    digests = {}
     for name, keys in {
         "none": {"turn_rewards": False},
         "tokens": {"discount_unit": "token"},
         "turns": {"discount_unit": "turn"},
     }.items():
         log = recorded(name)
-        made = [RewardAssigned(f"g{g}.{i}", f"g{g}.{i}.0", 1.0 + i) for g in range(6) for i in range(4)]
-        fabric.append(log, made, lane="judge")
+        rewards = [RewardAssigned(f"g{g}.{i}", f"g{g}.{i}.0", 1.0 + i) for g in range(6) for i in range(4)]
+        fabric.append(log, rewards, lane="judge")
         algorithm = {"name": "rloo", "groups": 2, "group_size": 4, "turn_rewards": True, "discount": 0.5}
         fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm | keys))
         steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
         plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
-        found[name] = steps[0].digests["advantages"]
+        digests[name] = steps[0].digests["advantages"]
         assert len(steps) == 2
         assert plans[0].algorithm["discount_unit"] == keys.get("discount_unit", "token")
         assert [replay_step(log, plan.step).bit_for_bit for plan in plans] == [True, True]
-    assert len(set(found.values())) == 3
+    assert len(set(digests.values())) == 3

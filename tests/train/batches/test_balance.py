@@ -18,25 +18,25 @@ WORK = st.lists(st.integers(0, 10_000), max_size=60)
 def test_each_item_is_in_one_part(work: list[int], parts: int) -> None:
     """As many parts as asked for, in the order of their first items; the heaviest is no heavier than by
     chance."""
-    found = balanced(work, parts)
-    assert len(found) == parts
-    assert sorted(itertools.chain(*found)) == list(range(len(work)))
-    assert [part for part in found if part] == sorted(part for part in found if part)
-    assert all(part == sorted(part) for part in found)
-    heaviest = max(sum(work[i] for i in part) for part in found)
+    split = balanced(work, parts)
+    assert len(split) == parts
+    assert sorted(itertools.chain(*split)) == list(range(len(work)))
+    assert [part for part in split if part] == sorted(part for part in split if part)
+    assert all(part == sorted(part) for part in split)
+    heaviest = max(sum(work[i] for i in part) for part in split)
     assert heaviest <= sum(work) / parts + max(work, default=0)
-    assert balanced(work, parts) == found
+    assert balanced(work, parts) == split
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_against_every_partition(work: list[int], parts: int) -> None:
     """The difference method is at most 4/3 of the best there is (Michiels et al. 2003: 4/3 - 1/3k)."""
     best = min(
-        max(sum(of for of, at in zip(work, places, strict=True) if at == part) for part in range(parts))
+        max(sum(size for size, at in zip(work, places, strict=True) if at == part) for part in range(parts))
         for places in itertools.product(range(parts), repeat=len(work))
     )
-    found = max(sum(work[i] for i in part) for part in balanced(work, parts))
-    assert best <= found <= best * 4 / 3
+    heaviest = max(sum(work[i] for i in part) for part in balanced(work, parts))
+    assert best <= heaviest <= best * 4 / 3
 
 
 def test_the_textbooks_example() -> None:
@@ -58,13 +58,13 @@ def test_long_tailed_lengths_over_eight_ranks() -> None:
 def test_packs_hold_what_they_may(lengths: list[int], most: int) -> None:
     """At most so many tokens, but for an item that is longer; no part is empty; about as few as can be."""
     work = [n * (1000 + n) for n in lengths]
-    found = packs(lengths, work, most)
-    assert sorted(itertools.chain(*found)) == list(range(len(lengths)))
-    sums = [sum(lengths[i] for i in part) for part in found]
-    assert all(tokens <= most or len(part) == 1 for tokens, part in zip(sums, found, strict=True))
-    assert all(found)
+    split = packs(lengths, work, most)
+    assert sorted(itertools.chain(*split)) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in part) for part in split]
+    assert all(tokens <= most or len(part) == 1 for tokens, part in zip(sums, split, strict=True))
+    assert all(split)
     fewest = sum(min(n, most) for n in lengths) / most
-    assert len(found) <= 2 * fewest + 2 + sum(n > most for n in lengths)
+    assert len(split) <= 2 * fewest + 2 + sum(n > most for n in lengths)
 
 
 @pytest.mark.parametrize(("most", "parts"), [(10, 1), (9, 2), (1, 4)])

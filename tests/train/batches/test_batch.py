@@ -24,12 +24,12 @@ GRPO = Grpo(name="grpo")
 @pytest.fixture
 def samples() -> list[Sample]:
     """Three samples of lengths 4, 6 and 3, of one group; the last is a teacher's."""
-    made = [
+    records = [
         *fabric.records("a", [fabric.T([1, 2], [3, 4], logprobs=[-1.0, -2.0])], group="g", reward=0.0),
         *fabric.records("b", [fabric.T([5], [6] * 5, logprobs=-3.0, temperature=0.5)], group="g", reward=2.0),
         *fabric.records("c", [fabric.T([7], [8, 9], logprobs=None)], group="g", reward=1.0),
     ]
-    return all_samples(fold(fabric.events(made)).values())
+    return all_samples(fold(fabric.events(records)).values())
 
 
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))

@@ -42,11 +42,11 @@ def recorded_forests(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         for lane in ("a", "b"):
             with log.writer(lane, SMALL) as writer:
                 for i in range(30):
-                    made = forest(rng, f"{lane}-{half}-{i:02}")
-                    if made and rng.random() < 0.2:
-                        turn = made[1].turn_id
-                        made.append(kinds.RewardAssigned(made[0].trajectory_id, turn, 2.5))
-                    writer.append(fabric.events(made)).result(30)
+                    records = forest(rng, f"{lane}-{half}-{i:02}")
+                    if records and rng.random() < 0.2:
+                        turn = records[1].turn_id
+                        records.append(kinds.RewardAssigned(records[0].trajectory_id, turn, 2.5))
+                    writer.append(fabric.events(records)).result(30)
         if request.param == "sealed" or (request.param == "both" and not half):
             Sealer(log).run_once()
     return log
@@ -70,18 +70,18 @@ def _folded(finished: list[Trajectory], paths: Paths = "all") -> dict[str, Sampl
 def _found(log: Store, paths: Paths = "all") -> tuple[References, list[Sample]]:
     head = log.head()
     references = find_references(log, head, "demo", RecipeConfig(splits=SPLITS, paths=paths))
-    made = Materializer(log, head, references, "demo")
+    materializer = Materializer(log, head, references, "demo")
     order = np.random.default_rng(1).permutation(len(references))
-    samples = {int(i): s for i, s in zip(order, made.samples(order), strict=True)}
+    samples = {int(i): s for i, s in zip(order, materializer.samples(order), strict=True)}
     return references, [samples[i] for i in range(len(references))]
 
 
-def _same(one: Sample, other: Sample) -> None:
+def _same(sample: Sample, other: Sample) -> None:
     for name in ARRAYS:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes()), (one.leaf_turn_id, name)
+        mine, theirs = getattr(sample, name), getattr(other, name)
+        assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes()), (sample.leaf_turn_id, name)
     rest = set(Sample.__slots__) - set(ARRAYS)
-    assert {n: getattr(one, n) for n in rest} == {n: getattr(other, n) for n in rest}
+    assert {n: getattr(sample, n) for n in rest} == {n: getattr(other, n) for n in rest}
 
 
 @pytest.mark.more_but("sealed-all", "live-longest", "both-last")
@@ -106,11 +106,11 @@ def test_tokens_are_read_again_from_scratch(
     recorded_forests: Store, finished: list[Trajectory], monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Another pass over row groups that memory had no room for gives the same, whatever the disk holds."""
-    kept = list[int]()
+    offsets = list[int]()
 
     def write(_: int, parts: list[memoryview], at: int) -> int:
-        kept.append(at)
-        if disk == "short of room" and len(kept) > 1:
+        offsets.append(at)
+        if disk == "short of room" and len(offsets) > 1:
             raise OSError(errno.ENOSPC, "no space")
         return pwritev(_, parts, at)
 
@@ -121,15 +121,15 @@ def test_tokens_are_read_again_from_scratch(
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1, 1, 0))
     head = recorded_forests.head()
     references = find_references(recorded_forests, head, "demo", RecipeConfig(splits=SPLITS))
-    made = Materializer(recorded_forests, head, references, "demo")
+    materializer = Materializer(recorded_forests, head, references, "demo")
     folded = _folded(finished)
     for _ in range(2):
         for number in range(len(references)):
-            [sample] = made.samples([number])
+            [sample] = materializer.samples([number])
             _same(sample, folded[sample.leaf_turn_id])
     sealed = any(current_units(recorded_forests.path, lane) for lane in ("a", "b"))
-    assert len(set(kept)) == len(kept)
-    assert (len(kept) > 0) == (sealed and disk != "full")
+    assert len(set(offsets)) == len(offsets)
+    assert (len(offsets) > 0) == (sealed and disk != "full")
 
 
 def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
@@ -184,9 +184,9 @@ def test_an_erased_trajectory_has_no_loss(tmp_path: Path) -> None:
 def test_a_prompt_that_does_not_fold_is_damage(tmp_path: Path) -> None:
     """As for the fold: the turn is named, and nothing is trained on it."""
     log = rb.open(tmp_path / "store", create=True)
-    made = fabric.records("t", [fabric.T(), fabric.T(parent=0)], reward=1.0)
-    done = next(r for r in made if isinstance(r, kinds.TurnCompleted) and r.turn_id == "t.1")
-    broken = [replace(r, prompt_ids=kinds.token_ids([9, 9])) if r is done else r for r in made]
+    records = fabric.records("t", [fabric.T(), fabric.T(parent=0)], reward=1.0)
+    done = next(r for r in records if isinstance(r, kinds.TurnCompleted) and r.turn_id == "t.1")
+    broken = [replace(r, prompt_ids=kinds.token_ids([9, 9])) if r is done else r for r in records]
     fabric.append(log, broken)
     with pytest.raises(CorruptionError, match=r"turn t\.1: its prompt does not fold"):
         _found(log)

@@ -125,8 +125,8 @@ def test_held_out_samples_are_packed_too(recorded: Stores) -> None:
 
 def _held_out(i: int) -> list[Any]:
     turn = fabric.T([5, 6], [20 + i] * (1 + 3 * i), logprobs=None, version=None)
-    made: list[Any] = fabric.records(f"held{i}", [turn], split="eval")
-    return made
+    records: list[Any] = fabric.records(f"held{i}", [turn], split="eval")
+    return records
 
 
 def test_one_of_the_two_sizes_is_named() -> None:

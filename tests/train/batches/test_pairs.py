@@ -7,19 +7,19 @@ from rollbook.train.batches.units import paired
 
 
 def _of(*named: str) -> list[PreferenceAdded]:
-    return [PreferenceAdded(one[0], one[1]) for one in named]
+    return [PreferenceAdded(pair[0], pair[1]) for pair in named]
 
 
 def test_both_sides_must_be_kept() -> None:
     """Pairs in the order of their first record, once each; whoever is left without another side is named."""
-    made = paired(_of("ab", "cx", "ba", "ab", "xd", "ad"), {"a": 7, "b": 3, "c": 5, "d": 4, "e": 1})
-    assert made.pairs.tolist() == [[7, 3], [3, 7], [7, 4]]
-    assert made.alone.tolist() == [5]
-    assert made.named == set("abcxd")
+    pairing = paired(_of("ab", "cx", "ba", "ab", "xd", "ad"), {"a": 7, "b": 3, "c": 5, "d": 4, "e": 1})
+    assert pairing.pairs.tolist() == [[7, 3], [3, 7], [7, 4]]
+    assert pairing.alone.tolist() == [5]
+    assert pairing.named == set("abcxd")
 
 
 def test_nothing_is_preferred() -> None:
     """No pair, of the right shape."""
-    made = paired([], {"a": 1})
-    assert made.pairs.shape == (0, 2)
-    assert made.alone.tolist() == []
+    pairing = paired([], {"a": 1})
+    assert pairing.pairs.shape == (0, 2)
+    assert pairing.alone.tolist() == []

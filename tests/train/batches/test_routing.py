@@ -43,7 +43,7 @@ def _samples() -> list[Sample]:
 def test_positions_come_from_their_turns() -> None:
     """Position 3 is in two records: its token was sampled with the root's. The last has none, nor has what
     follows a turn that records nothing."""
-    both, alone = (experts_of(one, MIXTURE) for one in _samples())
+    both, alone = (experts_of(sample, MIXTURE) for sample in _samples())
     assert both.dtype == np.int16
     assert both[:, 0, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, -1]
     assert both[:, 1, 1].tolist() == [21, 22, 23, 24, 35, 36, 37, -1]
@@ -53,9 +53,9 @@ def test_positions_come_from_their_turns() -> None:
 @pytest.mark.parametrize("context", [2, 3, 5, 7])
 def test_a_sample_that_is_cut_has_those_of_what_is_left(context: int) -> None:
     """As far as the cut goes, wherever in a turn it falls."""
-    for one in _samples():
-        cut = one.within(context)
-        assert np.array_equal(experts_of(cut, MIXTURE), experts_of(one, MIXTURE)[:context])
+    for sample in _samples():
+        cut = sample.within(context)
+        assert np.array_equal(experts_of(cut, MIXTURE), experts_of(sample, MIXTURE)[:context])
 
 
 GOOD = pack(_ids(0, 4), 0)
@@ -84,19 +84,19 @@ def test_what_a_model_cannot_replay(stored: Any, why: str) -> None:
 
 def test_a_turn_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many paths it is on, and however often they are asked for; the first misfit is named."""
-    asked: list[int] = []
+    ends: list[int] = []
     real = misfit
 
     def counted(stored: Any, end: int, mixture: Mixture) -> str:
-        asked.append(end)
+        ends.append(end)
         return real(stored, end, mixture)
 
     monkeypatch.setattr("rollbook.train.select.routing.misfit", counted)
     check, few = FitCheck(MIXTURE), FitCheck(replace(MIXTURE, experts=30))
     for _ in range(2):
-        assert [check.of_path(one) for one in _samples()] == ["", ""]
-    assert asked == [5, 8]
-    assert [few.of_path(one) for one in _samples()] == [
+        assert [check.of_path(sample) for sample in _samples()] == ["", ""]
+    assert ends == [5, 8]
+    assert [few.of_path(sample) for sample in _samples()] == [
         "turn t.1: expert 37, where the model has 30",
         "",
     ]
@@ -110,9 +110,11 @@ def test_samples_from_columns_have_what_the_fold_has(store: Store, sealed: bool)
         Sealer(store).run_once()
     head = store.head()
     folded = {s.leaf_turn_id: s.routed for t in store.trajectories().values() for s in samples_of(t)}
-    found = find_references(store, head, fabric.RUN, RecipeConfig(), mixture=replace(MIXTURE, experts=30))
-    assert found.misrouted.tolist() == ["turn t.1: expert 37, where the model has 30", ""]
+    references = find_references(
+        store, head, fabric.RUN, RecipeConfig(), mixture=replace(MIXTURE, experts=30)
+    )
+    assert references.misrouted.tolist() == ["turn t.1: expert 37, where the model has 30", ""]
     for routing in (True, False):
-        made = Materializer(store, head, found, fabric.RUN, routing=routing).samples([0, 1])
-        assert {s.leaf_turn_id: s.routed for s in made} == (folded if routing else {"t.1": {}, "t.2": {}})
+        samples = Materializer(store, head, references, fabric.RUN, routing=routing).samples([0, 1])
+        assert {s.leaf_turn_id: s.routed for s in samples} == (folded if routing else {"t.1": {}, "t.2": {}})
     assert find_references(store, head, fabric.RUN, RecipeConfig()).misrouted.tolist() == ["", ""]

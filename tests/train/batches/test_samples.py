@@ -30,8 +30,8 @@ TURN = st.tuples(
 )
 
 
-def _fold(made: list[Any]) -> Trajectory:
-    (trajectory,) = fold(fabric.events(made)).values()
+def _fold(records: list[Any]) -> Trajectory:
+    (trajectory,) = fold(fabric.events(records)).values()
     return trajectory
 
 
@@ -144,11 +144,11 @@ def test_the_last_leaf_owns_its_path() -> None:
     """By hand: the root's token goes to the last leaf, the longest path is the first."""
     turns = [fabric.T([1, 2], [3], None), fabric.T([4], [5, 6], 0), fabric.T([7], [8], 0)]
     trajectory = _fold(fabric.records("t", turns))
-    found = {
+    owned = {
         rule: [(s.preferred, s.tokens[s.loss_mask].tolist()) for s in samples_of(trajectory, paths=rule)]
         for rule in ("all", "last", "longest")
     }
-    assert found == {
+    assert owned == {
         "all": [(True, [3, 5, 6]), (True, [8])],
         "last": [(False, [5, 6]), (True, [3, 8])],
         "longest": [(True, [3, 5, 6]), (False, [8])],
@@ -194,9 +194,9 @@ def test_trained_positions_have_their_turns_temperature(recorded: float, used: f
 
 def test_versions_follow_the_spans() -> None:
     """Weights that changed within a completion show in its tokens' versions; the oldest is the stalest."""
-    made = fabric.records("t", [fabric.T([1], [2, 3, 4])])
+    records = fabric.records("t", [fabric.T([1], [2, 3, 4])])
     spans = (VersionSpan("actor", 7, 0, 1), VersionSpan("actor", 5, 1, 3))
-    changed = [replace(r, version_spans=spans) if r.KIND == "turn.completed" else r for r in made]
+    changed = [replace(r, version_spans=spans) if r.KIND == "turn.completed" else r for r in records]
     (sample,) = samples_of(_fold(changed))
     assert sample.versions.tolist() == [-1, 7, 5, 5]
     assert sample.oldest_version == 5
@@ -229,8 +229,8 @@ def test_digest_covers_every_array() -> None:
 
 def test_samples_come_in_the_order_of_trajectories() -> None:
     """All samples of several trajectories, as their leaves follow each other."""
-    made = [*fabric.records("b", [fabric.T(), fabric.T()]), *fabric.records("a", finished=False)]
-    samples = all_samples(fold(fabric.events(made)).values())
+    records = [*fabric.records("b", [fabric.T(), fabric.T()]), *fabric.records("a", finished=False)]
+    samples = all_samples(fold(fabric.events(records)).values())
     assert [s.leaf_turn_id for s in samples] == ["b.0", "b.1", "a.0"]
     assert samples[0].reference["turn_id"] == "b.0"
     assert samples[0].reference["trajectory_id"] == "b"

@@ -104,10 +104,10 @@ def test_a_full_disk_at_a_checkpoint(
     command = ("train", tmp_path / "train.toml", "--store", log.path)
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file.os, "write", full)
-        code, _, said = cli(*command)
+        code, _, err = cli(*command)
     assert code == 2
-    assert f"has no room for the checkpoint {_policy(log)}/v00000002 (" in said
-    assert "the disk at /" in said
+    assert f"has no room for the checkpoint {_policy(log)}/v00000002 (" in err
+    assert "the disk at /" in err
     assert [path.name for path in _policy(log).iterdir()] == ["v00000000"]
     assert [s.policy_version for s in _of(log, StepCommitted)] == [1, 2]
     assert cli(*command)[0] == 0
@@ -117,9 +117,9 @@ def test_a_full_disk_at_a_checkpoint(
 
 def test_another_error_is_what_it_was(tmp_path: Path) -> None:
     """Only a full disk is told as one."""
-    with pytest.raises(OSError, match="broken") as told, building_beside(tmp_path / "v00000001"):
+    with pytest.raises(OSError, match="broken") as raised, building_beside(tmp_path / "v00000001"):
         raise OSError(errno.EIO, "broken")
-    assert not isinstance(told.value, ShortageError)
+    assert not isinstance(raised.value, ShortageError)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,14 +144,14 @@ def test_a_damaged_checkpoint_is_passed_over(
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT)))
     command = ("train", tmp_path / "train.toml", "--store", log.path)
     _spoil(log, 8)
-    code, _, said = cli(*command, "--set", "steps=8")
-    assert code == 0, said
-    assert "the checkpoint of version 8: " in said
-    assert "weights damaged: model." in said
-    assert "Going on from version 4 instead: 4 steps since are run again" in said
+    code, _, err = cli(*command, "--set", "steps=8")
+    assert code == 0, err
+    assert "the checkpoint of version 8: " in err
+    assert "weights damaged: model." in err
+    assert "Going on from version 4 instead: 4 steps since are run again" in err
     assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, 4, 8, 8], "it is there again"
-    code, _, said = cli(*command)
-    assert (code, "damaged" in said) == (0, False)
+    code, _, err = cli(*command)
+    assert (code, "damaged" in err) == (0, False)
     fabric.train(plain, fabric.config(fabric.SFT))
     assert _of(log, StepCommitted)[-1].digests == _of(plain, StepCommitted)[-1].digests
 
@@ -163,8 +163,8 @@ def test_all_are_damaged(recorded: Stores, cli: Callable[..., tuple[int, str, st
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT)))
     _spoil(log, 4)
     _spoil(log, 0)
-    code, _, said = cli("train", tmp_path / "train.toml", "--store", log.path)
+    code, _, err = cli("train", tmp_path / "train.toml", "--store", log.path)
     assert code == 2
-    assert "no checkpoint that run 'demo' could go on from is whole: restore one from a copy" in said
-    assert "version 4: " in said
-    assert "version 0: " in said
+    assert "no checkpoint that run 'demo' could go on from is whole: restore one from a copy" in err
+    assert "version 4: " in err
+    assert "version 0: " in err

@@ -51,11 +51,11 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert record.path == "checkpoints/run/actor/v00000003"
     held = read_checkpoint(tmp_path / record.path)
     assert held.optimizer is not None
-    for found, given in ((held.weights, weights), (held.optimizer, _optimizer())):
-        assert found.keys() == given.keys()
-        for name, tensor in given.items():
-            assert found[name].shape == tensor.shape
-            assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+    for loaded, saved in ((held.weights, weights), (held.optimizer, _optimizer())):
+        assert loaded.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert loaded[name].shape == tensor.shape
+            assert loaded[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     assert record.weights_digest == digest_tensors(weights)
     assert record.optimizer_digest == digest_tensors(_optimizer())
     files = [f for f in (tmp_path / record.path).iterdir() if f.name != MANIFEST]
@@ -79,11 +79,11 @@ def test_the_next_step_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
     def policy() -> TrainablePolicy:
         return TrainablePolicy(shape, OptimizerConfig(lr=0.01), Build(5, torch.device("cpu"), 0, 1))
 
-    def step(one: TrainablePolicy, scale: float) -> tuple[str, str]:
-        for gradient in one.gradients().values():
+    def step(actor: TrainablePolicy, scale: float) -> tuple[str, str]:
+        for gradient in actor.gradients().values():
             gradient.copy_(torch.linspace(-scale, scale, gradient.numel()).view_as(gradient))
-        one.optimizer_step(0.01)
-        return one.weights_digest().digest, one.optimizer_digest().digest
+        actor.optimizer_step(0.01)
+        return actor.weights_digest().digest, actor.optimizer_digest().digest
 
     first = policy()
     first.load_weights(read_weights(model))

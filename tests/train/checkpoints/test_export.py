@@ -54,15 +54,15 @@ def test_the_command(trained: Stores, cli: Callable[..., tuple[int, str, str]], 
     """It says what it wrote; without --version it is the newest; an empty folder may be there."""
     log, out = trained(), tmp_path / "out"
     out.mkdir()
-    code, said, _ = cli("export", "model", "--store", log.path, "-o", out)
+    code, printed, _ = cli("export", "model", "--store", log.path, "-o", out)
     assert code == 0
-    assert said.startswith(f"wrote {out}: version 12 of policy actor, run demo (")
-    code, said, _ = cli(
+    assert printed.startswith(f"wrote {out}: version 12 of policy actor, run demo (")
+    code, printed, _ = cli(
         "export", "model", "--store", log.path, "--to", tmp_path / "4", "--version", 4, "--json"
     )
     assert code == 0
     assert (
-        json.loads(said).items()
+        json.loads(printed).items()
         >= {"policy_version": 4, "checkpoint": "checkpoints/demo/actor/v00000004"}.items()
     )
 

@@ -90,8 +90,8 @@ def test_it_keeps_what_it_says(settings: Any, kept: Store, plain_path: Path) -> 
     assert {r.reason for r in removed} == {"[checkpoint] keep_last 2, keep_every 6"}
     written = {c.path: c for c in _of(kept, CheckpointWritten)}
     for r in removed:
-        of = written[r.path]
-        assert (r.weights_digest, r.optimizer_digest) == (of.weights_digest, of.optimizer_digest)
+        record = written[r.path]
+        assert (r.weights_digest, r.optimizer_digest) == (record.weights_digest, record.optimizer_digest)
     plain = rb.open(plain_path)
     assert _digests(kept) == _digests(plain)
     assert _bytes(kept) * 3 < _bytes(plain)
@@ -117,8 +117,8 @@ def test_going_back_to_one_that_was_removed(
         fabric.train(kept, settings, abandon_after=8)
     assert "`rollbook replay weights 8` makes its weights again" in str(e.value)
     assert kept.head() == before
-    code, _, said = cli("export", "model", "--store", kept.path, "--version", 8, "-o", kept.path / "x")
-    assert (code, "The checkpoint of version 8 was removed" in said) == (2, True)
+    code, _, err = cli("export", "model", "--store", kept.path, "--version", 8, "-o", kept.path / "x")
+    assert (code, "The checkpoint of version 8 was removed" in err) == (2, True)
     fabric.train(kept, settings, abandon_after=6)
     assert _digests(kept)[-1] == _digests(kept)[11]
     assert _there(kept)[:2] == _names(0, 6)
@@ -163,17 +163,17 @@ def _die(patch: pytest.MonkeyPatch, place: str) -> None:
     """Have the training die at a place of its third removal."""
     from rollbook.store.upkeep import checkpoints as removing
 
-    seen = {"removals": 0}
+    counts = {"removals": 0}
     record, rename, rmtree, note = (
         *(removing.CheckpointRemoved, Path.rename, shutil.rmtree, removing.note_removed_checkpoint),
     )
 
     def at(here: str) -> None:
-        if here == place and seen["removals"] == 3:
+        if here == place and counts["removals"] == 3:
             raise Killed
 
     def removed(*values: Any) -> Any:
-        seen["removals"] += 1
+        counts["removals"] += 1
         at("before the event")
         return record(*values)
 
@@ -185,7 +185,7 @@ def _die(patch: pytest.MonkeyPatch, place: str) -> None:
     def gone(path: Path, *rest: Any, **named: Any) -> None:
         if str(path).endswith(".removed") and Path(path).exists():
             at("after the rename")
-            if place == "in its files" and seen["removals"] == 3:
+            if place == "in its files" and counts["removals"] == 3:
                 next(Path(path).glob("*.safetensors")).unlink()
                 raise Killed
         rmtree(path, *rest, **named)

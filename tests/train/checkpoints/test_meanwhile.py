@@ -92,9 +92,11 @@ def test_steps_are_taken_meanwhile(recorded: Stores, monkeypatch: pytest.MonkeyP
     assert order.index("step 3") < order.index("checkpoint 2") < order.index("checkpoint 4")
     assert order[-2:] == ["checkpoint 4", "published 4"]
     written, expected = _of(log, CheckpointWritten), _of(plain, CheckpointWritten)
-    assert [replace(of, bytes=0) for of in written] == [replace(of, bytes=0) for of in expected]
-    for one, two in zip(written, expected, strict=True):
-        ours, theirs = (read_checkpoint(of.path / record.path) for of, record in ((log, one), (plain, two)))
+    assert [replace(each, bytes=0) for each in written] == [replace(each, bytes=0) for each in expected]
+    for first, second in zip(written, expected, strict=True):
+        ours, theirs = (
+            read_checkpoint(each.path / record.path) for each, record in ((log, first), (plain, second))
+        )
         assert ours.weights.keys() == theirs.weights.keys()
         assert all((ours.weights[name] == tensor).all() for name, tensor in theirs.weights.items())
 
@@ -121,16 +123,16 @@ def test_a_full_disk(recorded: Stores, monkeypatch: pytest.MonkeyPatch, error: i
     settings = fabric.config(fabric.SFT, steps=8, checkpoint_every=4, checkpoint=way)
     with monkeypatch.context() as patch, _held(patch, 4, OSError(error, os.strerror(error))) as go:
         _after(patch, 5, go.set)
-        said = rf"has no room for the checkpoint {_policy(log)}/v00000004 \("
-        with pytest.raises(ShortageError, match=said):
+        message = rf"has no room for the checkpoint {_policy(log)}/v00000004 \("
+        with pytest.raises(ShortageError, match=message):
             fabric.train(log, settings)
     assert [path.name for path in _policy(log).iterdir()] == ["v00000000"]
-    assert [of.policy_version for of in _of(log, CheckpointWritten)] == [0]
+    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0]
     assert len(_of(log, StepCommitted)) in (6, 7), "it does not wait for the next checkpoint"
     fabric.train(log, settings)
     assert [s.policy_version for s in _of(log, StepCommitted)] == [*range(1, 9)]
     assert {p.attempt for p in _of(log, StepPlanned)} == {1}
-    assert [of.policy_version for of in _of(log, CheckpointWritten)] == [0, 8]
+    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0, 8]
 
 
 SLOW = """
@@ -164,7 +166,7 @@ def _start(log: Store, settings: Any, seconds: float) -> WarmProcess:
 def _await(log: Store, version: int) -> None:
     """Wait until the step that makes a version is committed."""
     until = time.monotonic() + 90
-    while not any(of.policy_version == version for of in _of(log, StepCommitted)):
+    while not any(record.policy_version == version for record in _of(log, StepCommitted)):
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -181,10 +183,10 @@ def test_a_kill_in_the_middle(recorded: Stores, way: Any) -> None:
         process.kill()
     left = [path.name for path in _policy(log).iterdir() if path.name != "v00000000"]
     assert left == [f".v00000002.{process.pid}"]
-    assert [of.policy_version for of in _of(log, CheckpointWritten)] == [0]
+    assert [each.policy_version for each in _of(log, CheckpointWritten)] == [0]
     fabric.train(log, settings)
     assert not [path for path in _policy(log).iterdir() if path.name.startswith(".")]
-    ends = [_of(of, StepCommitted)[-1] for of in (log, plain)]
+    ends = [_of(each, StepCommitted)[-1] for each in (log, plain)]
     assert ends[0].policy_version == 8
     assert ends[0].digests == ends[1].digests
 
@@ -199,5 +201,5 @@ def test_a_signal_waits_for_it(recorded: Stores) -> None:
         process.wait(60)
     assert process.returncode == 128 + signal.SIGTERM
     last = _of(log, StepCommitted)[-1].policy_version
-    assert {0, 2, last} <= {of.policy_version for of in _of(log, CheckpointWritten)}
+    assert {0, 2, last} <= {record.policy_version for record in _of(log, CheckpointWritten)}
     assert not [path for path in _policy(log).iterdir() if path.name.startswith(".")]

@@ -84,15 +84,15 @@ def _of(log: Store, kind: type[Any]) -> list[Any]:
 
 def _tensors(held: Checkpoint) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds, by what and name."""
-    found = {
+    parts = {
         what: getattr(held, what) or {} for what in ("weights", "optimizer", "critic", "critic_optimizer")
     }
-    found["adapter"] = {} if held.adapter is None else held.adapter.tensors
-    return {f"{what} {name}": tensor for what, of in found.items() for name, tensor in of.items()}
+    parts["adapter"] = {} if held.adapter is None else held.adapter.tensors
+    return {f"{what} {name}": tensor for what, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def _same_bits(one: Checkpoint, two: Checkpoint) -> None:
-    ours, theirs = _tensors(one), _tensors(two)
+def _same_bits(first: Checkpoint, second: Checkpoint) -> None:
+    ours, theirs = _tensors(first), _tensors(second)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name
@@ -107,16 +107,16 @@ def _last(log: Store) -> Checkpoint:
 def plain(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
     """Trainings that write whole checkpoints while they wait, each made once: three steps, the last of them
     on one rank."""
-    made: dict[tuple[str, str], Store] = {}
+    stores: dict[tuple[str, str], Store] = {}
 
-    def of(training: str, layout: str) -> Store:
-        if (training, layout) not in made:
+    def trained(training: str, layout: str) -> Store:
+        if (training, layout) not in stores:
             path = tmp_path_factory.mktemp("plain") / "store"
-            log = made[training, layout] = rb.open(shutil.copytree(recorded_path, path))
+            log = stores[training, layout] = rb.open(shutil.copytree(recorded_path, path))
             _train(log, training, layout, {})
-        return made[training, layout]
+        return stores[training, layout]
 
-    return of
+    return trained
 
 
 def _train(log: Store, training: str, layout: str, way: dict[str, Any]) -> None:
@@ -134,17 +134,19 @@ def _contract(log: Store, plain: Callable[..., Store], training: str, layout: st
     its step, or late."""
     whole, count = plain(training, layout), LAYOUTS[layout][0]
     _train(log, training, layout, WAYS[way])
-    assert [of.digests for of in _of(log, StepCommitted)] == [of.digests for of in _of(whole, StepCommitted)]
+    assert [entry.digests for entry in _of(log, StepCommitted)] == [
+        entry.digests for entry in _of(whole, StepCommitted)
+    ]
     ours, theirs = _of(log, CheckpointWritten), _of(whole, CheckpointWritten)
-    assert [of.policy_version for of in ours] == [0, 1, 2, 3]
-    for one, two in zip(ours, theirs, strict=True):
-        assert (one.path, one.weights_digest, one.optimizer_digest, one.phase) == (
-            *(two.path, two.weights_digest, two.optimizer_digest, two.phase),
+    assert [entry.policy_version for entry in ours] == [0, 1, 2, 3]
+    for first, second in zip(ours, theirs, strict=True):
+        assert (first.path, first.weights_digest, first.optimizer_digest, first.phase) == (
+            *(second.path, second.weights_digest, second.optimizer_digest, second.phase),
         )
-        held = read_checkpoint(log.path / one.path)
-        _same_bits(held, read_checkpoint(whole.path / two.path))
-        assert digest_tensors(held.weights) == one.weights_digest
-        assert bool(held.optimizer) == (one.policy_version > 0)
+        held = read_checkpoint(log.path / first.path)
+        _same_bits(held, read_checkpoint(whole.path / second.path))
+        assert digest_tensors(held.weights) == first.weights_digest
+        assert bool(held.optimizer) == (first.policy_version > 0)
     for record, ranks in ((ours[2], count), (ours[3], 1)):
         files = {file.name for file in (log.path / record.path).glob("shard-*")}
         sharded = {f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)}
@@ -213,8 +215,8 @@ def test_a_model_and_an_adapter_are_exported(
         way = WAYS.get(name, {})
         fabric.train(log, fabric.config(fabric.SFT, steps=2, lora={"rank": 4}, checkpoint=way))
         for what in ("model", "adapter"):
-            code, _, said = cli("export", what, "--store", log.path, "--to", tmp_path / f"{name}-{what}")
-            assert code == 0, said
+            code, _, err = cli("export", what, "--store", log.path, "--to", tmp_path / f"{name}-{what}")
+            assert code == 0, err
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors", "model/config.json"):
         ours, theirs = ((tmp_path / f"{name}-{file}").read_bytes() for name in ("sharded", "plain"))
         assert ours == theirs, file
@@ -235,7 +237,7 @@ def test_a_reference_and_going_back(recorded: Stores) -> None:
         fabric.train(
             log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, checkpoint=way), lane="more"
         )
-    ends = [[of.digests for of in _of(log, StepCommitted)] for log in logs]
+    ends = [[record.digests for record in _of(log, StepCommitted)] for log in logs]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 7
     _same_bits(_last(logs[1]), _last(logs[0]))
@@ -295,10 +297,10 @@ def test_a_rank_that_cannot_write(
             fabric.train(log, settings, ranks=2)
     folder = log.path / "checkpoints/demo/actor"
     assert [path.name for path in folder.iterdir()] == ["v00000000"]
-    assert [of.policy_version for of in _of(log, CheckpointWritten)] == [0]
+    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0]
     assert len(_of(log, StepCommitted)) >= 2
     fabric.train(log, settings, ranks=2)
-    assert [of.policy_version for of in _of(log, StepCommitted)] == [1, 2, 3, 4]
+    assert [record.policy_version for record in _of(log, StepCommitted)] == [1, 2, 3, 4]
 
 
 @pytest.mark.ranks
@@ -306,8 +308,8 @@ def test_a_rank_without_the_stores_disk(recorded: Stores, monkeypatch: pytest.Mo
     """It is named before a step is planned, with the remedy; without shards it needs no disk."""
     log = recorded()
     _spoiled(monkeypatch, elsewhere=True)
-    said = rf"rank 1 on \S+ does not see .* {log.path}: .*or set checkpoint\.sharded = false"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"rank 1 on \S+ does not see .* {log.path}: .*or set checkpoint\.sharded = false"
+    with pytest.raises(ConfigError, match=message):
         fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)
     assert _of(log, StepPlanned) == []
     assert [path.name for path in (log.path / "checkpoints/demo/actor").iterdir()] == ["v00000000"]

@@ -49,12 +49,12 @@ def place(trained_path: Path, tmp_path: Path) -> Path:
 
 
 def _said(place: Path) -> dict[str, Any]:
-    said: dict[str, Any] = orjson.loads((place / MANIFEST).read_bytes())
-    return said
+    manifest: dict[str, Any] = orjson.loads((place / MANIFEST).read_bytes())
+    return manifest
 
 
-def _say(place: Path, said: dict[str, Any]) -> None:
-    (place / MANIFEST).write_bytes(orjson.dumps(said))
+def _say(place: Path, manifest: dict[str, Any]) -> None:
+    (place / MANIFEST).write_bytes(orjson.dumps(manifest))
 
 
 def _refused(place: Path, reason: str) -> None:
@@ -82,10 +82,10 @@ def test_the_damaged_piece_is_named(place: Path) -> None:
         save_file(held | {name: held[name] + 1}, place / FILE)
         _refused(place, rf"{what} damaged: {name} in {FILE} \(not what {MANIFEST} names\)")
         save_file(held, place / FILE)
-    said = _said(place)
-    _say(place, said | {"weights_digest": "0" * 64})
+    manifest = _said(place)
+    _say(place, manifest | {"weights_digest": "0" * 64})
     _refused(place, f"weights damaged: no piece is, so {MANIFEST} itself changed")
-    _say(place, said)
+    _say(place, manifest)
     assert read_checkpoint(place).optimizer
 
 
@@ -114,11 +114,11 @@ def test_a_link_in_the_place_of_a_file(place: Path, tmp_path: Path) -> None:
 
 def _renamed(place: Path, old: str, new: str) -> None:
     """Have a piece claim to be another one, in the file and in the manifest."""
-    held, said = load_file(place / FILE), _said(place)
+    held, manifest = load_file(place / FILE), _said(place)
     held[new] = held.pop(old)
-    said["shards"][FILE][new] = said["shards"][FILE].pop(old)
+    manifest["shards"][FILE][new] = manifest["shards"][FILE].pop(old)
     save_file(held, place / FILE)
-    _say(place, said)
+    _say(place, manifest)
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_a_piece_that_claims_to_be_another(place: Path, name: str, reason: str) 
 
 def test_pieces_that_overlap_or_leave_gaps(place: Path) -> None:
     """A tensor in two pieces is read; not if a number is there twice, or is not."""
-    held, said = load_file(place / FILE), _said(place)
+    held, manifest = load_file(place / FILE), _said(place)
     norm = held.pop(NORM)
-    del said["shards"][FILE][NORM]
+    del manifest["shards"][FILE][NORM]
 
     def cut(*ends: tuple[int, int]) -> None:
         pieces = {f"{NORM[:-1]}{start}": norm[start:end].clone() for start, end in ends}
         save_file(held | pieces, place / FILE)
-        found = said["shards"][FILE] | dict.fromkeys(pieces, "")
-        _say(place, said | {"shards": {FILE: found}})
+        digests = manifest["shards"][FILE] | dict.fromkeys(pieces, "")
+        _say(place, manifest | {"shards": {FILE: digests}})
 
     cut((0, 20), (20, 32))
     weights = dict(stream_checkpoint(place))
@@ -213,9 +213,9 @@ def test_an_engine_is_not_given_it(
     Tokenizer(WordLevel({"a": 0}, "a")).save(str(place / "tokenizer.json"))
     (place / "chat_template.jinja").write_text("x")
     (place / "generation_config.json").write_text('{"eos_token_id": 0}')
-    code, _, said = cli("serve", "--store", tmp_path / "other", "--model", place, "--engine", "embedded")
+    code, _, err = cli("serve", "--store", tmp_path / "other", "--model", place, "--engine", "embedded")
     assert code == 2
-    assert "`rollbook export model`" in " ".join(said.split())
+    assert "`rollbook export model`" in " ".join(err.split())
 
 
 def test_a_damaged_one_is_passed_over(trained_path: Path, tmp_path: Path) -> None:

@@ -39,12 +39,12 @@ def _write(file: Path) -> dict[str, str]:
 def test_safetensors_reads_it(tmp_path: Path) -> None:
     """Types, shapes and bytes come back, of views too; the file ends with the last tensor."""
     _write(tmp_path / "t.safetensors")
-    found = load_file(tmp_path / "t.safetensors")
-    assert found.keys() == TENSORS.keys()
+    loaded = load_file(tmp_path / "t.safetensors")
+    assert loaded.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        given, back = (t.contiguous().flatten().view(torch.uint8).tolist() for t in (tensor, found[name]))
-        assert back == given, name
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        original, back = (t.contiguous().flatten().view(torch.uint8).tolist() for t in (tensor, loaded[name]))
+        assert back == original, name
     with safe_open(tmp_path / "t.safetensors", framework="pt") as handle:
         assert handle.metadata() == {"format": "pt"}
 

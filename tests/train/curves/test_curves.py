@@ -32,17 +32,17 @@ def _read(folder: Path) -> Curves:
     """What TensorBoard itself reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder)).Reload()
-    return {tag: [(s.step, s.value) for s in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(s.step, s.value) for s in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def _of(log: Store, run: str = "demo") -> Curves:
     """What the log has, rounded as a file's float32 are."""
-    found: Curves = defaultdict(list)
+    curves: Curves = defaultdict(list)
     for point in read_points(log, log.head(), run, "actor"):
         for name, value in point.values.items():
-            found[name].append((point.step, value))
-    return dict(found)
+            curves[name].append((point.step, value))
+    return dict(curves)
 
 
 def _check(log: Store, *, but: set[str] = frozenset()) -> Curves:  # type: ignore[assignment]
@@ -71,28 +71,28 @@ def command(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callabl
 @pytest.fixture
 def log(recorded: Stores) -> Store:
     """A recorded store with conversations that are held out."""
-    made = recorded()
+    store = recorded()
     rows = [fabric.records(f"h{i}", [fabric.T(logprobs=None, version=None)], split="eval") for i in range(3)]
-    fabric.append(made, [record for row in rows for record in row], lane="held")
-    return made
+    fabric.append(store, [record for row in rows for record in row], lane="held")
+    return store
 
 
 def test_a_training_writes_what_the_log_has(log: Store, command: Callable[..., Any]) -> None:
     """Steps and evaluations, and after a resume no step twice, nor one that was abandoned."""
-    code, _, said = command(log, "--set", "steps=4")
-    assert code == 0, said
+    code, _, err = command(log, "--set", "steps=4")
+    assert code == 0, err
     held = _check(log, but=CLOCK)
     assert [step for step, _ in held["metrics/loss"]] == [0, 1, 2, 3]
     assert [step for step, _ in held["evaluations/loss"]] == [0, 3, 4]
     assert held["evaluations/policy_version"] == [(0, 0.0), (3, 3.0), (4, 4.0)]
     for name in CLOCK:
         assert all(math.isfinite(value) and value > 0 for _, value in held[name])
-    code, _, said = command(log)
-    assert code == 0, said
+    code, _, err = command(log)
+    assert code == 0, err
     held = _check(log, but=CLOCK)
     assert [step for step, _ in held["metrics/loss"]] == [0, 1, 2, 3, 4, 5]
-    code, _, said = command(log, "--abandon-after", 4)
-    assert code == 0, said
+    code, _, err = command(log, "--abandon-after", 4)
+    assert code == 0, err
     held = _check(log, but=CLOCK)
     assert [step for step, _ in held["metrics/loss"]] == [0, 1, 2, 3, 6, 7]
     assert len(list((log.path / "tensorboard/demo/actor").iterdir())) == 1
@@ -111,24 +111,24 @@ def test_it_is_derived(
         k: v for k, v in before.items() if k not in CLOCK
     }
     for _ in range(2):
-        code, said, _ = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "curves")
+        code, output, _ = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "curves")
         assert code == 0
-    assert said == (
+    assert output == (
         f"{tmp_path}/curves: 9 points of demo; look with: tensorboard --logdir {tmp_path}/curves\n"
     )
     assert _read(tmp_path / "curves/demo/actor") == after
-    code, said, _ = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "curves", "--json")
-    assert json.loads(said) == {"folder": f"{tmp_path}/curves", "points": {"demo": 9}}
-    code, _, said = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "c", "--policy", "none")
-    assert (code, "policy 'none' has no committed step: train first" in said) == (2, True)
+    code, output, _ = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "curves", "--json")
+    assert json.loads(output) == {"folder": f"{tmp_path}/curves", "points": {"demo": 9}}
+    code, _, output = cli("plot", "--store", log.path, "--tensorboard", tmp_path / "c", "--policy", "none")
+    assert (code, "policy 'none' has no committed step: train first" in output) == (2, True)
 
 
 def test_the_columns_are_the_views() -> None:
     """Every number of the view of steps has its curve."""
     points = read_points(log := rb.open(fabric.trained_path()), log.head(), "demo", "actor")
-    found = {name for point in points for name in point.values}
-    assert {"metrics/loss", "metrics/learning_rate", "metrics/tokens_s", "metrics/reward"} <= found
-    assert found <= {f"metrics/{name}" for name in OF_STEPS} | {f"{HELD_OUT}/{n}" for n in ("loss", "reward")}
+    names = {name for point in points for name in point.values}
+    assert {"metrics/loss", "metrics/learning_rate", "metrics/tokens_s", "metrics/reward"} <= names
+    assert names <= {f"metrics/{name}" for name in OF_STEPS} | {f"{HELD_OUT}/{n}" for n in ("loss", "reward")}
 
 
 class _FullFile:
@@ -157,10 +157,10 @@ def test_a_full_disk_is_a_warning(
     with monkeypatch.context() as patch:
         opened = os.fdopen
         patch.setattr(writers.os, "fdopen", lambda *a: _FullFile(opened(*a), room))
-        code, _, said = command(log)
-    assert code == 0, said
+        code, _, err = command(log)
+    assert code == 0, err
     assert (
-        said.count("curves for TensorBoard are not written any more: OSError: [Errno 28] No space left") == 1
+        err.count("curves for TensorBoard are not written any more: OSError: [Errno 28] No space left") == 1
     )
     assert command(log, "--set", "steps=7")[0] == 0
     assert len(_check(log, but=CLOCK)["metrics/loss"]) == 7
@@ -173,9 +173,9 @@ def test_without_tensorboard(
     import sys
 
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    code, _, said = command(log, evaluate=False)
+    code, _, err = command(log, evaluate=False)
     assert code == 0
-    assert "pip install 'rollbook[train]'" in said
+    assert "pip install 'rollbook[train]'" in err
     assert not (log.path / "tensorboard").exists()
 
 
@@ -206,8 +206,8 @@ def test_a_sink_that_hangs_is_left(
 
     monkeypatch.setattr(reporter, "EventFile", hangs)
     monkeypatch.setattr(reporter, "PATIENCE_S", 0.1)
-    code, _, said = command(log, evaluate=False)
-    assert (code, "TensorBoard took no more for 0.1 s: some curves end early" in said) == (0, True)
+    code, _, err = command(log, evaluate=False)
+    assert (code, "TensorBoard took no more for 0.1 s: some curves end early" in err) == (0, True)
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install wandb")
@@ -220,14 +220,14 @@ def test_weights_and_biases_offline(
     assert not list(tmp_path.rglob("*.wandb"))
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_PROJECT", "p")):
         monkeypatch.setenv(name, value)
-    code, _, said = command(log)
-    assert code == 0, said
-    assert "Weights & Biases" not in said
+    code, _, err = command(log)
+    assert code == 0, err
+    assert "Weights & Biases" not in err
     [file] = tmp_path.rglob("*.wandb")
-    found = _wandb_history(file)
+    history = _wandb_history(file)
     wanted = _of(log)
-    assert found["metrics/loss"] == pytest.approx(dict(wanted["metrics/loss"]))
-    assert found["evaluations/loss"] == pytest.approx(dict(wanted["evaluations/loss"]))
+    assert history["metrics/loss"] == pytest.approx(dict(wanted["metrics/loss"]))
+    assert history["evaluations/loss"] == pytest.approx(dict(wanted["evaluations/loss"]))
 
 
 def _wandb_history(file: Path) -> dict[str, dict[int, float]]:
@@ -235,7 +235,7 @@ def _wandb_history(file: Path) -> dict[str, dict[int, float]]:
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = file.read_bytes(), 7, b""
-    found = defaultdict[str, dict[int, float]](dict)
+    history = defaultdict[str, dict[int, float]](dict)
     while at + 7 <= len(data):
         if (left := -at % 2**15) and left < 7:
             at += left
@@ -250,5 +250,5 @@ def _wandb_history(file: Path) -> dict[str, dict[int, float]]:
         items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
         for name, value in items.items():
             if not name.startswith("_"):
-                found[name][items["_step"]] = value
-    return found
+                history[name][items["_step"]] = value
+    return history

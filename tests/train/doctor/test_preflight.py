@@ -54,19 +54,19 @@ def log(recorded_path: Path) -> Store:
 
 def test_a_sound_configuration(log: Store) -> None:
     """Nothing is red or yellow, and what is there is said with its numbers."""
-    found = _checks(log)
-    assert list(found) == SOUND
-    assert {check.verdict for check in found.values()} == {"green"}
-    assert found["batch"].said == "8 trajectories a rollout batch, in 2 groups; one step on each"
-    assert found["normalization"].said == (
+    checks = _checks(log)
+    assert list(checks) == SOUND
+    assert {check.verdict for check in checks.values()} == {"green"}
+    assert checks["batch"].said == "8 trajectories a rollout batch, in 2 groups; one step on each"
+    assert checks["normalization"].said == (
         "baseline group_mean, deviation unbiased, whitening none, reward_normalization none, "
         "normalizer token_mean"
     )
-    assert found["kl"].said == "no KL term over 3 steps; most trainings do without one"
-    assert found["rewards"].said == (
+    assert checks["kl"].said == "no KL term over 3 steps; most trainings do without one"
+    assert checks["rewards"].said == (
         "from source 'agent': 24 rewards, mean 0.75, deviation 0.559, most often 0 (25%)"
     )
-    assert found["difficulty"].said == "0 of 6 groups have one reward throughout"
+    assert checks["difficulty"].said == "0 of 6 groups have one reward throughout"
 
 
 def _algorithm(**keys: Any) -> dict[str, Any]:
@@ -160,21 +160,21 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
 @pytest.fixture(scope="module")
 def connection(log: Store) -> Iterator[Connection]:
     """One connection to the recorded store's head, whose views are made once."""
-    with connect_at(log, format_cut(log.head())) as made:
-        yield made
+    with connect_at(log, format_cut(log.head())) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def references(log: Store) -> Callable[..., References]:
     """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
-    found: dict[str, References] = {}
+    cache: dict[str, References] = {}
 
-    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any, policy: str) -> References:
-        assert (asked, cut, run, mixture, policy) == (log, log.head(), fabric.RUN, None, "actor")
+    def find(store: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any, policy: str) -> References:
+        assert (store, cut, run, mixture, policy) == (log, log.head(), fabric.RUN, None, "actor")
         key = recipe.model_dump_json()
-        if key not in found:
-            found[key] = find_references(log, cut, run, recipe, policy=policy)
-        return found[key]
+        if key not in cache:
+            cache[key] = find_references(log, cut, run, recipe, policy=policy)
+        return cache[key]
 
     return find
 
@@ -194,21 +194,21 @@ def test_what_is_wrong_is_seen(
     log: Store, changes: dict[str, Any], check: str, verdict: str, words: str
 ) -> None:
     """By its own check, which says why, and what acts on it."""
-    found = _checks(log, **changes)[check]
-    assert (found.verdict, words in found.said) == (verdict, True), found
-    assert verdict == "green" or found.lever
+    result = _checks(log, **changes)[check]
+    assert (result.verdict, words in result.said) == (verdict, True), result
+    assert verdict == "green" or result.lever
 
 
 def _rewarded(path: Path, groups: Sequence[Sequence[float]]) -> Store:
     """A store of groups with these rewards."""
     log = rb.open(path, create=True)
-    made = [
+    records = [
         record
         for g, rewards in enumerate(groups)
         for i, reward in enumerate(rewards)
         for record in fabric.records(f"g{g}.{i}", group=f"g{g}", reward=reward)
     ]
-    fabric.append(log, made)
+    fabric.append(log, records)
     return log
 
 
@@ -226,21 +226,21 @@ REWARDED = [
 @pytest.mark.parametrize(("given", "check", "verdict", "words"), REWARDED)
 def test_recorded_rewards(tmp_path: Path, given: Any, check: str, verdict: str, words: str) -> None:
     """That are the same for all, for most, or for all of a group."""
-    found = _checks(_rewarded(tmp_path / "store", given))[check]
-    assert (found.verdict, words in found.said) == (verdict, True), found
+    result = _checks(_rewarded(tmp_path / "store", given))[check]
+    assert (result.verdict, words in result.said) == (verdict, True), result
 
 
 def test_rewards_that_are_no_number(log: Store) -> None:
     """A store takes none today: those of one that has some are counted, and left out of the mean."""
     config = fabric.config(fabric.GRPO)
-    seen = read_recorded(log, log.head(), config)
-    for given, verdict, said in (
+    recorded = read_recorded(log, log.head(), config)
+    for values, verdict, words in (
         ([0.0, nan, 1.0, inf], "yellow", "mean 0.5, deviation 0.5, most often 0 (50%); 2 of them not finite"),
         ([nan, inf, -inf, nan], "red", "4 rewards; 4 of them not finite"),
     ):
-        of = statistics_of(given, ["g"] * 4)
-        found = rewards(config, replace(seen, rewards=of), "cut")[0]
-        assert (found.verdict, said in found.said) == (verdict, True), found
+        stats = statistics_of(values, ["g"] * 4)
+        check = rewards(config, replace(recorded, rewards=stats), "cut")[0]
+        assert (check.verdict, words in check.said) == (verdict, True), check
 
 
 def test_rewards_of_another_size(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_rewards_of_another_size(tmp_path: Path) -> None:
         (ppo, "yellow"),
         (ppo | {"reward_normalization": "running"}, "green"),
     ):
-        found = _checks(log, algorithm=algorithm)["normalization"]
-        assert (found.verdict, "far from 1" in found.said) == (verdict, verdict == "yellow"), algorithm
+        check = _checks(log, algorithm=algorithm)["normalization"]
+        assert (check.verdict, "far from 1" in check.said) == (verdict, verdict == "yellow"), algorithm
 
 
 def test_nothing_is_there_yet(tmp_path: Path) -> None:
@@ -274,10 +274,10 @@ def test_a_split_that_the_recipe_does_not_take_is_named(tmp_path: Path) -> None:
     """Imports are of split `teacher`, recipes take `train` unless they say otherwise: the remedy is said."""
     log = rb.open(tmp_path / "imported", create=True)
     fabric.append(log, fabric.teacher_records(12))
-    found = _checks(log, **{"algorithm": {"name": "sft"}, "recipe": {}})["data"]
-    assert (found.verdict, found.lever) == ("red", "recipe.splits")
+    check = _checks(log, **{"algorithm": {"name": "sft"}, "recipe": {}})["data"]
+    assert (check.verdict, check.lever) == ("red", "recipe.splits")
     remedy = 'to train on them: recipe.splits = ["teacher"]'
-    assert found.said.endswith(f"; 12 trajectories are of split 'teacher'; {remedy}")
+    assert check.said.endswith(f"; 12 trajectories are of split 'teacher'; {remedy}")
     config = fabric.config(fabric.SFT, recipe={})
     before = log.head()
     with pytest.raises(TrainError) as refused:
@@ -314,9 +314,9 @@ def test_bounds_at_the_recorded_gap(tmp_path: Path) -> None:
         (0.99, 1.01, "red", "keeps about 6% of tokens"),
     ):
         keys = {"correction": "icepop", "correction_low": low, "correction_high": high}
-        found = _checks(log, **_algorithm(**keys, **TRAINER))["correction"]
-        assert (found.verdict, share in found.said) == (verdict, True), found
-    of = {
+        check = _checks(log, **_algorithm(**keys, **TRAINER))["correction"]
+        assert (check.verdict, share in check.said) == (verdict, True), check
+    shares = {
         name: kept_share(
             fabric.config(
                 fabric.GRPO,
@@ -327,7 +327,7 @@ def test_bounds_at_the_recorded_gap(tmp_path: Path) -> None:
         for name in ("icepop", "mis", "sequence_mask_tis")
     }
     # Deviations 0.25, 2.5 and 0.025; ln 2 is 2.77, 0.277 and 27.7 of them.
-    assert of == pytest.approx({"icepop": 0.9943, "mis": 0.2179, "sequence_mask_tis": 1.0}, abs=2e-4)
+    assert shares == pytest.approx({"icepop": 0.9943, "mis": 0.2179, "sequence_mask_tis": 1.0}, abs=2e-4)
 
 
 def test_a_target_without_a_term(tmp_path: Path, cli: Callable[..., Any]) -> None:
@@ -352,17 +352,17 @@ def test_memory_counts_every_model() -> None:
 
 def test_memory_of_a_forward_pass(log: Store) -> None:
     """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
-    said = {}
+    results = {}
     for name, changes in {
         "padded": {"micro_batch_size": 5},
         "packed": {"micro_batch_size": None, "tokens_per_micro_batch": 1000},
         "less than one": {"micro_batch_size": None, "tokens_per_micro_batch": 1},
     }.items():
         memory = _checks(log, **changes)["memory"]
-        said[name] = (memory.said.partition("(")[2].partition(" in a")[0], memory.lever)
-    longest = int(said["padded"][0].split()[3])
+        results[name] = (memory.said.partition("(")[2].partition(" in a")[0], memory.lever)
+    longest = int(results["padded"][0].split()[3])
     assert 5 < longest < 30
-    assert said == {
+    assert results == {
         "padded": (f"5 samples of {longest} tokens", "micro_batch_size"),
         "packed": ("at most 1000 tokens, all trained,", "tokens_per_micro_batch"),
         "less than one": (f"at most {longest} tokens, all trained,", "tokens_per_micro_batch"),

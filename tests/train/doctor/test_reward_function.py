@@ -106,15 +106,15 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_what_it_gives(module: str, name: str, asked: list[Completion], verdict: str, words: str) -> None:
     """Mean and deviation, the share that is equal, what is not finite, exceptions."""
-    found = reward_function(f"{module}:{name}", asked)
-    assert (found.verdict, words in found.said) == (verdict, True), found
-    assert verdict == "green" or found.lever
+    check = reward_function(f"{module}:{name}", asked)
+    assert (check.verdict, words in check.said) == (verdict, True), check
+    assert verdict == "green" or check.lever
 
 
 def test_a_name_that_is_none() -> None:
     """Is said to be none."""
-    found = reward_function("rewards.score", FEW)
-    assert (found.verdict, found.said) == (
+    check = reward_function("rewards.score", FEW)
+    assert (check.verdict, check.said) == (
         "red",
         "'rewards.score' names no function: write --reward module:function",
     )
@@ -129,33 +129,35 @@ def test_the_time_is_bounded(module: str) -> None:
     assert (slow.verdict, "2 rewards" in slow.said) == ("yellow", True)
     assert "no answer to 6 of them within 0.5 s" in slow.said
     assert (stuck.verdict, "no answer to 8 of them" in stuck.said) == ("red", True)
-    assert all(one.daemon for one in threading.enumerate() if one.name == "reward_function")
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward_function")
 
 
 def test_the_completions(tmp_path: Path) -> None:
     """Finished trajectories of the recipe's split with a completed turn, so many of them, in whole groups:
     each by its last path as `rollbook export` writes it."""
     log = rb.open(tmp_path / "store", create=True)
-    made = [
+    records = [
         record
         for g in range(30)
         for i in range(4)
         for record in fabric.records(f"g{g}.{i}", group=f"g{g}", reward=float(i))
     ]
-    made += fabric.records("open", finished=False) + fabric.records("failed", [fabric.T(failed=True)])
-    fabric.append(log, made + fabric.records("held-out", split="eval"))
+    records += fabric.records("open", finished=False) + fabric.records("failed", [fabric.T(failed=True)])
+    fabric.append(log, records + fabric.records("held-out", split="eval"))
     config = fabric.config(fabric.GRPO)
-    found = completions(log, log.head(), config)
-    assert len(found) == MOST == 64
+    picked = completions(log, log.head(), config)
+    assert len(picked) == MOST == 64
     members: dict[str | None, set[str]] = {}
-    for one in found:
-        members.setdefault(one.group, set()).add(one.row["trajectory"])
-    assert [len(of) for of in members.values()] == [4] * 16
-    assert members["demo/" + sorted(members[found[0].group])[0].split(".")[0]] == members[found[0].group]
-    assert found[0].row["tokens"]["input_ids"] == [1, 2, 3, 4]
-    assert completions(log, log.head(), config) == found
+    for completion in picked:
+        members.setdefault(completion.group, set()).add(completion.row["trajectory"])
+    assert [len(names) for names in members.values()] == [4] * 16
+    assert members["demo/" + sorted(members[picked[0].group])[0].split(".")[0]] == members[picked[0].group]
+    assert picked[0].row["tokens"]["input_ids"] == [1, 2, 3, 4]
+    assert completions(log, log.head(), config) == picked
     other = completions(log, log.head(), fabric.config(fabric.GRPO, seed=4))
-    assert [one.row["trajectory"] for one in other] != [one.row["trajectory"] for one in found]
+    assert [completion.row["trajectory"] for completion in other] != [
+        completion.row["trajectory"] for completion in picked
+    ]
 
 
 def test_the_command(recorded_path: Path, module: str, tmp_path: Path, cli: Callable[..., Any]) -> None:

@@ -87,60 +87,60 @@ class Made:
 
     def steps(self) -> list[Record]:
         """What the trainer writes: steps, drops, evaluations, syncs."""
-        made: list[Record] = [RunOpened("train", {})]
+        records: list[Record] = [RunOpened("train", {})]
         for step in range(STEPS):
             at = step / (STEPS - 1)
-            metrics = _row(at) | {name: of(at) for name, of in self.metrics.items()}
+            metrics = _row(at) | {name: curve(at) for name, curve in self.metrics.items()}
             if step % 10 == 0:
-                made += self._evaluated(step // 10)
+                records += self._evaluated(step // 10)
             attempt = 1
             if step in self.failed:
                 attempt = 2
-                made += [fabric.planned(step, step), StepFailed(step, 1, "actor", self.failed[step])]
-            made.append(fabric.planned(step, step, attempt=attempt))
-            made.append(replace(fabric.committed(step, step + 1, attempt=attempt), metrics=metrics))
-            made += self._sent(step + 1)
-        made += self._evaluated(4)
+                records += [fabric.planned(step, step), StepFailed(step, 1, "actor", self.failed[step])]
+            records.append(fabric.planned(step, step, attempt=attempt))
+            records.append(replace(fabric.committed(step, step + 1, attempt=attempt), metrics=metrics))
+            records += self._sent(step + 1)
+        records += self._evaluated(4)
         for rule, count in self.dropped.items():
-            made += [SampleDropped("t", f"{rule}.{i}", rule, "r", i % STEPS, {}) for i in range(count)]
-        return made
+            records += [SampleDropped("t", f"{rule}.{i}", rule, "r", i % STEPS, {}) for i in range(count)]
+        return records
 
     def _evaluated(self, number: int) -> list[Record]:
         metrics = {"loss": self.losses[number], "reward": self.won[number] / EACH}
         whole = number not in self.partial
-        said = (EACH if whole else 13, None, None, metrics, EACH, whole)
-        return [EvalFinished("actor", 10 * number, "p", "", "", 8, 800, *said)]
+        rest = (EACH if whole else 13, None, None, metrics, EACH, whole)
+        return [EvalFinished("actor", 10 * number, "p", "", "", 8, 800, *rest)]
 
     def _sent(self, version: int) -> list[Record]:
-        made: list[Record] = []
+        records: list[Record] = []
         if version in self.broken:
-            made.append(SyncStarted("actor", version, f"broken{version}", "e", "disk"))
-            made.append(SyncFailed("actor", version, f"broken{version}", "e", self.broken[version]))
+            records.append(SyncStarted("actor", version, f"broken{version}", "e", "disk"))
+            records.append(SyncFailed("actor", version, f"broken{version}", "e", self.broken[version]))
         if version % 10 == 0:
-            made.append(SyncStarted("actor", version, f"s{version}", "e", "disk"))
-            made.append(SyncFinished("actor", version, f"s{version}", "e", 1000, 0.1))
-        return made
+            records.append(SyncStarted("actor", version, f"s{version}", "e", "disk"))
+            records.append(SyncFinished("actor", version, f"s{version}", "e", 1000, 0.1))
+        return records
 
     def played(self) -> list[Record]:
         """What a proxy writes: held-out trajectories, and turns that no engine answered."""
-        made: list[Record] = []
+        records: list[Record] = []
         for number, won in enumerate(self.won):
             turns = [fabric.T(version=10 * number)]
             for i in range(EACH):
                 reward = float(i < won)
-                made += fabric.records(f"e{number}-{i}", turns, split="eval", reward=reward)
+                records += fabric.records(f"e{number}-{i}", turns, split="eval", reward=reward)
         for error, count in self.unanswered.items():
             for i in range(count):
                 name = f"{error}-{i}"
-                made += fabric.records(name, [fabric.T(failed=True)], finished=False)[:2]
-                made.append(TurnFailed(name, f"{name}.0", error))
+                records += fabric.records(name, [fabric.T(failed=True)], finished=False)[:2]
+                records.append(TurnFailed(name, f"{name}.0", error))
         ends = [("done", None)] * 20 + [("agent_error", "exit code 3")] * 10 + [("cancelled", None)] * 9
         ends += [("infra_error", why) for why, count in self.away.items() for _ in range(count)]
         for i, (status, why) in enumerate(ends):
             place = {"epoch": 0, "task": "t", "sample": i}
-            said = ("nightly", place, 1, "subprocess", {}, "host-1", {})
-            made += [LaunchStarted("e0-0", f"l{i}", *said), LaunchEnded("e0-0", f"l{i}", status, why)]
-        return made
+            rest = ("nightly", place, 1, "subprocess", {}, "host-1", {})
+            records += [LaunchStarted("e0-0", f"l{i}", *rest), LaunchEnded("e0-0", f"l{i}", status, why)]
+        return records
 
     def write(self, path: Path) -> Store:
         """The log of it."""
@@ -201,7 +201,7 @@ def _errors(rows: Rows) -> Mapping[str, Any]:
 
 def _launches(rows: Rows) -> Mapping[str, Any]:
     failed = [row for row in rows if row["by_infrastructure"]]
-    counts = [sum(row["launches"] for row in of) for of in (failed, rows)]
+    counts = [sum(row["launches"] for row in group) for group in (failed, rows)]
     return {
         **{"failed": counts[0], "ended": counts[1], "infra_failed_rate": counts[0] / counts[1]},
         "errors": [{key: row[key] for key in ("rollout", "why", "launches")} for row in failed],
@@ -410,16 +410,16 @@ def test_a_fault_is_named_alone(name: str, tmp_path: Path, cli: Callable[..., An
     fault = FAULTY[name]
     log = fault.made.write(tmp_path / "faulty")
     code, out, _ = cli("doctor", "--store", log.path, "--json")
-    said = orjson.loads(out)
-    [found] = said["findings"]
-    assert (code, said["steps"], found["name"], found["steps"]) == (1, STEPS, name, fault.steps)
-    assert fault.words in found["said"]
-    assert found["levers"]
+    report = orjson.loads(out)
+    [finding] = report["findings"]
+    assert (code, report["steps"], finding["name"], finding["steps"]) == (1, STEPS, name, fault.steps)
+    assert fault.words in finding["said"]
+    assert finding["levers"]
     with rb.connect(log.path) as connection:
-        asked = connection.execute(found["sql"])
-        columns = [column[0] for column in asked.description or []]
-        rows = [dict(zip(columns, row, strict=True)) for row in asked.fetchall()]
-    for evidence in (found["evidence"], fault.seen(rows)):
+        cursor = connection.execute(finding["sql"])
+        columns = [column[0] for column in cursor.description or []]
+        rows = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+    for evidence in (finding["evidence"], fault.seen(rows)):
         assert evidence.keys() == fault.evidence.keys()
         for key, value in fault.evidence.items():
             assert evidence[key] == (value if key == "errors" else pytest.approx(value)), key
@@ -433,9 +433,9 @@ def test_queries_are_of_one_training(tmp_path: Path, cli: Callable[..., Any]) ->
     early = [r for i in range(9) for r in fabric.records(f"early{i}", [fabric.T(failed=True)])]
     fabric.append(log, early, run=run)
     fault = FAULTY["entropy_collapse"].made
-    made = [RunOpened("train", {}), *fault.steps()[1:]]
+    records = [RunOpened("train", {}), *fault.steps()[1:]]
     steps = []
-    for record in made:
+    for record in records:
         if isinstance(record, StepPlanned | StepCommitted):
             steps.append(replace(record, step=record.step + 3))
     first = []
@@ -448,10 +448,10 @@ def test_queries_are_of_one_training(tmp_path: Path, cli: Callable[..., Any]) ->
     done = replace(fabric.committed(5, 6), policy="judge", metrics={"entropy": 70.0})
     fabric.append(log, [other, done], lane="judge", run=run)
     code, out, _ = cli("doctor", "--store", log.path, "--run", run, "--json")
-    [found] = orjson.loads(out)["findings"]
-    assert (code, found["name"], found["steps"]) == (1, "entropy_collapse", [3, 42])
+    [finding] = orjson.loads(out)["findings"]
+    assert (code, finding["name"], finding["steps"]) == (1, "entropy_collapse", [3, 42])
     with rb.connect(log.path) as connection:
-        entropies = [row[1] for row in connection.execute(found["sql"]).fetchall()]
+        entropies = [row[1] for row in connection.execute(finding["sql"]).fetchall()]
     assert entropies == [2.0] * 20 + [0.1] * 20
 
 
@@ -504,7 +504,9 @@ def test_chance_is_no_fall(means: tuple[float, ...]) -> None:
 def test_few_steps_are_not_judged() -> None:
     """Nine steps of a collapse are no course."""
     rows = [_row(0) | {"entropy": 2 * 0.01 ** (i / 8)} for i in range(10)]
-    assert [one.name for one in findings(_course(rows=rows, numbers=range(10)))] == ["entropy_collapse"]
+    assert [finding.name for finding in findings(_course(rows=rows, numbers=range(10)))] == [
+        "entropy_collapse"
+    ]
     assert findings(_course(rows=rows[:9], numbers=range(9))) == []
 
 
@@ -533,4 +535,4 @@ def test_an_earlier_training_is_not_judged(tmp_path: Path, cli: Callable[..., An
     code, out, _ = cli("doctor", "--store", log.path, "--json")
     assert (code, orjson.loads(out)["findings"], orjson.loads(out)["steps"]) == (0, [], 12)
     code, out, _ = cli("doctor", "--store", log.path, "--as-of", "train=123", "--json")
-    assert "entropy_collapse" in [one["name"] for one in orjson.loads(out)["findings"]]
+    assert "entropy_collapse" in [finding["name"] for finding in orjson.loads(out)["findings"]]

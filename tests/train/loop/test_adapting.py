@@ -40,8 +40,8 @@ def test_each_step_follows_from_the_one_before(recorded: Stores) -> None:
     assert [s.digests for s in steps_of] == [s.digests for s in _of(broken, StepCommitted)]
     assert (plans[0].algorithm["kl"], plans[0].algorithm["reward_moments"]) == (0.5, None)
     for before, done, plan in zip(plans, steps_of, plans[1:], strict=False):
-        said = (before.algorithm["kl"], done.metrics["kl"], 1e-6, done.metrics["samples"], 16)
-        assert plan.algorithm["kl"] == pytest.approx(adapted(*said))
+        args = (before.algorithm["kl"], done.metrics["kl"], 1e-6, done.metrics["samples"], 16)
+        assert plan.algorithm["kl"] == pytest.approx(adapted(*args))
     counts = [plan.algorithm["reward_moments"][0] for plan in plans[1:]]
     assert counts == [8, 16], "each trajectory once, of which some have two samples"
     assert steps_of[0].metrics["samples"] > 8

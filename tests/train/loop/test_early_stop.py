@@ -38,8 +38,8 @@ from rollbook.train.loop.judge import EarlyStop, judged_by
 )
 def test_when_a_rule_holds(rule: dict[str, Any], values: list[float], judged: list[float] | None) -> None:
     """And by which values."""
-    found = judged_by(StopRule(metric="loss", **rule), list(enumerate(values)))
-    assert (None if found is None else [value for _, value in found]) == judged
+    points = judged_by(StopRule(metric="loss", **rule), list(enumerate(values)))
+    assert (None if points is None else [value for _, value in points]) == judged
 
 
 @given(st.lists(st.integers(-3, 3), max_size=12), st.integers(1, 4))
@@ -47,11 +47,11 @@ def test_higher_is_lower_turned_round(values: list[int], patience: int) -> None:
     """A rule about the negatives holds when the one about the values does."""
     low, high = (StopRule(metric="loss", better=b, patience=patience) for b in ("lower", "higher"))
     turned = judged_by(high, [(at, float(-value)) for at, value in enumerate(values)])
-    found = judged_by(low, [(at, float(value)) for at, value in enumerate(values)])
-    assert (found is None) == (turned is None)
-    if found is not None and turned is not None:
-        assert [at for at, _ in found] == [at for at, _ in turned]
-        assert len(found) == patience + 1 or found[0][1] == min(values)
+    points = judged_by(low, [(at, float(value)) for at, value in enumerate(values)])
+    assert (points is None) == (turned is None)
+    if points is not None and turned is not None:
+        assert [at for at, _ in points] == [at for at, _ in turned]
+        assert len(points) == patience + 1 or points[0][1] == min(values)
 
 
 def test_an_evaluation_that_is_not_whole_is_no_value_of_agents() -> None:

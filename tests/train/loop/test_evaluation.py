@@ -38,12 +38,12 @@ def _digests(log: Store) -> list[Any]:
 def _taught(path: Path, held_out: int = 5, *, contrary: bool = False) -> Store:
     """Teachers that count on, and held-out conversations that do too, or that count down."""
     log = rb.open(path, create=True)
-    made = fabric.teacher_records(12)
+    records = fabric.teacher_records(12)
     for i in range(held_out):
         start, by = 8 + 9 * i, -1 if contrary else 1
         turn = fabric.T([1, start], [start + by, start + 2 * by, 2], None, None, None)
-        made += fabric.records(f"held{i}", [turn], split="eval")
-    fabric.append(log, made)
+        records += fabric.records(f"held{i}", [turn], split="eval")
+    fabric.append(log, records)
     return log
 
 
@@ -64,10 +64,10 @@ def test_the_loss_of_held_out_samples(tmp_path: Path) -> None:
     """Of the version before the first step, every second one, and the last: as transformers has it."""
     log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=5, checkpoint_every=1, **EVERY_2))
-    found = _of(log, EvalFinished)
-    assert [record.policy_version for record in found] == [0, 2, 4, 5]
-    assert {(record.samples, record.tokens, record.trajectories) for record in found} == {(5, 15, 0)}
-    assert found[0].cut == _of(log, rb.events.StepPlanned)[0].cut
+    evaluations = _of(log, EvalFinished)
+    assert [record.policy_version for record in evaluations] == [0, 2, 4, 5]
+    assert {(record.samples, record.tokens, record.trajectories) for record in evaluations} == {(5, 15, 0)}
+    assert evaluations[0].cut == _of(log, rb.events.StepPlanned)[0].cut
     paths = [[1, s, s + 1, s + 2, 2] for s in (8 + 9 * i for i in range(5))]
     for version, loss in _losses(log).items():
         [path] = {c.path for c in _of(log, CheckpointWritten) if c.policy_version == version}
@@ -110,13 +110,13 @@ def test_at_most_so_many_samples(tmp_path: Path) -> None:
 def test_held_out_pairs(tmp_path: Path) -> None:
     """DPO: how the policy rates held-out preferences; the reference itself rates all alike."""
     log = rb.open(tmp_path / "store", create=True)
-    made: list[Any] = []
+    records: list[Any] = []
     for split, count in (("teacher", 12), ("eval", 6)):
         for i in range(count):
             turn = fabric.T([5, 6 + i % 3], [20 if i % 2 else 60, 21], logprobs=None, version=None)
-            made += fabric.records(f"{split}{i:02}", [turn], split=split)
-        made += [PreferenceAdded(f"{split}{i:02}", f"{split}{i + 1:02}") for i in range(0, count, 2)]
-    fabric.append(log, made)
+            records += fabric.records(f"{split}{i:02}", [turn], split=split)
+        records += [PreferenceAdded(f"{split}{i:02}", f"{split}{i + 1:02}") for i in range(0, count, 2)]
+    fabric.append(log, records)
     dpo = {"name": "dpo", "batch_size": 4, "beta": 0.5}
     fabric.train(log, fabric.config(fabric.SFT, steps=4, algorithm=dpo, optimizer={"lr": 0.01}, **EVERY_2))
     first, *_, last = _of(log, EvalFinished)
@@ -148,12 +148,12 @@ def test_rewards_of_held_out_trajectories(
     )
     assert "version 1: nothing to evaluate it on" in capsys.readouterr().err
     turns = [fabric.T(version=1)]
-    made = fabric.records("e1", turns, split="eval", reward=0.25, success=True)
-    made += fabric.records("e2", turns, split="eval", reward=0.5, success=False)
-    made += fabric.records("unrewarded", turns, split="eval")
-    made += fabric.records("open", turns, split="eval", reward=9.0, finished=False)
-    made += fabric.records("trained", turns, reward=9.0)
-    fabric.append(log, made)
+    records = fabric.records("e1", turns, split="eval", reward=0.25, success=True)
+    records += fabric.records("e2", turns, split="eval", reward=0.5, success=False)
+    records += fabric.records("unrewarded", turns, split="eval")
+    records += fabric.records("open", turns, split="eval", reward=9.0, finished=False)
+    records += fabric.records("trained", turns, reward=9.0)
+    fabric.append(log, records)
     fabric.append(log, fabric.records("elsewhere", turns, split="eval", reward=9.0), run="another")
     fabric.train(log, settings.model_copy(update={"steps": 2}))
     last = _of(log, EvalFinished)[-1]
@@ -174,9 +174,9 @@ def test_a_restart_evaluates_what_is_missing(tmp_path: Path) -> None:
     assert [record.policy_version for record in _of(log, EvalFinished)] == [2, 4, 5]
     fabric.train(log, settings)
     fabric.train(log, settings.model_copy(update={"steps": 6}))
-    found = _of(log, EvalFinished)
-    assert [record.policy_version for record in found] == [2, 4, 5, 6]
-    assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
+    evaluations = _of(log, EvalFinished)
+    assert [record.policy_version for record in evaluations] == [2, 4, 5, 6]
+    assert {(record.samples, record.cut) for record in evaluations} == {(5, evaluations[0].cut)}
 
 
 def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
         while not _of(log, EvalFinished) and time.monotonic() < deadline:
             time.sleep(0.05)
         turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
-        made = fabric.records("later", [turn], split="eval") + fabric.teacher_records(12, "more")
-        fabric.append(log, made, lane="later")
+        records = fabric.records("later", [turn], split="eval") + fabric.teacher_records(12, "more")
+        fabric.append(log, records, lane="later")
 
     recorder = threading.Thread(target=later)
     recorder.start()
@@ -197,9 +197,9 @@ def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
     fabric.train(log, settings, "tail")
     recorder.join()
     fabric.train(log, settings.model_copy(update={"steps": 4}), "tail")
-    found = _of(log, EvalFinished)
-    assert [record.policy_version for record in found] == [0, 1, 2, 3, 4]
-    assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
+    evaluations = _of(log, EvalFinished)
+    assert [record.policy_version for record in evaluations] == [0, 1, 2, 3, 4]
+    assert {(record.samples, record.cut) for record in evaluations} == {(5, evaluations[0].cut)}
 
 
 def test_nothing_is_held_out(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [stop], losses = _of(log, StopFired), list(_losses(log).values())
     assert stop.policy_version == len(losses) - 1 < 9
     assert stop.rule == rule
-    assert [one["value"] for one in stop.values] == losses[-3:]
+    assert [point["value"] for point in stop.values] == losses[-3:]
     assert min(losses) == losses[-3]
     assert f"stopped early after {stop.policy_version} of 9 steps" in capsys.readouterr().err
     assert [c for c in _of(log, CheckpointWritten) if c.policy_version == stop.policy_version]
@@ -282,8 +282,8 @@ def test_abandoned_versions_do_not_count(tmp_path: Path) -> None:
     fabric.train(log, settings)
     [stop] = _of(log, StopFired)
     fabric.train(log, settings, abandon_after=stop.policy_version - 1)
-    kept, again = fabric.steps_of(log), _of(log, StopFired)
+    current, again = fabric.steps_of(log), _of(log, StopFired)
     assert len(again) == 2
-    assert [record.policy_version for record in kept.stops] == [again[1].policy_version]
+    assert [record.policy_version for record in current.stops] == [again[1].policy_version]
     assert again[1].policy_version > stop.policy_version
-    assert stop.policy_version not in [record.policy_version for record in kept.evaluations]
+    assert stop.policy_version not in [record.policy_version for record in current.evaluations]

@@ -45,8 +45,8 @@ def test_the_update_is_one_over_all(recorded: Stores, name: str, packed: bool) -
     assert len(first["iterations"]) == 3
     assert sum(first["iterations"]) == len(first["samples"])
     assert all(plan.rollout_batch is None or "iterations" not in plan.rollout_batch for plan in whole)
-    for one, two in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
-        for key, value in fabric.computed(one.metrics).items():
+    for ours, theirs in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+        for key, value in fabric.computed(ours.metrics).items():
             expected = value if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)
-            assert two.metrics[key] == expected, key
+            assert theirs.metrics[key] == expected, key
     assert [replay_step(logs[1], step).differs_in for step in (0, 1)] == [None, None]

@@ -66,6 +66,6 @@ def test_an_only_engine_that_is_started_anew(tmp_path: Path) -> None:
         assert loop.trainer.ends == 0
         events = [e.record for e in loop.log.events()]
     steps = [r.policy_version for r in events if isinstance(r, StepCommitted)]
-    given = [r.policy_version for r in events if isinstance(r, SyncFinished)]
+    versions = [r.policy_version for r in events if isinstance(r, SyncFinished)]
     assert steps == list(range(1, len(steps) + 1))
-    assert len(given) > len(set(given)), "a version was given twice"
+    assert len(versions) > len(set(versions)), "a version was given twice"

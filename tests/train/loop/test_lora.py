@@ -106,11 +106,11 @@ def test_without_the_weights_that_factors_are_beside(recorded: Stores) -> None:
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2, **LORA))
     base = log.path / _of(log, CheckpointWritten)[0].path / "model.safetensors"
-    kept = base.read_bytes()
-    base.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    original = base.read_bytes()
+    base.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     with pytest.raises(ModelError, match="weights damaged"):
         fabric.train(log, fabric.config(fabric.SFT, steps=3, **LORA))
-    base.write_bytes(kept)
+    base.write_bytes(original)
     fabric.train(log, fabric.config(fabric.SFT, steps=3, **LORA))
     assert len(_of(log, StepCommitted)) == 3
 
@@ -128,15 +128,15 @@ def test_peft_loads_it(recorded: Stores, cli: Callable[..., tuple[int, str, str]
 
     log, out = recorded(), tmp_path / "adapter"
     fabric.train(log, fabric.config(fabric.SFT, steps=3, **LORA))
-    code, said, _ = cli("export", "adapter", "--store", log.path, "--to", out, "--version", 3)
+    code, printed, _ = cli("export", "adapter", "--store", log.path, "--to", out, "--version", 3)
     assert code == 0
-    assert said.startswith(f"wrote {out}: the adapter of version 3 of policy actor, run demo (0.0")
+    assert printed.startswith(f"wrote {out}: the adapter of version 3 of policy actor, run demo (0.0")
     first, *_, last = _of(log, CheckpointWritten)
     own, whole = (AutoModelForCausalLM.from_pretrained(log.path / r.path) for r in (first, last))
     before, expected = _logits(own), _logits(whole)
     assert float((expected - before).abs().max()) > 0.1
-    found = _logits(PeftModel.from_pretrained(own, out))
-    assert float((found - expected).abs().max()) < 1e-5
+    logits = _logits(PeftModel.from_pretrained(own, out))
+    assert float((logits - expected).abs().max()) < 1e-5
 
 
 def test_there_is_no_adapter(
@@ -144,9 +144,9 @@ def test_there_is_no_adapter(
 ) -> None:
     """Of a version whose weights were trained; nothing is left."""
     log = trained()
-    code, _, said = cli("export", "adapter", "--store", log.path, "--to", tmp_path / "out")
+    code, _, err = cli("export", "adapter", "--store", log.path, "--to", tmp_path / "out")
     assert code == 2
-    assert "has no adapter: it was trained without [lora]; `rollbook export model`" in " ".join(said.split())
+    assert "has no adapter: it was trained without [lora]; `rollbook export model`" in " ".join(err.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -42,7 +42,7 @@ def _rewarded(path: Path) -> Store:
     """Four groups of four trajectories: three whose rewards differ, and one of equal rewards. Trajectory a2
     branches."""
     log = rb.open(path, create=True)
-    made: list[Any] = []
+    records: list[Any] = []
     for group, rewards in (
         ("a", (0, 3, 9, 1)),
         ("b", (2, 2, 1, 0)),
@@ -52,8 +52,8 @@ def _rewarded(path: Path) -> Store:
         for i, reward in enumerate(rewards):
             turns = [fabric.T([5, 6 + i], [20 + 5 * reward, 21]), fabric.T([9], [40 + i], 0)]
             turns += [fabric.T([8], [50], 0)] if (group, i) == ("a", 2) else []
-            made += fabric.records(f"{group}{i}", turns, group=group, reward=float(reward))
-    fabric.append(log, made)
+            records += fabric.records(f"{group}{i}", turns, group=group, reward=float(reward))
+    fabric.append(log, records)
     return log
 
 
@@ -83,15 +83,15 @@ def _preferred(path: Path) -> Store:
     """Twelve conversations of a teacher, of which a person prefers the second half to the first; e is of the
     split eval, and x is not in the log."""
     log = rb.open(path, create=True)
-    made: list[Any] = []
+    records: list[Any] = []
     for i in range(12):
         turn = fabric.T([5, 6 + i % 3], [20 if i < 6 else 60, 21 + i % 2], logprobs=None, version=None)
-        made += fabric.records(f"t{i:02}", [turn], split="teacher")
-    made += fabric.records("e", split="eval")
-    made += [PreferenceAdded(f"t{i + 6:02}", f"t{i:02}", 1.0, "a person") for i in range(6)]
-    made += [PreferenceAdded("t06", "e"), PreferenceAdded("t07", "x")]
-    made.append(PreferenceAdded("t00", "t06", source="b"))
-    fabric.append(log, made)
+        records += fabric.records(f"t{i:02}", [turn], split="teacher")
+    records += fabric.records("e", split="eval")
+    records += [PreferenceAdded(f"t{i + 6:02}", f"t{i:02}", 1.0, "a person") for i in range(6)]
+    records += [PreferenceAdded("t06", "e"), PreferenceAdded("t07", "x")]
+    records.append(PreferenceAdded("t00", "t06", source="b"))
+    fabric.append(log, records)
     return log
 
 
@@ -132,7 +132,7 @@ def test_a_side_that_is_missing_breaks_a_pair(tmp_path: Path) -> None:
     log = _preferred(tmp_path / "store")
     for name in ("t00", "t01"):
         erase_trajectory(log, name, "asked")
-    found = apply_recipe(
+    applied = apply_recipe(
         log,
         log.head(),
         "demo",
@@ -140,9 +140,9 @@ def test_a_side_that_is_missing_breaks_a_pair(tmp_path: Path) -> None:
         parse_config({"model": "m", **OFFLINE}, "c").recipe,
         parse_config({"model": "m", **OFFLINE}, "c").algorithm,
     )
-    assert found.pairs is not None
-    assert [(a.name, b.name) for a, b in found.pairs] == [(f"t{i + 6:02}", f"t{i:02}") for i in range(2, 6)]
-    assert {(drop.sample.trajectory_id, drop.rule) for drop in found.drops} == {
+    assert applied.pairs is not None
+    assert [(a.name, b.name) for a, b in applied.pairs] == [(f"t{i + 6:02}", f"t{i:02}") for i in range(2, 6)]
+    assert {(drop.sample.trajectory_id, drop.rule) for drop in applied.drops} == {
         *(("t00", "erased"), ("t01", "erased"), ("t06", "pair_broken"), ("t07", "pair_broken"))
     }
 
@@ -156,8 +156,8 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     with fabric.killed_at(2):
         fabric.train(broken, settings)
     fabric.train(broken, settings)
-    one, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
-    assert one == other
+    expected, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
+    assert expected == other
 
 
 def test_without_preferences(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_odd_micro_batch_would_part_a_pair() -> None:
 def test_nothing_to_pair(tmp_path: Path) -> None:
     """The message says what became of the trajectories."""
     log = rb.open(tmp_path / "store", create=True)
-    made = [r for i in range(4) for r in fabric.records(f"a{i}", group="a", reward=1.0)]
-    fabric.append(log, made)
+    records = [r for i in range(4) for r in fabric.records(f"a{i}", group="a", reward=1.0)]
+    fabric.append(log, records)
     with pytest.raises(Exception, match="4 are in groups whose rewards are all equal"):
         fabric.train(log, fabric.config(fabric.GRPO, micro_batch_size=2, algorithm=FROM_REWARDS))

@@ -33,11 +33,11 @@ def test_a_changed_rate_is_announced_in_the_middle_of_a_training(
     """Of this same training, in the middle of it, where the schedule ends at another step than before."""
     config = fabric.config(fabric.SFT, steps=10, optimizer=optimizer)
     opened = None if before is None else RunOpened("train", config.as_json() | {"steps": before})
-    told = rate_change(config, opened, done, lambda step, steps: 1.0 - step / steps)
-    assert (told is not None) == said
-    if told is not None:
-        assert "steps is 10 and was 5, which moves the end of the cosine schedule" in told
-        assert "the learning rate of the next step is 0.5, where it was to be 0 (" in told
+    message = rate_change(config, opened, done, lambda step, steps: 1.0 - step / steps)
+    assert (message is not None) == said
+    if message is not None:
+        assert "steps is 10 and was 5, which moves the end of the cosine schedule" in message
+        assert "the learning rate of the next step is 0.5, where it was to be 0 (" in message
 
 
 def test_another_trainings_steps_do_not_count() -> None:
@@ -56,9 +56,9 @@ def test_it_is_said_before_training(
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=2, optimizer=COSINE)))
     command = ("train", tmp_path / "train.toml", "--store", log.path)
     assert "learning rate" not in cli(*command)[2]
-    code, _, said = cli(*command, "--set", "steps=4")
+    code, _, err = cli(*command, "--set", "steps=4")
     assert code == 0
     plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
-    assert f"the learning rate of the next step is {plans[2].learning_rate:.3g}, where it was to be 0" in said
-    assert said.index("the learning rate of the next step") < said.index("step 2: version 3")
+    assert f"the learning rate of the next step is {plans[2].learning_rate:.3g}, where it was to be 0" in err
+    assert err.index("the learning rate of the next step") < err.index("step 2: version 3")
     assert "learning rate" not in cli(*command, "--set", "steps=4")[2]

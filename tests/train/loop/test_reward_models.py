@@ -37,21 +37,21 @@ def preferred(tmp_path: Path) -> Callable[..., Store]:
 
     def make(name: str = "store") -> Store:
         log = rb.open(tmp_path / name, create=True)
-        made: list[Any] = []
+        records: list[Any] = []
         for kind, count in (("teacher", 8), ("eval", 4)):
             for i in range(2 * count):
                 turn = fabric.T(
                     [5, 6 + i % 3], [60 if i < count else 20, 21 + i % 4], logprobs=None, version=None
                 )
                 rewarded = {"reward": float(i)} if kind == "teacher" else {}
-                made += fabric.records(f"{kind}{i:02}", [turn], split=kind, **rewarded)
-            made += [
+                records += fabric.records(f"{kind}{i:02}", [turn], split=kind, **rewarded)
+            records += [
                 PreferenceAdded(f"{kind}{i:02}", f"{kind}{i + count:02}", 0.5 * i if i else None)
                 for i in range(count)
             ]
         # One held-out preference is the other way round, so that a temperature exists.
-        made += [PreferenceAdded("eval05", "eval01")]
-        fabric.append(log, made)
+        records += [PreferenceAdded("eval05", "eval01")]
+        fabric.append(log, records)
         return log
 
     return make
@@ -113,12 +113,12 @@ def test_transformers_gives_the_same_scores(preferred: Stores) -> None:
         scores = []
         for ref in (chosen, rejected):
             with torch.no_grad():
-                given = model(torch.from_numpy(paths[ref["trajectory_id"]].astype(np.int64))[None]).logits
-            scores.append(float(given[0, 0]))
+                logits = model(torch.from_numpy(paths[ref["trajectory_id"]].astype(np.int64))[None]).logits
+            scores.append(float(logits[0, 0]))
         margins.append(scores[0] - scores[1])
-    found = _of(log, StepCommitted)[3].metrics["preference_margin"]
-    assert found == pytest.approx(np.mean(margins), abs=1e-5)
-    assert found > 0.1
+    margin = _of(log, StepCommitted)[3].metrics["preference_margin"]
+    assert margin == pytest.approx(np.mean(margins), abs=1e-5)
+    assert margin > 0.1
 
 
 @pytest.mark.more_but("margin-centring", "head")
@@ -150,8 +150,8 @@ def test_margins_are_in_the_manifest(preferred: Stores) -> None:
     log = preferred()
     fabric.train(log, _config({"margin": "recorded"}, steps=2))
     refs = [ref for plan in _of(log, StepPlanned) for ref in plan.samples]
-    found = {ref["trajectory_id"]: ref["margin"] for ref in refs if "margin" in ref}
-    assert found == {f"teacher{i:02}": 0.5 * i for i in range(8)}
+    margins = {ref["trajectory_id"]: ref["margin"] for ref in refs if "margin" in ref}
+    assert margins == {f"teacher{i:02}": 0.5 * i for i in range(8)}
     assert all("margin" not in ref for ref in refs[1::2])
     committed = _of(log, StepCommitted)[0]
     assert "margins" in committed.digests
@@ -161,14 +161,14 @@ def test_margins_are_in_the_manifest(preferred: Stores) -> None:
 def test_sum_to_zero_is_of_the_whole_batch(preferred: Stores) -> None:
     """However the batch is cut into micro-batches, the same training, but for the last bits; and another one
     than without it."""
-    found = {}
+    metrics = {}
     for name, keys, size in (("one", 2.0, 8), ("two", 2.0, 4), ("four", 2.0, 2), ("without", 0.0, 8)):
         log = preferred(name)
         fabric.train(log, _config({"batch_sum_to_zero": keys}, micro_batch_size=size, steps=5))
-        found[name] = [(s.metrics["loss"], s.metrics["score_mean"]) for s in _of(log, StepCommitted)]
-    assert np.allclose(found["one"], found["two"], atol=1e-4)
-    assert np.allclose(found["one"], found["four"], atol=1e-4)
-    assert not np.allclose(found["one"], found["without"], atol=1e-2)
+        metrics[name] = [(s.metrics["loss"], s.metrics["score_mean"]) for s in _of(log, StepCommitted)]
+    assert np.allclose(metrics["one"], metrics["two"], atol=1e-4)
+    assert np.allclose(metrics["one"], metrics["four"], atol=1e-4)
+    assert not np.allclose(metrics["one"], metrics["without"], atol=1e-2)
 
 
 @pytest.mark.more
@@ -180,8 +180,8 @@ def test_a_restart_goes_on(preferred: Stores) -> None:
     with fabric.killed_at(4):
         fabric.train(broken, settings)
     fabric.train(broken, settings)
-    one, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
-    assert one == other
+    expected, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
+    assert expected == other
 
 
 def test_evaluation_and_its_temperature(preferred: Stores) -> None:
@@ -189,9 +189,9 @@ def test_evaluation_and_its_temperature(preferred: Stores) -> None:
     loss with it is the least."""
     log = preferred()
     fabric.train(log, _config(evaluation={"every": 4}))
-    found = [record.metrics for record in _of(log, EvalFinished)]
-    assert "calibration_temperature" not in found[0], "a new head rates no pair"
-    last = found[-1]
+    metrics = [record.metrics for record in _of(log, EvalFinished)]
+    assert "calibration_temperature" not in metrics[0], "a new head rates no pair"
+    last = metrics[-1]
     assert last["preference_accuracy"] == pytest.approx(4 / 5)
     assert last["calibrated_loss"] <= last["loss"]
     assert last["calibration_temperature"] > 0

@@ -54,29 +54,29 @@ def _of(log: Store, kind: Any) -> list[Any]:
 def test_each_epoch_is_a_permutation(count: int, epochs: int, parts: int, seed: int) -> None:
     """Parts of sizes that differ by one at most; every sample once in each epoch; one step takes all in
     order."""
-    found = mini_batches(count, Demand(1, 1, epochs, parts), seed)
+    batches = mini_batches(count, Demand(1, 1, epochs, parts), seed)
     if epochs == parts == 1:
-        assert found == [list(range(count))]
+        assert batches == [list(range(count))]
     each = min(parts, count)
-    assert len(found) == epochs * each
+    assert len(batches) == epochs * each
     for epoch in range(epochs):
-        mine = found[epoch * each : (epoch + 1) * each]
+        mine = batches[epoch * each : (epoch + 1) * each]
         assert sorted(i for part in mine for i in part) == list(range(count))
         assert max(map(len, mine)) - min(map(len, mine)) <= 1
-    assert mini_batches(count, Demand(1, 1, epochs, parts), seed) == found
+    assert mini_batches(count, Demand(1, 1, epochs, parts), seed) == batches
 
 
 def test_each_step_has_a_manifest(whole: Store) -> None:
     """Each sample is consumed twice; the first manifest names all of the batch; checkpoints come between
     batches."""
     plans = _of(whole, StepPlanned)
-    said = [plan.rollout_batch for plan in plans]
-    assert [(one["first_step"], one["number"], one["steps"]) for one in said] == [
+    entries = [plan.rollout_batch for plan in plans]
+    assert [(entry["first_step"], entry["number"], entry["steps"]) for entry in entries] == [
         (first, number, 4) for first in (0, 4) for number in range(4)
     ]
-    assert ["samples" in one for one in said] == [True, False, False, False] * 2
+    assert ["samples" in entry for entry in entries] == [True, False, False, False] * 2
     for first in (0, 4):
-        batch = [ref["turn_id"] for ref in said[first]["samples"]]
+        batch = [ref["turn_id"] for ref in entries[first]["samples"]]
         used = Counter(ref["turn_id"] for plan in plans[first : first + 4] for ref in plan.samples)
         assert used == Counter(dict.fromkeys(batch, 2))
         assert {plan.cut for plan in plans[first : first + 4]} == {plans[first].cut}
@@ -98,10 +98,10 @@ def test_ratios_are_taken_to_the_batchs_beginning(whole: Store) -> None:
     assert 0 < metrics[1]["kl"] < metrics[7]["kl"]
     digests = [step.digests for step in _of(whole, StepCommitted)]
     assert all(
-        {"proximal_logprobs", "reference_logprobs", "importance_weights"} <= one.keys() for one in digests
+        {"proximal_logprobs", "reference_logprobs", "importance_weights"} <= each.keys() for each in digests
     )
     inputs = [plan.input_digests for plan in _of(whole, StepPlanned)]
-    assert {one["reference_weights"] for one in inputs} == {inputs[0]["input_weights"]}
+    assert {each["reference_weights"] for each in inputs} == {inputs[0]["input_weights"]}
 
 
 @pytest.mark.parametrize("step", [0, 2, 3, 6])
@@ -123,12 +123,12 @@ def test_a_kill_in_the_middle_changes_nothing(
     with fabric.killed_at(killed_at, Killed):
         fabric.train(broken, settings)
     fabric.train(broken, settings)
-    expected, found = (fabric.steps_of(log).steps for log in (whole, broken))
-    assert list(found) == list(range(8))
+    expected, actual = (fabric.steps_of(log).steps for log in (whole, broken))
+    assert list(actual) == list(range(8))
     for step in range(8):
-        assert found[step].committed.digests == expected[step].committed.digests
-        assert found[step].planned.samples == expected[step].planned.samples
-        assert found[step].planned.attempt == (2 if step == killed_at else 1)
+        assert actual[step].committed.digests == expected[step].committed.digests
+        assert actual[step].planned.samples == expected[step].planned.samples
+        assert actual[step].planned.attempt == (2 if step == killed_at else 1)
     assert replay_step(broken, 7).bit_for_bit
 
 
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_finite_leaves_the_rest(
 def test_a_missing_reference_is_told_before_a_step_is_planned(recorded: Stores) -> None:
     """There is no checkpoint of version 7."""
     log = recorded()
-    said = r"algorithm.reference_version 7: run 'demo' has no checkpoint of that version"
-    with pytest.raises(TrainError, match=said):
+    message = r"algorithm.reference_version 7: run 'demo' has no checkpoint of that version"
+    with pytest.raises(TrainError, match=message):
         fabric.train(log, fabric.config(fabric.GRPO, algorithm=PPO | {"reference_version": 7}, steps=4))
     assert not _of(log, StepPlanned)

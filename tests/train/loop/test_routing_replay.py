@@ -40,30 +40,30 @@ def _sampled(family: str, seed: int, own: bool) -> tuple[list[int], ExpertIds, A
     return ids, experts, mixtures.logprobs(model, ids, experts, HOT).detach().numpy()
 
 
-def _trajectory(family: str, name: str, seed: int, *, own: bool, **said: Any) -> list[Any]:
+def _trajectory(family: str, name: str, seed: int, *, own: bool, **options: Any) -> list[Any]:
     """Two turns."""
-    ids, experts, told = _sampled(family, seed, own)
+    ids, experts, logprobs = _sampled(family, seed, own)
     turns = [
-        fabric.T(ids[:3], ids[3:7], None, told[2:6], 0, HOT, experts=pack(experts[:6], 0)),
-        fabric.T(ids[7:9], ids[9:], 0, told[8:], 0, HOT, experts=pack(experts[6:-1], 6)),
+        fabric.T(ids[:3], ids[3:7], None, logprobs[2:6], 0, HOT, experts=pack(experts[:6], 0)),
+        fabric.T(ids[7:9], ids[9:], 0, logprobs[8:], 0, HOT, experts=pack(experts[6:-1], 6)),
     ]
-    made: list[Any] = fabric.records(name, turns, **said)
-    return made
+    records: list[Any] = fabric.records(name, turns, **options)
+    return records
 
 
 def _recorded(log: Store, family: str, groups: int = 6, *, own: bool = False) -> Store:
-    made = []
+    records = []
     for g in range(groups):
         for i in range(4):
-            said = {"group": f"g{g}", "reward": i / 2}
-            made += _trajectory(family, f"g{g}.{i}", 10 * g + i, own=own, **said)
-    fabric.append(log, made)
+            options = {"group": f"g{g}", "reward": i / 2}
+            records += _trajectory(family, f"g{g}.{i}", 10 * g + i, own=own, **options)
+    fabric.append(log, records)
     return log
 
 
 def _settings(family: str, **changes: Any) -> Any:
-    given = {"model": str(mixtures.mixture(family)[0]), "routing_replay": True, "steps": 1}
-    return fabric.config(fabric.GRPO, **given | changes)
+    options = {"model": str(mixtures.mixture(family)[0]), "routing_replay": True, "steps": 1}
+    return fabric.config(fabric.GRPO, **options | changes)
 
 
 @EACH
@@ -75,8 +75,8 @@ def test_the_engine_s_logprobs_are_the_trainer_s(store: Store, family: str) -> N
     assert done.metrics["engine_logprob_gap"] < 1e-5
     assert done.metrics["own_routing_logprob_gap"] > 0.05
     assert done.metrics["routing_replayed"] == 1.0
-    asked = "SELECT routing_replayed, own_routing_logprob_gap > 0.05 FROM metrics"
-    assert connect(store.path).execute(asked).fetchall() == [(1.0, True)]
+    query = "SELECT routing_replayed, own_routing_logprob_gap > 0.05 FROM metrics"
+    assert connect(store.path).execute(query).fetchall() == [(1.0, True)]
     assert replay_step(store, 0).bit_for_bit
 
 
@@ -153,25 +153,25 @@ FAULTS = {"layers": "1 of 3", "topk": "2 of 2", "expert": "expert 8", "twice": "
 @pytest.mark.parametrize("fault", FAULTS)
 def test_records_that_do_not_fit_are_dropped(store: Store, fault: str, source: str) -> None:
     """By a rule, before the plan, and the others of the group are trained on; a replay sees the same."""
-    made = _recorded(store, "qwen3_moe", 1)
+    log = _recorded(store, "qwen3_moe", 1)
     experts = mixtures.other_choice([0] * 6)
     bad = [fabric.T((1, 2, 3), (4, 5, 6), experts=_odd(experts[:5], fault))]
     for name in ("bad", "good"):
         turns = bad if name == "bad" else [fabric.T((1, 2, 3), (4, 5, 6), experts=pack(experts[:5], 0))]
-        fabric.append(made, fabric.records(name, turns, group="odd", reward=1.0))
+        fabric.append(log, fabric.records(name, turns, group="odd", reward=1.0))
     for i in range(2):
-        fabric.append(made, fabric.records(f"plain{i}", group="odd", reward=0.0))
-    fabric.train(made, _settings("qwen3_moe"), source)
-    [plan], [drop] = _of(made, StepPlanned), _of(made, SampleDropped)
+        fabric.append(log, fabric.records(f"plain{i}", group="odd", reward=0.0))
+    fabric.train(log, _settings("qwen3_moe"), source)
+    [plan], [drop] = _of(log, StepPlanned), _of(log, SampleDropped)
     trained = {ref["trajectory_id"] for ref in plan.samples}
     assert {"good", "plain0", "plain1"} == {name for name in trained if not name.startswith("g0")}
     assert (drop.trajectory_id, drop.rule) == ("bad", "misrouted")
     assert drop.detail["record"].startswith("turn bad.0: ")
     assert FAULTS[fault] in drop.detail["record"]
-    assert _of(made, StepFailed) == []
-    share = _of(made, StepCommitted)[0].metrics["routing_replayed"]
+    assert _of(log, StepFailed) == []
+    share = _of(log, StepCommitted)[0].metrics["routing_replayed"]
     assert 0.8 < share < 1.0
-    assert replay_step(made, 0).bit_for_bit
+    assert replay_step(log, 0).bit_for_bit
 
 
 @pytest.mark.parametrize("source", ["cut", "tail"])

@@ -50,12 +50,12 @@ def test_supervised_training_lowers_the_loss(trained: Stores) -> None:
 
 def test_every_step_is_planned_and_then_committed(trained: Stores) -> None:
     """Plans and commits alternate, with rising steps and versions, without gaps, attempts at 1."""
-    found = _of(trained(), StepPlanned, StepCommitted)
-    assert [r.KIND for r in found] == ["step.planned", "step.committed"] * 12
-    assert [r.step for r in found] == [n for n in range(12) for _ in range(2)]
-    assert [r.policy_version for r in found] == [n + k for n in range(12) for k in range(2)]
-    assert {r.attempt for r in found} == {1}
-    assert {r.policy for r in found} == {"actor"}
+    records = _of(trained(), StepPlanned, StepCommitted)
+    assert [r.KIND for r in records] == ["step.planned", "step.committed"] * 12
+    assert [r.step for r in records] == [n for n in range(12) for _ in range(2)]
+    assert [r.policy_version for r in records] == [n + k for n in range(12) for k in range(2)]
+    assert {r.attempt for r in records} == {1}
+    assert {r.policy for r in records} == {"actor"}
 
 
 def test_the_manifest_is_complete(trained: Stores) -> None:

@@ -33,10 +33,10 @@ def test_a_mistyped_run(recorded: Stores, values: str) -> None:
     """The runs that there are are named, and the mistyped one does not come to be."""
     log = recorded()
     before = log.head()
-    said = _refused(log, fabric.config(getattr(fabric, values), run="dem0"))
-    assert said[0].startswith("run 'dem0': 0 of ")
-    assert said[0].endswith("the log at serve=402 fills no further one: of 43 trajectories")
-    assert said[1:] == ["  43 are of run 'demo'"]
+    lines = _refused(log, fabric.config(getattr(fabric, values), run="dem0"))
+    assert lines[0].startswith("run 'dem0': 0 of ")
+    assert lines[0].endswith("the log at serve=402 fills no further one: of 43 trajectories")
+    assert lines[1:] == ["  43 are of run 'demo'"]
     assert log.head() == before
     assert not (log.path / "checkpoints").exists()
 
@@ -54,8 +54,8 @@ def test_no_step_where_steps_were_asked_for_is_a_failure(
 def test_groups_that_were_used(trained: Stores) -> None:
     """The same groups again, under another configuration: each was used by the one before."""
     log = trained()
-    said = _refused(log, fabric.config(fabric.GRPO, seed=8))
-    assert said[1:] == [
+    lines = _refused(log, fabric.config(fabric.GRPO, seed=8))
+    assert lines[1:] == [
         "  24 were used already, by committed steps of this run",
         "  18 are of split 'teacher' (recipe.splits: train; to train on them: recipe.splits = [\"teacher\"])",
         "  1 are of split 'eval' (recipe.splits: train)",
@@ -65,23 +65,23 @@ def test_groups_that_were_used(trained: Stores) -> None:
 
 def test_every_reason_has_its_line(tmp_path: Path) -> None:
     """Each trajectory is counted once."""
-    log, T, made = rb.open(tmp_path / "store", create=True), fabric.T, []
+    log, T, records = rb.open(tmp_path / "store", create=True), fabric.T, []
     for i in range(3):
-        made += fabric.records(f"short{i}", group="short", reward=float(i))
+        records += fabric.records(f"short{i}", group="short", reward=float(i))
     for i in range(4):
-        made += fabric.records(f"flat{i}", group="flat", reward=1.0)
-        made += fabric.records(f"left{i}", group="left", reward=float(i))
-        made += fabric.records(f"bare{i}", group="bare")
-    made += fabric.records("open", group="short", finished=False)
-    made += fabric.records("text", [T(delivered=False)], group="text", reward=1.0)
-    made += fabric.records("judged", split="eval", reward=1.0)
-    made += fabric.records("unknown", [T(version=None)], reward=1.0)
-    fabric.append(log, made)
+        records += fabric.records(f"flat{i}", group="flat", reward=1.0)
+        records += fabric.records(f"left{i}", group="left", reward=float(i))
+        records += fabric.records(f"bare{i}", group="bare")
+    records += fabric.records("open", group="short", finished=False)
+    records += fabric.records("text", [T(delivered=False)], group="text", reward=1.0)
+    records += fabric.records("judged", split="eval", reward=1.0)
+    records += fabric.records("unknown", [T(version=None)], reward=1.0)
+    fabric.append(log, records)
     fabric.append(log, fabric.records("elsewhere"), run="other")
     algorithm = {"name": "grpo", "groups": 3, "group_size": 4}
-    said = _refused(log, fabric.config(fabric.GRPO, algorithm=algorithm))
-    assert said[0].endswith("of 20 trajectories")
-    assert sorted(line.strip() for line in said[1:]) == [
+    lines = _refused(log, fabric.config(fabric.GRPO, algorithm=algorithm))
+    assert lines[0].endswith("of 20 trajectories")
+    assert sorted(line.strip() for line in lines[1:]) == [
         "1 are dropped by the rule no_version",
         "1 are not finished",
         "1 are of run 'other'",
@@ -98,9 +98,9 @@ def test_a_training_that_ends_early(recorded: Stores, capsys: pytest.CaptureFixt
     """Steps were taken, so it is well; what is left is told."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.GRPO, steps=9))
-    said = capsys.readouterr().err
-    assert "run 'demo': 3 of 9 steps; the log at serve=402 fills no further one: of 43 trajectories" in said
-    assert "  24 were used already, by committed steps of this run" in said
+    err = capsys.readouterr().err
+    assert "run 'demo': 3 of 9 steps; the log at serve=402 fills no further one: of 43 trajectories" in err
+    assert "  24 were used already, by committed steps of this run" in err
 
 
 def test_an_epoch_without_samples(recorded: Stores) -> None:
@@ -108,8 +108,8 @@ def test_an_epoch_without_samples(recorded: Stores) -> None:
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1))
     stale = {"splits": ["train"], "max_staleness": 0}
-    said = _refused(log, fabric.config(fabric.SFT, recipe=stale))
-    assert "  24 are dropped by the rule staleness" in said
+    lines = _refused(log, fabric.config(fabric.SFT, recipe=stale))
+    assert "  24 are dropped by the rule staleness" in lines
     assert len({drop.turn_id for drop in _of(log, SampleDropped)}) >= 24
     assert len(_of(log, StepCommitted)) == 1
     assert len(_of(log, RunOpened)) == 2

@@ -129,8 +129,10 @@ def test_from_one_type_to_the_other(recorded: Stores) -> None:
     assert _of(log, StepPlanned)[2].input_digests["input_weights"] == commits[1].digests["weights"]
     assert [replay_step(log, step).differs_in for step in (1, 3)] == [None, None]
     before = log.head()
-    said = r"version 4 of run .* has float32 weights, which dtype = \"bfloat16\" would round: .*export model"
-    with pytest.raises(TrainError, match=said):
+    message = (
+        r"version 4 of run .* has float32 weights, which dtype = \"bfloat16\" would round: .*export model"
+    )
+    with pytest.raises(TrainError, match=message):
         fabric.train(log, fabric.config(fabric.GRPO, **NARROW))
     assert {lane: head for lane, head in log.head().items() if lane != "train"} == {
         lane: head for lane, head in before.items() if lane != "train"
@@ -157,8 +159,8 @@ def test_engines_of_either_type_get_them(recorded: Stores, held: str, transport:
         sync = {"engines": [url], "transport": transport}
         fabric.train(log, fabric.config(fabric.SFT, steps=2, sync=sync, **NARROW))
     served = _of(log, PolicyActivated)
-    assert [one.policy_version for one in served] == [0, 1, 2]
-    assert [one.weights_digest for one in served][1:] == [
+    assert [activation.policy_version for activation in served] == [0, 1, 2]
+    assert [activation.weights_digest for activation in served][1:] == [
         s.digests["weights"] for s in _of(log, StepCommitted)
     ]
 
@@ -172,5 +174,5 @@ def test_recomputed_activations_have_the_same_bits(recorded: Stores, dtype: str)
     fabric.train(logs[0], fabric.config(fabric.GRPO, **settings))
     fabric.train(logs[1], fabric.config(fabric.GRPO, **settings, recompute=True))
     kept, again = (_of(log, StepCommitted) for log in logs)
-    assert [one.digests for one in kept] == [one.digests for one in again]
+    assert [step.digests for step in kept] == [step.digests for step in again]
     assert _of(logs[0], StepPlanned)[0].phase == _of(logs[1], StepPlanned)[0].phase

@@ -127,13 +127,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    made = {}
+    folders = {}
     for case in CASES:
         family, tied = case.split("-")
         folder, model = tmp_path_factory.mktemp("models") / case, _reference(family, tied == "tied")
         model.save_pretrained(folder)
-        made[case] = (folder, model)
-    return made
+        folders[case] = (folder, model)
+    return folders
 
 
 def _policy(folder: Path, **changes: Any) -> TrainablePolicy:
@@ -171,12 +171,12 @@ def _masked_loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 def _run(policy: TrainablePolicy, micro: MicroBatch) -> tuple[torch.Tensor, float]:
     """Logits and loss of one forward and backward pass; the gradients stay in the policy."""
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, float]]:
-        loss = _masked_loss(logits, one)
+    def loss_of(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, float]]:
+        loss = _masked_loss(logits, batch)
         return loss, (logits.detach().clone(), float(loss))
 
-    (seen,) = policy.forward_backward((micro,), loss_of)
-    return seen
+    (output,) = policy.forward_backward((micro,), loss_of)
+    return output
 
 
 @pytest.mark.more_but("*-tied")
@@ -221,9 +221,9 @@ def test_gradients_are_transformers(models: dict[str, tuple[Path, Any]], case: s
     expected_loss = _masked_loss(reference(torch.from_numpy(micro.tokens)).logits, micro)
     expected_loss.backward()
     assert loss == pytest.approx(float(expected_loss), rel=1e-5)
-    found = to_huggingface(policy.gradients(), policy.shape)
+    gradients = to_huggingface(policy.gradients(), policy.shape)
     expected = checked({n: p.grad for n, p in reference.named_parameters()}, policy.shape)
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         # A key's bias shifts all scores of a query alike: its gradient is rounding about zero.
         scale = max(float(expected[name].abs().max()), 1e-3)
         error = float((gradient - expected[name]).abs().max()) / scale
@@ -238,20 +238,20 @@ def test_packed_samples_see_themselves_alone(models: dict[str, tuple[Path, Any]]
     micro = _micro()
     mask = micro.loss_mask & (np.arange(11) < lengths[:, None])
     micro, policy = replace(micro, loss_mask=mask), _policy(models[case][0])
-    said, gradients, shapes = [], [], []
+    outputs, gradients, shapes = [], [], []
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, None]:
+    def loss_of(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, None]:
         shapes.append(logits.shape)
-        of, trained = Predictions(logits, one), torch.from_numpy(mask[:, 1:])
-        values = torch.stack([of.logprobs()[trained], of.entropies()[trained]])
-        said.append(values.detach())
+        predictions, trained = Predictions(logits, batch), torch.from_numpy(mask[:, 1:])
+        values = torch.stack([predictions.logprobs()[trained], predictions.entropies()[trained]])
+        outputs.append(values.detach())
         return (values * torch.tensor([[-1.0], [0.3]])).sum(), None
 
-    for one in (micro, replace(micro, lengths=lengths)):
-        policy.forward_backward((one,), loss_of)
+    for batch in (micro, replace(micro, lengths=lengths)):
+        policy.forward_backward((batch,), loss_of)
         gradients.append({name: g.clone() for name, g in policy.gradients().items()})
     assert shapes == [(3, 11, VOCAB), (mask.sum(), VOCAB)]
-    assert torch.allclose(said[0], said[1], atol=1e-5)
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
     for name, gradient in gradients[0].items():
         scale = max(float(gradient.abs().max()), 1e-3)
         assert float((gradient - gradients[1][name]).abs().max()) / scale < 1e-5, name
@@ -281,18 +281,18 @@ def test_recomputed_activations_give_the_same_bits(models: dict[str, tuple[Path,
     """Logits and gradients, padded and packed."""
     folder, micro = models[case][0], _micro()
     packed = replace(micro, lengths=np.array([11, 11, 11]))
-    told: list[list[torch.Tensor]] = []
+    passes: list[list[torch.Tensor]] = []
     for recompute in (False, True):
         how = Build(4, torch.device("cpu"), 0, 1, recompute=recompute)
         policy = TrainablePolicy(read_shape(folder), OptimizerConfig(), how)
         policy.load_weights(read_weights(folder))
-        told.append([])
-        for one in (micro, packed):
-            seen = policy.forward_backward(
-                (one,), lambda logits, _: (logits.square().mean(), logits.detach())
+        passes.append([])
+        for batch in (micro, packed):
+            outputs = policy.forward_backward(
+                (batch,), lambda logits, _: (logits.square().mean(), logits.detach())
             )
-            told[-1] += [seen[0].clone(), *(g.clone() for g in policy.gradients().values())]
-    assert all(torch.equal(kept, again) for kept, again in zip(*told, strict=True))
+            passes[-1] += [outputs[0].clone(), *(g.clone() for g in policy.gradients().values())]
+    assert all(torch.equal(kept, again) for kept, again in zip(*passes, strict=True))
 
 
 @pytest.mark.more_but("llama-tied", "qwen3_moe-untied", "gemma3_text-tied", "gpt_oss-untied")
@@ -324,8 +324,8 @@ def test_transformers_loads_a_checkpoint(
         head = AutoModelForSequenceClassification.from_pretrained(tmp_path / record.path).eval()
         head.config.pad_token_id = VOCAB  # no token is padding: the last one's score is told
         theirs = head(torch.from_numpy(micro.tokens)).logits
-    said = json.loads((tmp_path / record.path / "config.json").read_text())["architectures"]
-    assert said == [type(head).__name__]
+    architectures = json.loads((tmp_path / record.path / "config.json").read_text())["architectures"]
+    assert architectures == [type(head).__name__]
     assert float((theirs - ours[:, -1]).abs().max()) < 1e-5
 
 
@@ -352,10 +352,10 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: dict[str, tuple
     """Rows in one micro-batch, or each in its own, add up to the same gradient (to rounding)."""
     micro, policy = _micro(), _policy(models["qwen3-tied"][0])
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, None]:
-        tokens, temperatures = torch.from_numpy(one.tokens), torch.from_numpy(one.temperatures)
+    def loss_of(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, None]:
+        tokens, temperatures = torch.from_numpy(batch.tokens), torch.from_numpy(batch.temperatures)
         loss = -token_logprobs(logits, tokens, temperatures)
-        return torch.where(torch.from_numpy(one.loss_mask[:, 1:]), loss, 0.0).sum() / 7, None
+        return torch.where(torch.from_numpy(batch.loss_mask[:, 1:]), loss, 0.0).sum() / 7, None
 
     policy.forward_backward((micro,), loss_of)
     whole = {name: g.clone() for name, g in policy.gradients().items()}

@@ -17,23 +17,23 @@ from rollbook.train.ranks.kept_digests import KeptDigests
 
 def test_a_stream_is_asked_once() -> None:
     """Until it is said to be another one, or somebody is to look at it."""
-    digests, tensors, asked = KeptDigests(), {"a": torch.zeros(3)}, []
+    digests, tensors, calls = KeptDigests(), {"a": torch.zeros(3)}, []
 
     def stream() -> object:
-        asked.append(1)
+        calls.append(1)
         return iter(tensors.items())
 
     first = digests.of("weights", stream)
-    assert (first.digest, len(asked)) == (digest_tensors(tensors), 1)
-    assert (digests.of("weights", stream), len(asked)) == (first, 1)
+    assert (first.digest, len(calls)) == (digest_tensors(tensors), 1)
+    assert (digests.of("weights", stream), len(calls)) == (first, 1)
     digests.changed("state")
-    assert (digests.of("weights", stream), len(asked)) == (first, 1)
+    assert (digests.of("weights", stream), len(calls)) == (first, 1)
     tensors["a"] = torch.ones(3)
     seen: list[str] = []
     assert digests.of("weights", stream, lambda name, tensor: seen.append(name)) != first
-    assert (seen, len(asked)) == (["a"], 2)
+    assert (seen, len(calls)) == (["a"], 2)
     digests.changed("weights")
-    assert (digests.of("weights", stream).digest, len(asked)) == (digest_tensors(tensors), 3)
+    assert (digests.of("weights", stream).digest, len(calls)) == (digest_tensors(tensors), 3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -41,14 +41,14 @@ def test_every_way_to_change_a_policy_is_noticed(model_folders: Path, dtype: str
     """After each the digests are of what is there: steps, other weights in place, states put in place."""
     folder = model_folders / "qwen2"
     how = Build(9, torch.device("cpu"), 0, 1, dtype)
-    policy, given = TrainablePolicy(read_shape(folder), OptimizerConfig(), how), read_weights(folder)
-    doubled = {name: 2 * tensor for name, tensor in given.items()}
+    policy, weights = TrainablePolicy(read_shape(folder), OptimizerConfig(), how), read_weights(folder)
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
 
     def right() -> None:
         assert policy.weights_digest().digest == digest_tensors(policy.weights())
         assert policy.optimizer_digest().digest == digest_tensors(policy.optimizer_state())
 
-    policy.load_weights(given)
+    policy.load_weights(weights)
     right()
     for _ in range(2):
         for gradient in policy.gradients().values():
@@ -58,10 +58,10 @@ def test_every_way_to_change_a_policy_is_noticed(model_folders: Path, dtype: str
     with policy.using(doubled):
         right()
     right()
-    kept = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
+    state = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
     policy.load_optimizer_state({})
     right()
-    policy.load_optimizer_state({name: tensor + 1 for name, tensor in kept.items()})
+    policy.load_optimizer_state({name: tensor + 1 for name, tensor in state.items()})
     right()
     policy.put(next(iter(policy.own_weights())), torch.zeros(()))
     right()

@@ -41,11 +41,11 @@ def test_the_product_is_that_of_float64(
 ) -> None:
     """Within what is left of the factors: 2^-22 of the largest number of each."""
     weight, a, b = _random(rows, columns, 0), _random(rank, columns, 1), _random(rows, rank, 2, size)
-    found = merged_weight(weight, a, b, scale)
+    product = merged_weight(weight, a, b, scale)
     expected = weight.double() + scale * (b.double() @ a.double())
     most = scale * rank * 2**-21 * float(a.abs().max()) * float(b.abs().max())
     rounding = 2**-23 * float(expected.abs().max())
-    assert float((found.double() - expected).abs().max()) <= most + rounding
+    assert float((product.double() - expected).abs().max()) <= most + rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,18 +55,18 @@ def test_the_bits_are_the_same_however_it_is_computed(
     """With other threads, row by row, columns apart, the terms of the sums in another order: a plain float32
     product differs."""
     weight, a, b = (_random(r, c, i).to(dtype) for i, (r, c) in enumerate(((300, 200), (16, 200), (300, 16))))
-    found = merged_weight(weight, a, b, 2.0)
+    product = merged_weight(weight, a, b, 2.0)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            assert torch.equal(merged_weight(weight, a, b, 2.0), found)
+            assert torch.equal(merged_weight(weight, a, b, 2.0), product)
     finally:
         torch.set_num_threads(threads)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(9))
-    assert torch.equal(merged_weight(weight, a[order], b[:, order], 2.0), found)
+    assert torch.equal(merged_weight(weight, a[order], b[:, order], 2.0), product)
     monkeypatch.setattr("rollbook.train.model.lora.AT_ONCE", 1)
-    assert torch.equal(merged_weight(weight, a, b, 2.0), found)
+    assert torch.equal(merged_weight(weight, a, b, 2.0), product)
     plain = [b.float() @ a.float(), b[:, order].float() @ a[order].float()]
     assert not torch.equal(*plain)
 
@@ -74,8 +74,8 @@ def test_the_bits_are_the_same_however_it_is_computed(
 def test_factors_that_come_to_nothing_leave_the_bits() -> None:
     """At the beginning, and also the sign of a zero."""
     weight = torch.tensor([[-0.0, 1.0], [0.0, -2.0]])
-    found = merged_weight(weight, torch.ones(1, 2), torch.zeros(2, 1), 2.0)
-    assert torch.signbit(found).tolist() == [[True, False], [False, True]]
+    product = merged_weight(weight, torch.ones(1, 2), torch.zeros(2, 1), 2.0)
+    assert torch.signbit(product).tolist() == [[True, False], [False, True]]
     folder = fabric.model_folder()
     shape, own = read_shape(folder), read_weights(folder)
     fresh = fresh_factors(shape, LoraConfig(), 3)
@@ -150,9 +150,11 @@ def test_a_training_is_pefts(model_folders: Path, model: str, targets: Any) -> N
     adam = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     micro, base = _micro(), digest_tensors(policy.own_weights())
     for _ in range(3):
-        told = policy.forward_backward((micro,), lambda logits, one: (_loss(logits, one), logits.detach()))
+        outputs = policy.forward_backward(
+            (micro,), lambda logits, batch: (_loss(logits, batch), logits.detach())
+        )
         logits = peer(torch.from_numpy(micro.tokens)).logits
-        assert float((told[0] - logits).abs().max()) < 2e-5
+        assert float((outputs[0] - logits).abs().max()) < 2e-5
         adam.zero_grad()
         _loss(logits, micro).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0))

@@ -58,9 +58,9 @@ SHAPES = {
 TOKENS = 256
 
 
-def _policy(shape: ModelShape, asked: Workload) -> TrainablePolicy:
-    dtype = str(asked.dtype).removeprefix("torch.")
-    return TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, dtype, recompute=asked.recompute))
+def _policy(shape: ModelShape, workload: Workload) -> TrainablePolicy:
+    dtype = str(workload.dtype).removeprefix("torch.")
+    return TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, dtype, recompute=workload.recompute))
 
 
 def _kept(policy: Policy, own: TrainablePolicy, *, packed: bool = True) -> int:
@@ -103,34 +103,34 @@ class _Loss:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_layer_keeps(shape: str, way: str, dtype: torch.dtype) -> None:
     """The difference that two more layers make, to a twentieth."""
-    asked = Workload(dtype, recompute=way == "recomputed")
-    given = Pass(TOKENS, TOKENS // 2 if way == "padded" else None)
-    found, said = [], []
+    workload = Workload(dtype, recompute=way == "recomputed")
+    forward = Pass(TOKENS, TOKENS // 2 if way == "padded" else None)
+    measured, estimated = [], []
     for layers in (1, 3):
         deep = replace(SHAPES[shape], layers=layers)
-        policy = _policy(deep, asked)
-        found.append(_kept(policy, policy, packed=way != "padded"))
+        policy = _policy(deep, workload)
+        measured.append(_kept(policy, policy, packed=way != "padded"))
         [layout] = stages_of(deep, ParallelConfig())
-        said.append(memory_of(deep, layout, given, asked).activations)
-    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=0.05)
+        estimated.append(memory_of(deep, layout, forward, workload).activations)
+    assert estimated[1] - estimated[0] == pytest.approx(measured[1] - measured[0], rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_always_there(shape: str, dtype: torch.dtype) -> None:
     """Weights, gradients, and after a step the optimizer's state, but for its counters."""
-    asked, wanted = Workload(dtype), SHAPES[shape]
-    policy = _policy(wanted, asked)
+    workload, wanted = Workload(dtype), SHAPES[shape]
+    policy = _policy(wanted, workload)
     for gradient in policy.gradients().values():
         gradient.fill_(0.1)
     policy.optimizer_step(1e-3)
     [layout] = stages_of(wanted, ParallelConfig())
-    said = memory_of(wanted, layout, Pass(1), asked)
-    assert said.parameters == parameters(wanted) == sum(t.numel() for t in policy.own_weights().values())
-    assert said.weights == _bytes(policy.own_weights())
-    assert said.gradients == _bytes(policy.gradients())
+    estimate = memory_of(wanted, layout, Pass(1), workload)
+    assert estimate.parameters == parameters(wanted) == sum(t.numel() for t in policy.own_weights().values())
+    assert estimate.weights == _bytes(policy.own_weights())
+    assert estimate.gradients == _bytes(policy.gradients())
     state = {name: tensor for name, tensor in policy.optimizer_state().items() if tensor.dim()}
-    assert said.optimizer == _bytes(state)
+    assert estimate.optimizer == _bytes(state)
 
 
 def _bytes(tensors: dict[str, Any]) -> int:
@@ -187,13 +187,13 @@ def test_copies_share_the_state(shape: str) -> None:
 def test_what_a_rank_of_two_keeps(shape: str, sequence: bool) -> None:
     """The difference that two more layers make to a rank that shares each tensor, and with `sequence` the
     tokens, to a sixteenth."""
-    sizes, given = ParallelConfig(tensor=2, sequence=sequence), Pass(TOKENS)
-    found, said = [], []
+    sizes, forward = ParallelConfig(tensor=2, sequence=sequence), Pass(TOKENS)
+    measured, estimated = [], []
     for layers in (1, 3):
         deep = replace(SHAPES[shape], layers=layers)
         with Ranks(sizes, 2) as ranks:
             policy = ranks.policy("actor", deep, OptimizerConfig(), Build(1, CPU, 0, 1))
-            found.append(_kept(policy, policy._part.policy))
+            measured.append(_kept(policy, policy._part.policy))
         [layout] = stages_of(deep, sizes)
-        said.append(memory_of(deep, layout, given, Workload()).activations)
-    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=1 / 16)
+        estimated.append(memory_of(deep, layout, forward, Workload()).activations)
+    assert estimated[1] - estimated[0] == pytest.approx(measured[1] - measured[0], rel=1 / 16)

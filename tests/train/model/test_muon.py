@@ -74,12 +74,12 @@ def test_a_step(recorded: Stores) -> None:
         start, gradient = before[name].double(), gradients[name].double()
         moved = (start * (1 - LR * DECAY) - muon[name].double()) / LR
         left, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
-        seen = left.T @ moved @ right.T / (0.2 * max(gradient.shape) ** 0.5)
+        rotated = left.T @ moved @ right.T / (0.2 * max(gradient.shape) ** 0.5)
         large = int((sizes > 0.05 * sizes[0]).sum())  # smaller ones take more than five iterations
         assert large > 4, name
-        seen = seen[:large, :large]
-        assert 0.6 < float(seen.diagonal().min()) <= float(seen.diagonal().max()) < 1.3, name
-        assert float((seen - seen.diagonal().diag()).abs().max()) < 0.1, name
+        rotated = rotated[:large, :large]
+        assert 0.6 < float(rotated.diagonal().min()) <= float(rotated.diagonal().max()) < 1.3, name
+        assert float((rotated - rotated.diagonal().diag()).abs().max()) < 0.1, name
 
 
 def test_it_learns_and_replays(recorded: Stores) -> None:

@@ -38,9 +38,9 @@ def test_a_column_for_each_stage(config: Path, recorded: Callable[..., Store], c
     assert all(len(line.split()) == 3 for line in lines[3:11])
     assert lines[11].startswith("all ranks together take ")
     code, out, _ = cli(*command, "--ranks", 4, "--json")
-    said = orjson.loads(out)
-    assert (code, said["ranks"], said["copies"], len(said["stages"])) == (0, 4, 2, 2)
-    for stage in said["stages"]:
+    plan = orjson.loads(out)
+    assert (code, plan["ranks"], plan["copies"], len(plan["stages"])) == (0, 4, 2, 2)
+    for stage in plan["stages"]:
         assert stage["total"] == sum(stage[part] for part in parts) > stage["state"] > 0
     assert log.head() == before
 
@@ -49,16 +49,16 @@ def test_what_cannot_be(config: Path, recorded: Callable[..., Store], cli: Run) 
     """Ranks that do not divide, and a model that cannot be split: the same errors as the training's."""
     log = recorded()
     command = ("train", config, "--store", log.path, "--plan")
-    code, _, said = cli(*command, "--set", "parallel.tensor=2", "--ranks", 3)
-    assert (code, "3 ranks cannot be shared by tensor = 2" in said) == (2, True)
-    code, _, said = cli(*command, "--set", "parallel.tensor=3")
-    assert (code, "cannot be split over 3 tensor-parallel ranks" in said) == (2, True)
+    code, _, err = cli(*command, "--set", "parallel.tensor=2", "--ranks", 3)
+    assert (code, "3 ranks cannot be shared by tensor = 2" in err) == (2, True)
+    code, _, err = cli(*command, "--set", "parallel.tensor=3")
+    assert (code, "cannot be split over 3 tensor-parallel ranks" in err) == (2, True)
 
 
 def test_json_is_of_the_plan(config: Path, recorded: Callable[..., Store], cli: Run) -> None:
     """A training prints none, and does not begin."""
     log = recorded()
     before = log.head()
-    code, _, said = cli("train", config, "--store", log.path, "--json")
-    assert (code, "goes with --plan" in said) == (2, True)
+    code, _, err = cli("train", config, "--store", log.path, "--json")
+    assert (code, "goes with --plan" in err) == (2, True)
     assert log.head() == before

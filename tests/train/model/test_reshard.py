@@ -35,10 +35,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        given -= self._alive().keys()
+        inputs = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs -= self._alive().keys()
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given:
+            if isinstance(tensor, torch.Tensor) and _place(tensor) not in inputs:
                 self._made[id(tensor)] = weakref.ref(tensor)
         self.peak = max(self.peak, sum(self._alive().values()))
         return result
@@ -97,9 +97,9 @@ def test_tensor_ranks_have_their_groups(model_folders: Path) -> None:
     q, k, v = (weights[f"{layer}self_attn.{x}_proj.bias"] for x in "qkv")
     gate, up = (weights[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up"))
     for rank, held in enumerate(ranks):
-        queries, one, half = slice(16 * rank, 16 * rank + 16), slice(8 * rank, 8 * rank + 8), 32 * rank
+        queries, head, half = slice(16 * rank, 16 * rank + 16), slice(8 * rank, 8 * rank + 8), 32 * rank
         expected = {
-            "self_attention.linear_qkv.bias": torch.cat([q[queries], k[one], v[one]]),
+            "self_attention.linear_qkv.bias": torch.cat([q[queries], k[head], v[head]]),
             "mlp.linear_fc1.weight": torch.cat([gate[half : half + 32], up[half : half + 32]]),
             "self_attention.linear_proj.weight": weights[f"{layer}self_attn.o_proj.weight"][:, queries],
         }

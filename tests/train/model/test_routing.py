@@ -56,14 +56,14 @@ def _samples(micro: MicroBatch) -> list[list[int]]:
 
 
 def _loss_of(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    told = Predictions(logits, micro).logprobs()[torch.from_numpy(micro.loss_mask[:, 1:])]
-    return -told.sum(), told.detach().clone()
+    logprobs = Predictions(logits, micro).logprobs()[torch.from_numpy(micro.loss_mask[:, 1:])]
+    return -logprobs.sum(), logprobs.detach().clone()
 
 
 def _passed(policy: TrainablePolicy, *micro_batches: MicroBatch) -> list[torch.Tensor]:
     """Logprobs of each micro-batch's trained tokens, and all gradients."""
-    told = policy.forward_backward(micro_batches, _loss_of)
-    return [*told, *(gradient.clone() for gradient in policy.gradients().values())]
+    logprobs = policy.forward_backward(micro_batches, _loss_of)
+    return [*logprobs, *(gradient.clone() for gradient in policy.gradients().values())]
 
 
 def _left(policy: TrainablePolicy) -> int:
@@ -71,8 +71,8 @@ def _left(policy: TrainablePolicy) -> int:
     return sum(len(router.later) for router in policy._routing._routers.values())
 
 
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+def _equal(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, other, strict=True))
 
 
 @EACH
@@ -100,21 +100,21 @@ def test_another_choice_is_that_of_transformers(family: str, packed: bool) -> No
     others = [mixtures.other_choice(ids, seed=at) for at, ids in enumerate(_samples(micro))]
     for ids in others:
         ids[3:5] = -1
-    told, *_ = _passed(policy, _with(micro, others))
+    logprobs, *_ = _passed(policy, _with(micro, others))
     model.zero_grad()
     expected = [
         mixtures.logprobs(model, ids, experts, 0.9)
         for ids, experts in zip(_samples(micro), others, strict=True)
     ]
     (-torch.cat(expected).sum()).backward()
-    assert float((told - torch.cat(expected)).abs().max()) < 1e-5
+    assert float((logprobs - torch.cat(expected)).abs().max()) < 1e-5
     free = torch.cat([mixtures.logprobs(model, ids, None, 0.9) for ids in _samples(micro)])
-    assert float((told - free).abs().max()) > 0.01
+    assert float((logprobs - free).abs().max()) > 0.01
     for layer, router in enumerate(mixtures.routers(model)):
-        found = policy.gradients()[f"decoder.layers.{layer}.mlp.router.weight"]
+        gradient = policy.gradients()[f"decoder.layers.{layer}.mlp.router.weight"]
         scale = float(router.weight.grad.abs().max())
         assert scale > 0.01
-        assert float((found - router.weight.grad).abs().max()) < 1e-4 * scale
+        assert float((gradient - router.weight.grad).abs().max()) < 1e-4 * scale
 
 
 @EACH
@@ -134,8 +134,8 @@ def test_layers_that_run_again_replay_what_they_replayed(family: str) -> None:
     assert _left(again) == 0
     with pytest.raises(KeyboardInterrupt):
         again.forward_backward(micro_batches, cut_off)
-    given = [micro_batches[0], free, micro_batches[1]]
-    assert _equal(_passed(again, *given), _passed(kept, *given))
+    batches = [micro_batches[0], free, micro_batches[1]]
+    assert _equal(_passed(again, *batches), _passed(kept, *batches))
     assert _left(again) == 0
 
 
@@ -150,8 +150,8 @@ def test_only_the_policy_that_is_given_experts_replays() -> None:
     with policy.using(read_weights(mixtures.mixture("qwen3_moe")[0])):
         (logits,) = policy.forward([micro], lambda logits, _: logits)
     tokens, temperatures = torch.from_numpy(micro.tokens), torch.from_numpy(micro.temperatures)
-    told = token_logprobs(logits, tokens, temperatures)[torch.from_numpy(micro.loss_mask[:, 1:])]
-    assert torch.equal(told, own[0])
+    logprobs = token_logprobs(logits, tokens, temperatures)[torch.from_numpy(micro.loss_mask[:, 1:])]
+    assert torch.equal(logprobs, own[0])
 
 
 def test_experts_lie_as_tokens_do() -> None:

@@ -39,8 +39,8 @@ def test_a_proxy_has_recorded_with_another_model(recorded: Callable[..., Store],
     log = recorded()
     digest = digest_tensors(widened(read_weights(other)))
     with log.writer("serve") as writer:
-        told = PolicyActivated("actor", 0, "http://e", digest, str(other), "demo/actor/0/mark", "c")
-        writer.append([Event(told, "demo")]).result()
+        activation = PolicyActivated("actor", 0, "http://e", digest, str(other), "demo/actor/0/mark", "c")
+        writer.append([Event(activation, "demo")]).result()
     with pytest.raises(VersionError, match=rf"not version 0 .*{digest[:16]} since policy.activated .*--run"):
         fabric.train(log, fabric.config(fabric.SFT, steps=1))
     assert steps(log) == 0
@@ -74,8 +74,8 @@ def test_a_run_from_an_exported_model_begins_at_version_0(
     export_model(trained(), out := tmp_path / "exported", 4, None, "actor")
     log, run = recorded(), fabric.RUN
     if of == "another run":
-        said = out / "rollbook.json"
-        said.write_bytes(said.read_bytes().replace(b'"run": "demo"', b'"run": "other"'))
+        file = out / "rollbook.json"
+        file.write_bytes(file.read_bytes().replace(b'"run": "demo"', b'"run": "other"'))
     begun = fabric.config(fabric.SFT, steps=1, model=str(out))
     fabric.train(log, begun)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, model=str(out)))
@@ -116,14 +116,14 @@ def test_a_model_by_its_name_at_the_hub(
     """From the cache, at the commit that the log names; a run that has begun goes on without it."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    log, kept = recorded(), tmp_path / "cache" / "models--tiny-org--tiny"
+    log, folder = recorded(), tmp_path / "cache" / "models--tiny-org--tiny"
     with pytest.raises(ModelError, match=r"cannot be fetched: .* `hf download tiny-org/tiny`"):
         fabric.train(log, fabric.config(fabric.SFT, steps=1, model="tiny-org/tiny"))
-    shutil.copytree(fabric.model_folder(), kept / "snapshots" / "abc123")
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("abc123")
+    shutil.copytree(fabric.model_folder(), folder / "snapshots" / "abc123")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc123")
     fabric.train(log, fabric.config(fabric.SFT, steps=1, model="tiny-org/tiny"))
-    shutil.rmtree(kept)
+    shutil.rmtree(folder)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, model="tiny-org/tiny"))
     opened = [event.record for event in log.events_of({RunOpened.KIND})]
     assert [o.config.get("model_at_hub") for o in opened] == ["tiny-org/tiny@abc123", None]

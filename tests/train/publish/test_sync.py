@@ -119,7 +119,7 @@ def test_a_restart_goes_on(recorded: Callable[..., Store], start: Start) -> None
     assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3, 3, 4, 5]
     alone = recorded("alone")
     fabric.train(alone, _sft(5))
-    ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
+    ends = [[r.digests for r in _records(store, StepCommitted)] for store in (log, alone)]
     assert len(ends[0]) == 5
     assert ends[0] == ends[1]
 
@@ -129,8 +129,8 @@ def test_only_some_versions(recorded: Callable[..., Store], start: Start) -> Non
     _, url = start()
     log = recorded()
     fabric.train(log, _sft(5, engines=[url], sync_every=2))
-    given = [r.policy_version for r in _records(log, PolicyActivated)]
-    assert given == [0, 2, 4, 5]
+    versions = [r.policy_version for r in _records(log, PolicyActivated)]
+    assert versions == [0, 2, 4, 5]
 
 
 def test_one_engine_of_two_goes_away(recorded: Callable[..., Store], start: Start) -> None:
@@ -231,7 +231,7 @@ def test_training_goes_on_while_weights_travel(
     log, alone = recorded(), recorded("alone")
     fabric.train(log, _sft(4, engines=[url], transport=transport, overlap=True))
     fabric.train(alone, _sft(4))
-    ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
+    ends = [[r.digests for r in _records(store, StepCommitted)] for store in (log, alone)]
     assert ends[0] == ends[1]
     order = [(type(r), r.policy_version) for r in _records(log, SyncFinished, StepCommitted)]
     assert order.index((StepCommitted, 2)) < order.index((SyncFinished, 1))

@@ -55,8 +55,8 @@ def _agreed(count: int = 3) -> list[Meeting]:
         coming = [pool.submit(ranks[rank].come, rank) for rank in range(1, count)]
         store.wait([meetings.presence_key(rank) for rank in range(1, count)])
         ranks[0].agree(count)
-        for one in coming:
-            one.result(10)
+        for future in coming:
+            future.result(10)
     return ranks
 
 
@@ -148,8 +148,10 @@ def test_one_address_is_listened_at() -> None:
     """At a port that was free; it is closed with the store."""
     met = meet(MeetingPoint("127.0.0.1", 0, "ours"), leads=True)
     port = met.point.port
-    found = [c.laddr for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
-    assert found == [("127.0.0.1", port)]
+    addresses = [
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr
+    ]
+    assert addresses == [("127.0.0.1", port)]
     with pytest.raises(RankError, match=f"cannot meet at 127.0.0.1 port {port}, which this host is to serve"):
         meet(MeetingPoint("127.0.0.1", port, "ours"), leads=True)
     del met
@@ -198,7 +200,7 @@ def test_the_secret_of_ranks_that_a_launcher_starts(tmp_path: Path, monkeypatch:
 )
 def test_ranks_of_one_host(changes: dict[str, str], one_host: bool) -> None:
     """Meet on its loopback."""
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
-    place = place_in(told | changes)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    place = place_in(env | changes)
     assert place is not None
     assert place.one_host is one_host

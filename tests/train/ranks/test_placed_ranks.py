@@ -94,34 +94,34 @@ def _place(log: Store, settings: Any, ranks: int = 2, within_s: float = 30.0) ->
 
 def _ranks(mark: str) -> list[psutil.Process]:
     """The processes of ranks that have the mark."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if FOLLOW[1] in process.cmdline() and process.environ().get("GLOO_MARK") == mark:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _came(mark: str) -> psutil.Process:
     """The one rank, once it is there."""
     until = time.monotonic() + 60
-    while not (found := _ranks(mark)):
+    while not (processes := _ranks(mark)):
         assert time.monotonic() < until
         time.sleep(0.1)
-    (process,) = found
+    (process,) = processes
     return process
 
 
 def test_a_training_is_that_of_one_rank(recorded: Stores, mark: str) -> None:
     """And its steps replay bit for bit, by ranks of this host."""
-    one, two = recorded("one"), recorded("two")
+    single, two = recorded("one"), recorded("two")
     settings = fabric.config(fabric.SFT, steps=2, optimizer=SGD_LIKE)
-    fabric.train(one, settings)
+    fabric.train(single, settings)
     _place(two, settings)
-    for ours, theirs in zip(_of(two, StepCommitted), _of(one, StepCommitted), strict=True):
+    for ours, theirs in zip(_of(two, StepCommitted), _of(single, StepCommitted), strict=True):
         for metric in ("loss", "gradient_norm"):
             assert ours.metrics[metric] == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6)
-    weights = [read_weights(log.path / _of(log, CheckpointWritten)[-1].path) for log in (one, two)]
+    weights = [read_weights(log.path / _of(log, CheckpointWritten)[-1].path) for log in (single, two)]
     assert weights[0].keys() == weights[1].keys()
     assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-6
     assert _of(two, StepPlanned)[0].environment["parallel"]["data"] == 2
@@ -148,14 +148,14 @@ def test_a_rank_that_dies_or_hangs(
                 process.wait(20)  # the kernel ends it soon, but a step is short
         return run(policy, settings, *given, **options)
 
-    said = {
+    message = {
         "rank": "rank 1 was ended by SIGKILL.*; its last words:",
         "actor": r"rank 1 was lost with its actor; Ray says:\n.*died",
         "rank that hangs": "rank 1 does not answer",
     }[who]
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "run_step", ends)
-        with pytest.raises(RankError, match=said):
+        with pytest.raises(RankError, match=message):
             _place(log, settings)
     assert _ranks(mark) == []
     (failed,) = _of(log, StepFailed)
@@ -198,10 +198,10 @@ def test_each_rank_has_a_gpu(mark: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     _, others = launch_by_ray(Room(gpus=True), 2)
     try:
-        seen = [os.environ["CUDA_VISIBLE_DEVICES"], _came(mark).environ()["CUDA_VISIBLE_DEVICES"]]
+        devices = [os.environ["CUDA_VISIBLE_DEVICES"], _came(mark).environ()["CUDA_VISIBLE_DEVICES"]]
     finally:
         others.close()
-    assert sorted(seen) == ["0", "1"]
+    assert sorted(devices) == ["0", "1"]
 
 
 COMMAND = """

@@ -32,13 +32,13 @@ def _of(log: Store, kind: type[Any]) -> list[Any]:
 
 def _children() -> list[int]:
     """The processes that follow this one."""
-    found = subprocess.run(
+    result = subprocess.run(
         ["pgrep", "-f", f"rollbook.train.ranks.follow .* {os.getpid()}$"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return [int(line) for line in found.stdout.split()]
+    return [int(line) for line in result.stdout.split()]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
@@ -60,8 +60,8 @@ def test_a_rank_that_dies_or_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "run_step", ends)
-        said = "rank 1 was ended by SIGKILL" if ending == signal.SIGKILL else "rank 1 does not answer"
-        with pytest.raises(RankLostError, match=said):
+        message = "rank 1 was ended by SIGKILL" if ending == signal.SIGKILL else "rank 1 does not answer"
+        with pytest.raises(RankLostError, match=message):
             fabric.train(log, settings, ranks=2)
     assert _children() == []
     (failed,) = _of(log, StepFailed)

@@ -30,24 +30,24 @@ def _weights(log: Store) -> dict[str, Any]:
 
 def _same(log: Store, other: Store) -> None:
     """Losses and gradient norms of the steps, and the weights at the end, to rounding."""
-    for one, two in zip(_of(log, StepCommitted), _of(other, StepCommitted), strict=True):
+    for first, second in zip(_of(log, StepCommitted), _of(other, StepCommitted), strict=True):
         for metric in ("loss", "gradient_norm", "entropy", "trained_tokens", "reward"):
-            ours, theirs = (of.metrics.get(metric) or 0.0 for of in (one, two))
+            ours, theirs = (record.metrics.get(metric) or 0.0 for record in (first, second))
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6), metric
-    found, expected = _weights(log), _weights(other)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    weights, expected = _weights(log), _weights(other)
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
         assert float((tensor - expected[name]).abs().max()) < 1e-6, name
 
 
 @pytest.fixture(scope="module")
 def of_one(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
     """Trainings of two steps on one rank, by name."""
-    found = {}
+    stores = {}
     for name, settings in _settings().items():
-        found[name] = _copy(recorded_path, tmp_path_factory.mktemp("one") / name)
-        fabric.train(found[name], settings)
-    return found
+        stores[name] = _copy(recorded_path, tmp_path_factory.mktemp("one") / name)
+        fabric.train(stores[name], settings)
+    return stores
 
 
 def _copy(path: Path, to: Path) -> Store:
@@ -91,8 +91,8 @@ def test_a_training_is_that_of_one_rank(
     _same(log, of_one[training])
     plans = _of(log, StepPlanned)
     copies = 2 if layout == "data 2" else 1
-    said = {"data": copies, "tensor": sizes.get("tensor", 1), "pipeline": sizes.get("pipeline", 1)}
-    assert all(plan.environment["parallel"] == said for plan in plans)
+    parallel = {"data": copies, "tensor": sizes.get("tensor", 1), "pipeline": sizes.get("pipeline", 1)}
+    assert all(plan.environment["parallel"] == parallel for plan in plans)
     assert all(len(plan.partition) == copies and all(plan.partition) for plan in plans)
     replayed = replay_step(log, 1)
     assert replayed.differs_in is None
@@ -119,16 +119,16 @@ def test_bfloat16(recorded: Stores, layout: str) -> None:
     ]
     fabric.train(logs[0], settings[0])
     fabric.train(logs[1], settings[1], ranks=count)
-    for one, two in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+    for record, other in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
         for metric in ("loss", "gradient_norm"):
-            assert two.metrics[metric] == pytest.approx(one.metrics[metric], rel=0.03), metric
+            assert other.metrics[metric] == pytest.approx(record.metrics[metric], rel=0.03), metric
     fabric.train(logs[1], fabric.config(fabric.SFT, steps=3, optimizer=SGD_LIKE, dtype="bfloat16"))
     assert [replay_step(logs[1], step).differs_in for step in (1, 2)] == [None, None]
-    kept = [
-        load_file(logs[1].path / one.path / "optimizer.safetensors")
-        for one in _of(logs[1], CheckpointWritten)[1:]
+    states = [
+        load_file(logs[1].path / record.path / "optimizer.safetensors")
+        for record in _of(logs[1], CheckpointWritten)[1:]
     ]
-    mains = [{key: state[key] for key in state if key.endswith(".main")} for state in kept]
+    mains = [{key: state[key] for key in state if key.endswith(".main")} for state in states]
     assert len(mains) == 2
     assert mains[0].keys() == mains[1].keys()
     for name, main in mains[0].items():

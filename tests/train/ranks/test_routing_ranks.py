@@ -48,9 +48,9 @@ def _recorded(path: Path) -> Store:
 
 def _train(log: Store, how: str, sizes: dict[str, Any], ranks: int) -> list[Any]:
     algorithm = {"name": "grpo", "groups": 2, "group_size": 4, "kl": 0.1, "old": "trainer", "epochs": 2}
-    given = {"model": str(mixtures.mixture("qwen3_moe")[0]), "routing_replay": True, "steps": 2}
-    given |= {"optimizer": SGD_LIKE, "algorithm": algorithm, "parallel": sizes, **HOW[how]}
-    fabric.train(log, fabric.config(fabric.GRPO, **given), ranks=ranks)
+    options = {"model": str(mixtures.mixture("qwen3_moe")[0]), "routing_replay": True, "steps": 2}
+    options |= {"optimizer": SGD_LIKE, "algorithm": algorithm, "parallel": sizes, **HOW[how]}
+    fabric.train(log, fabric.config(fabric.GRPO, **options), ranks=ranks)
     return [event.record for event in log.events() if isinstance(event.record, StepCommitted)]
 
 
@@ -72,8 +72,8 @@ def test_a_step_is_that_of_one_rank(
     steps = _train(log, how, LAYOUTS[layout], 2)
     for ours, theirs in zip(steps, of_one[how], strict=True):
         for metric in ("loss", "gradient_norm", "entropy", "kl", "engine_logprob_gap"):
-            found, expected = (step.metrics[metric] or 0.0 for step in (ours, theirs))
-            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), metric
+            value, expected = (step.metrics[metric] or 0.0 for step in (ours, theirs))
+            assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), metric
         assert ours.metrics["routing_replayed"] == theirs.metrics["routing_replayed"]
         assert 0.5 < ours.metrics["routing_replayed"] < 1
     assert replay_step(log, 1).differs_in is None

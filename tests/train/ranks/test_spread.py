@@ -86,11 +86,11 @@ def _folder(folders: Path, model: str) -> Path:
 
 def _policy(ranks: Ranks, folders: Path, model: str) -> Policy:
     folder, lora = _folder(folders, model), LORA if model == ADAPTED else None
-    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1, lora=lora))
-    made.load_weights(read_weights(folder))
+    policy = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1, lora=lora))
+    policy.load_weights(read_weights(folder))
     if lora is not None:
-        made.load_adapter(_factors(folder))
-    return made
+        policy.load_adapter(_factors(folder))
+    return policy
 
 
 def _factors(folder: Path) -> dict[str, torch.Tensor]:
@@ -100,9 +100,9 @@ def _factors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.randn(t.shape, generator=generator) / 10 if not t.any() else t for name, t in fresh}
 
 
-def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+def _close(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
+    assert tensors.keys() == other.keys()
+    for name, tensor in tensors.items():
         scale = max(float(tensor.abs().max()), 1e-2)
         assert float((tensor - other[name]).abs().max()) <= most * scale, name
 
@@ -139,9 +139,9 @@ def _course(policy: Policy) -> Course:
 
 def _next(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The losses of one more step, and the weights after it."""
-    told = policy.forward_backward(BATCH, _loss(BATCH))
+    losses = policy.forward_backward(BATCH, _loss(BATCH))
     policy.optimizer_step(0.01)
-    return torch.cat([t.flatten() for t in told]), {n: t.clone() for n, t in policy.stream_weights()}
+    return torch.cat([t.flatten() for t in losses]), {n: t.clone() for n, t in policy.stream_weights()}
 
 
 @pytest.fixture(scope="session")
@@ -161,15 +161,15 @@ def spread(request: pytest.FixtureRequest, of_one: dict[str, Course]) -> Iterato
 def _moments(ranks: Ranks) -> int:
     """Bytes that rank 0 holds of them."""
     held = ranks._parts["actor"].policy.pieces("state").values()
-    return sum(of[field].numbers.nbytes for of in held for field in ("exp_avg", "exp_avg_sq"))
+    return sum(state[field].numbers.nbytes for state in held for field in ("exp_avg", "exp_avg_sq"))
 
 
 def _moments_said(ranks: Ranks) -> int:
     """What `rollbook train --plan` says of them."""
     part = ranks._parts["actor"]
     sharing = ranks.copies if ranks.parallel.distributed_optimizer else 1
-    asked = Workload(sharing=sharing, lora=part.policy.lora)
-    return memory_of(part.shape, part.layout, Pass(1), asked).optimizer
+    workload = Workload(sharing=sharing, lora=part.policy.lora)
+    return memory_of(part.shape, part.layout, Pass(1), workload).optimizer
 
 
 def _fits(layout: str, model: str) -> bool:
@@ -190,25 +190,25 @@ def test_it_computes_what_one_rank_does(
     """Logits, losses, gradients, norms, and the weights and moments after two steps."""
     layout, ranks = spread
     for model in _models(layout):
-        found, one = _course(_policy(ranks, model_folders, model)), of_one[model]
+        course, single = _course(_policy(ranks, model_folders, model)), of_one[model]
         for ours, theirs, most in (
-            (found.logits, one.logits, 1e-5),
-            (found.losses, one.losses, 1e-5),
-            (found.packed, one.packed, 1e-4),  # after a step, whose rounding they see
+            (course.logits, single.logits, 1e-5),
+            (course.losses, single.losses, 1e-5),
+            (course.packed, single.packed, 1e-4),  # after a step, whose rounding they see
         ):
             assert [t.shape for t in ours] == [t.shape for t in theirs]
             assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < most, model
-        _close(one.gradients, found.gradients, 1e-5)
-        assert found.norms == pytest.approx(one.norms, rel=1e-5)
+        _close(single.gradients, course.gradients, 1e-5)
+        assert course.norms == pytest.approx(single.norms, rel=1e-5)
         # Adam's first steps go by the sign of a gradient: one near zero may turn it.
-        for name, tensor in one.weights.items():
-            apart = (tensor - found.weights[name]).abs()
+        for name, tensor in single.weights.items():
+            apart = (tensor - course.weights[name]).abs()
             assert float(apart.max()) <= 0.04, name
             assert float((apart > 1e-5).float().mean()) < 0.02, name
-        _close(one.state, found.state, 1e-4)
+        _close(single.state, course.state, 1e-4)
         if layout == "data 3":
             stepped = ranks._parts["actor"].policy._stepped.values()
-            assert any(of.end < of.parameter.numel() for of in stepped), "no tensor is cut"
+            assert any(shard.end < shard.parameter.numel() for shard in stepped), "no tensor is cut"
         assert _moments(ranks) == pytest.approx(_moments_said(ranks), rel=0.02), model
 
 
@@ -216,17 +216,17 @@ def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Pat
     """Bit for bit, in the plan's order; also after a stream that nobody went on with."""
     layout, ranks = spread
     for model in _models(layout):
-        policy, given = _policy(ranks, model_folders, model), read_weights(_folder(model_folders, model))
+        policy, weights = _policy(ranks, model_folders, model), read_weights(_folder(model_folders, model))
         if model == ADAPTED:
             factors = _factors(_folder(model_folders, model))
             assert digest_tensors(policy.adapter()) == digest_tensors(factors)
-            given = dict(merged(given.items(), factors, LORA.scale))
+            weights = dict(merged(weights.items(), factors, LORA.scale))
         begun = list(itertools.islice(policy.stream_weights(), 2))
-        assert all(torch.equal(tensor, given[name]) for name, tensor in begun)
-        found = {name: tensor.clone() for name, tensor in policy.stream_weights()}
-        assert list(found) == list(weight_shapes(policy.shape))
-        assert all(torch.equal(found[name], given[name]) for name in found)
-        assert policy.weights_digest().digest == digest_tensors(given)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in begun)
+        streamed = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+        assert list(streamed) == list(weight_shapes(policy.shape))
+        assert all(torch.equal(streamed[name], weights[name]) for name in streamed)
+        assert policy.weights_digest().digest == digest_tensors(weights)
 
 
 def test_other_weights_in_its_place(
@@ -251,19 +251,19 @@ def test_a_state_goes_on_from_another_layout(
     as there, to rounding."""
     layout, ranks = spread
     for model in _models(layout):
-        policy, one = _policy(ranks, model_folders, model), of_one[model]
+        policy, single = _policy(ranks, model_folders, model), of_one[model]
         if model == ADAPTED:
-            policy.load_adapter(one.adapter)
+            policy.load_adapter(single.adapter)
         else:
-            policy.load_weights(one.weights)
-        assert policy.weights_digest().digest == digest_tensors(one.weights)
-        policy.load_optimizer_state(one.state)
-        assert policy.optimizer_digest().digest == digest_tensors(one.state)
+            policy.load_weights(single.weights)
+        assert policy.weights_digest().digest == digest_tensors(single.weights)
+        policy.load_optimizer_state(single.state)
+        assert policy.optimizer_digest().digest == digest_tensors(single.state)
         losses, weights = _next(policy)
         steps = {float(t) for name, t in policy.optimizer_state().items() if name.endswith(".step")}
         assert steps == {3.0}
-        assert float((losses - one.next_losses).abs().max()) < 1e-5
-        for name, tensor in one.next_weights.items():
+        assert float((losses - single.next_losses).abs().max()) < 1e-5
+        for name, tensor in single.next_weights.items():
             assert float((tensor - weights[name]).abs().max()) < 1e-6, (model, name)
 
 

@@ -62,9 +62,9 @@ def _go_back(cli: Any, tmp_path: Path, log: Store, settings: Any, version: int) 
     """`rollbook train CONFIG --abandon-after VERSION`; what it says."""
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     command = ("train", tmp_path / "train.toml", "--store", log.path, "--abandon-after", version)
-    code, _, said = cli(*command)
-    assert code == 0, said
-    return str(said)
+    code, _, err = cli(*command)
+    assert code == 0, err
+    return str(err)
 
 
 def _terms(log: Store) -> dict[str, int]:
@@ -85,11 +85,11 @@ def gone_back_path(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory
     """
     log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("gone-back") / "store"))
     _stop(log, fabric.config(fabric.SFT), 6)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
         fabric.train(log, fabric.config(fabric.SFT), abandon_after=4)
-    assert "abandoned 2 steps (4 to 5), which made versions 5 to 6" in said.getvalue()
-    assert "from version 4, as version 7" in said.getvalue()
-    assert "going on after 4 of 9 steps" in said.getvalue()
+    assert "abandoned 2 steps (4 to 5), which made versions 5 to 6" in err.getvalue()
+    assert "from version 4, as version 7" in err.getvalue()
+    assert "going on after 4 of 9 steps" in err.getvalue()
     return log.path
 
 
@@ -149,8 +149,8 @@ def test_replay_of_what_counts_and_of_what_does_not(
         assert (replayed.bit_for_bit, replayed.from_version) == (True, base)
     with pytest.raises(ReplayError, match=r"step 5 of run 'demo' was abandoned: .* version 4, .* version 7"):
         replay_step(gone_back, 5)
-    code, _, said = cli("replay", "step", 4, "--store", gone_back.path)
-    assert (code, "was abandoned" in said) == (2, True)
+    code, _, err = cli("replay", "step", 4, "--store", gone_back.path)
+    assert (code, "was abandoned" in err) == (2, True)
 
 
 def test_what_was_consumed_is_waiting_again(
@@ -192,18 +192,18 @@ def test_said_again_it_changes_nothing(
 ) -> None:
     """A batch job that is started again with the same command goes on; the new number means the new steps."""
     before = gone_back.head()
-    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
-    assert "were abandoned before, and training goes on from it as version 7" in said
+    err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
+    assert "were abandoned before, and training goes on from it as version 7" in err
     assert len(_of(gone_back, StepAbandoned)) == 2
     assert gone_back.head()["train"] == before["train"] + 1, "only run.opened"
-    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 12)
-    assert "no step was committed after version 12" in said
+    err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 12)
+    assert "no step was committed after version 12" in err
     _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 7)
     assert [(r.policy_version, r.goes_on_as) for r in _of(gone_back, StepAbandoned)[2:]] == [
-        (made, 13) for made in (8, 9, 10, 11, 12)
+        (version, 13) for version in (8, 9, 10, 11, 12)
     ]
-    said = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
-    assert "goes on from it as version 13" in said
+    err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
+    assert "goes on from it as version 13" in err
 
 
 def test_further_back_than_before(
@@ -218,10 +218,10 @@ def test_further_back_than_before(
     assert replay_step(gone_back, 12).bit_for_bit
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=3)))
     command = ("train", tmp_path / "train.toml", "--store", gone_back.path)
-    code, _, said = cli(*command, "--abandon-after", 4)
+    code, _, err = cli(*command, "--abandon-after", 4)
     assert code == 2
-    assert "no checkpoint of version 4 of policy 'actor' that this CONFIG can go on from" in said
-    assert "it can from: 0, 13, 15" in said
+    assert "no checkpoint of version 4 of policy 'actor' that this CONFIG can go on from" in err
+    assert "it can from: 0, 13, 15" in err
 
 
 def test_no_such_checkpoint(
@@ -232,10 +232,10 @@ def test_no_such_checkpoint(
     fabric.train(log, fabric.config(fabric.SFT, steps=6))
     before = log.head()
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT)))
-    code, _, said = cli("train", tmp_path / "train.toml", "--store", log.path, "--abandon-after", 5)
+    code, _, err = cli("train", tmp_path / "train.toml", "--store", log.path, "--abandon-after", 5)
     assert code == 2
-    assert "no checkpoint of version 5 of policy 'actor' that this CONFIG can go on from" in said
-    assert "it can from: 0, 4, 6" in said
+    assert "no checkpoint of version 5 of policy 'actor' that this CONFIG can go on from" in err
+    assert "it can from: 0, 4, 6" in err
     assert log.head() == before
 
 
@@ -305,16 +305,14 @@ def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Callable[..., tuple
     names = [plan.samples[0]["trajectory_id"] for plan in plans]
     command = ("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory")
     before = log.head()
-    code, said, told = cli(*command, names[0])
-    assert (code, said) == (2, "")
-    assert (
-        "would end the replay of 2 steps (0-1), of policy 'actor' in run 'demo'. Nothing was erased" in told
-    )
-    code, _, told = cli(*command, names[1])
-    assert (code, "the replay of step 1, of" in told) == (2, True)
+    code, out, err = cli(*command, names[0])
+    assert (code, out) == (2, "")
+    assert "would end the replay of 2 steps (0-1), of policy 'actor' in run 'demo'. Nothing was erased" in err
+    code, _, err = cli(*command, names[1])
+    assert (code, "the replay of step 1, of" in err) == (2, True)
     assert log.head() == before
-    code, said, told = cli(*command, names[1], "--yes")
-    assert (code, f"erased the text and tokens of trajectory {names[1]}" in said) == (0, True)
+    code, out, err = cli(*command, names[1], "--yes")
+    assert (code, f"erased the text and tokens of trajectory {names[1]}" in out) == (0, True)
     assert cli(*command, names[1])[0] == 0, "it ends nothing that it has not ended before"
     assert cli(*command, "g5.0", "--keep-tokens")[0] == 0
     assert cli(*command, "teach3")[0] == 0, "no step needs it"
@@ -327,7 +325,7 @@ def test_an_erasure_that_ends_a_resume(recorded: Stores, cli: Callable[..., tupl
         patch.setattr(Trainer, "publish", lambda self: None)
         _stop(log, settings, 2)
     name = _of(log, StepPlanned)[0].samples[0]["trajectory_id"]
-    code, _, told = cli("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory", name)
+    code, _, err = cli("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory", name)
     assert code == 2
-    assert "would end the replay of 2 steps (0-1) and going on with the training where it is" in told
-    assert "it would have to go back, by --abandon-after 0" in told
+    assert "would end the replay of 2 steps (0-1) and going on with the training where it is" in err
+    assert "it would have to go back, by --abandon-after 0" in err

@@ -102,9 +102,9 @@ def test_a_crash_changes_no_bit(recorded: Stores, trained: Stores, crashes: list
     """Wherever it dies, a restart ends with the weights and optimizer of a run that never did."""
     log, whole = recorded(), trained()
     _train_through_crashes(log, fabric.config(fabric.SFT), crashes)
-    found, expected = _of(log, StepCommitted), _of(whole, StepCommitted)[:9]
-    assert [s.policy_version for s in found] == list(range(1, 10))
-    assert [s.digests for s in found] == [s.digests for s in expected]
+    steps, expected = _of(log, StepCommitted), _of(whole, StepCommitted)[:9]
+    assert [s.policy_version for s in steps] == list(range(1, 10))
+    assert [s.digests for s in steps] == [s.digests for s in expected]
     used = Counter(ref["turn_id"] for s in fabric.steps_of(log).steps.values() for ref in s.planned.samples)
     assert used == {f"teach{i}.1": 3 for i in range(18)}
     assert _of(log, CheckpointWritten)[-1].policy_version == 9, "the end has its checkpoint"
@@ -201,16 +201,16 @@ def test_another_checkpoint_is_not_gone_on_from(
     others = other.path / "checkpoints/demo/actor/v00000004"
     for name in ("v00000004", "v00000000"):
         ours = log.path / "checkpoints/demo/actor" / name
-        kept = {file.name: file.read_bytes() for file in ours.iterdir()}
+        saved = {file.name: file.read_bytes() for file in ours.iterdir()}
         for file in others.iterdir():
             (ours / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ModelError, match=r"(?s)version 4: .*version 0: .*not those the log names"):
         fabric.train(log, fabric.config(fabric.SFT))
-    for name, data in kept.items():
+    for name, data in saved.items():
         (ours / name).write_bytes(data)
     fabric.train(log, fabric.config(fabric.SFT))
-    said = capsys.readouterr().err
-    assert "not those the log names. Going on from version 0 instead: 4 steps since are run" in said
+    err = capsys.readouterr().err
+    assert "not those the log names. Going on from version 0 instead: 4 steps since are run" in err
     fabric.train(plain, fabric.config(fabric.SFT))
     assert _final(log) == _final(plain)
 

@@ -34,9 +34,9 @@ BEFORE: Json = {
 GPU: Json = BEFORE | {"device": "cuda:0", "gpu": {"name": "H100", "driver": "570"}}
 
 
-def _with(key: str, value: Any, of: Json = BEFORE) -> Json:
+def _with(key: str, value: Any, base: Json = BEFORE) -> Json:
     outer, _, inner = key.partition(".")
-    return of | {outer: of[outer] | {inner: value} if inner else value}
+    return base | {outer: base[outer] | {inner: value} if inner else value}
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def _with(key: str, value: Any, of: Json = BEFORE) -> Json:
 )
 def test_one_key(key: str, value: Any, bits: bool) -> None:
     """What excludes a promise, and what is only listed beside one."""
-    found = promise(BEFORE, _with(key, value))
-    assert found.bits is bits
-    (one,) = found.beside if bits else found.against
-    assert (one.key, one.here) == (key, value)
-    assert found.reasons == ([] if bits else [str(one)])
+    result = promise(BEFORE, _with(key, value))
+    assert result.bits is bits
+    (difference,) = result.beside if bits else result.against
+    assert (difference.key, difference.here) == (key, value)
+    assert result.reasons == ([] if bits else [str(difference)])
 
 
 def test_the_same_environment() -> None:
@@ -100,10 +100,10 @@ def test_nothing_is_promised_where_even_the_same_environment_is_unsteady(
     """Though no key differs; and where only one side is so, too."""
     unsteady = _with(key, value)
     for recorded, here, where in ((unsteady, unsteady, "as recorded"), (BEFORE, unsteady, "here")):
-        found = promise(recorded, here)
-        assert not found.bits
-        assert [said in line and line.endswith(f"({where})") for line in found.unsteady] == [True]
-        assert set(found.unsteady) <= set(found.reasons)
+        result = promise(recorded, here)
+        assert not result.bits
+        assert [said in line and line.endswith(f"({where})") for line in result.unsteady] == [True]
+        assert set(result.unsteady) <= set(result.reasons)
     assert promise(_with("variables.OMP_DYNAMIC", "false"), _with("variables.OMP_DYNAMIC", "false")).bits
 
 
@@ -121,9 +121,9 @@ def test_rings_of_gpus(data: int, tensor: int, bits: bool) -> None:
 def test_what_was_not_recorded_is_named(lost: str) -> None:
     """It is no difference, and no promise either; but of the kernel nothing is known that matters."""
     old = {key: value for key, value in BEFORE.items() if key not in (lost, "kernel")}
-    found = promise(old, BEFORE)
-    assert (found.bits, found.against, found.unrecorded) == (False, (), (lost,))
-    assert found.reasons == [f"not recorded by that step: {lost}"]
+    result = promise(old, BEFORE)
+    assert (result.bits, result.against, result.unrecorded) == (False, (), (lost,))
+    assert result.reasons == [f"not recorded by that step: {lost}"]
 
 
 def test_the_first_form_names_six_variables_alone() -> None:

@@ -46,13 +46,13 @@ MODELS = {"text": ["m", "m"], "easy": ["n", "m"], "whole": ["m", None]}
 
 def _records() -> list[Any]:
     """A trajectory of two turns for each of `LABELS`; those of `MODELS` asked for these models."""
-    made = []
+    records = []
     for name, labels in LABELS.items():
-        asked = iter(MODELS.get(name, [None, None]))
+        models = iter(MODELS.get(name, [None, None]))
         for record in fabric.records(name, [fabric.T(), fabric.T([9], [40], 0)], labels=labels):
             named = isinstance(record, TurnRequested)
-            made.append(replace(record, requested_model=next(asked)) if named else record)
-    return made
+            records.append(replace(record, requested_model=next(models)) if named else record)
+    return records
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def _records() -> list[Any]:
 )
 def test_one_by_one_as_in_sql(tmp_path: Path, keys: dict[str, Any], expected: set[str]) -> None:
     """The same trajectories."""
-    recipe, made = RecipeConfig.model_validate_json(json.dumps(keys)), _records()
+    recipe, records = RecipeConfig.model_validate_json(json.dumps(keys)), _records()
     log = rb.open(tmp_path / "store", create=True)
-    fabric.append(log, made)
-    found = find_references(log, log.head(), fabric.RUN, recipe)
-    assert {ref.trajectory_id for ref in found.refs(range(len(found))) if ref.chosen} == expected
-    folded = fold(fabric.events(made)).values()
-    assert {one.opened.name for one in folded if chooses(recipe, one)} == expected
+    fabric.append(log, records)
+    references = find_references(log, log.head(), fabric.RUN, recipe)
+    assert {ref.trajectory_id for ref in references.refs(range(len(references))) if ref.chosen} == expected
+    folded = fold(fabric.events(records)).values()
+    assert {trajectory.opened.name for trajectory in folded if chooses(recipe, trajectory)} == expected
 
 
 def test_a_condition_in_sql_goes_with_a_cut(tmp_path: Path) -> None:

@@ -19,5 +19,5 @@ def test_names_are_numbered_as_they_come(names: list[str | None]) -> None:
         pa.array(names, pa.string()),
         pa.chunked_array([names], pa.string()).combine_chunks(),
     ):
-        found = numbered(given_as)
-        assert (found.tolist(), found.dtype) == (expected, "int64")
+        numbers = numbered(given_as)
+        assert (numbers.tolist(), numbers.dtype) == (expected, "int64")

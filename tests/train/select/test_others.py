@@ -49,8 +49,8 @@ def test_advantages_are_those_of_the_whole_group(members: list[Any], keys: dict[
         np.array([member[3] for member in beside], np.int64),
         np.array([member[4] for member in beside], np.bool_),
     )
-    found = algorithm.advantages(replace(_rollouts([members[i] for i in kept]), others=others)).values
-    assert found == pytest.approx(whole[kept], rel=1e-9, abs=1e-9)
+    advantages = algorithm.advantages(replace(_rollouts([members[i] for i in kept]), others=others)).values
+    assert advantages == pytest.approx(whole[kept], rel=1e-9, abs=1e-9)
 
 
 def _rollouts(members: list[Any]) -> Rollouts:
@@ -68,14 +68,14 @@ def test_rewards_are_normalized_by_what_is_trained_on() -> None:
     algorithm = PolicyGradient.model_validate(
         {"name": "policy_gradient", "group_size": 2, "reward_normalization": "batch", "deviation": "none"}
     )
-    of = _rollouts([(0, 0.0, True, 1, False), (0, 2.0, True, 1, False)])
+    rollouts = _rollouts([(0, 0.0, True, 1, False), (0, 2.0, True, 1, False)])
     others = GroupPeers(np.array([1]), np.array([4.0]), np.array([1]), np.array([False]))
-    found = algorithm.advantages(replace(of, others=others)).values
-    assert found == pytest.approx([-2.0, 0.0], abs=1e-6)
+    advantages = algorithm.advantages(replace(rollouts, others=others)).values
+    assert advantages == pytest.approx([-2.0, 0.0], abs=1e-6)
 
 
 def _samples(*trajectories: Any) -> list[Sample]:
-    return all_samples(fold(fabric.events([r for one in trajectories for r in one])).values())
+    return all_samples(fold(fabric.events([r for records in trajectories for r in records])).values())
 
 
 def test_which_members_count() -> None:
@@ -90,10 +90,10 @@ def test_which_members_count() -> None:
         fabric.records("elsewhere", group="h", reward=1.0),
     )
     drops = [Drop(sample, "not_chosen", {}) for sample in samples[1:]]
-    said = dropped_members(samples[:1], drops)
+    members = dropped_members(samples[:1], drops)
     named = {"trajectory_id": "twice", "run": "demo", "group": "g", "reward": 0.5}
-    assert said == [named | {"tokens": 3, "truncated": True}]
-    others = peers_of(samples[:1], said)
+    assert members == [named | {"tokens": 3, "truncated": True}]
+    others = peers_of(samples[:1], members)
     assert others is not None
     assert (others.beside.tolist(), others.rewards.tolist()) == ([0], [0.5])
     assert (others.lengths.tolist(), others.truncated.tolist()) == ([3], [True])

@@ -45,14 +45,16 @@ TRAJECTORIES = {
 def _made(name: str, sampled: list[tuple[str, int] | None]) -> list[Any]:
     """A trajectory of a first turn of version 2, and a second whose tokens are of each of these."""
     turns = [fabric.T([1], [2, 2], version=2), fabric.T([5], [6] * 2 * len(sampled), 0)]
-    made = fabric.records(name, turns, reward=1.0, group=name)
-    spans = tuple(VersionSpan(*one, 2 * i, 2 * i + 2) for i, one in enumerate(sampled) if one is not None)
+    records = fabric.records(name, turns, reward=1.0, group=name)
+    spans = tuple(
+        VersionSpan(*version, 2 * i, 2 * i + 2) for i, version in enumerate(sampled) if version is not None
+    )
     last = sampled[-1] or (None, None)
     return [
         replace(record, version_spans=spans, policy=last[0], policy_version=last[1])
         if isinstance(record, TurnCompleted) and record.turn_id.endswith(".1")
         else record
-        for record in made
+        for record in records
     ]
 
 
@@ -88,8 +90,8 @@ def test_which_rule_drops_what(log: Store, recipe: RecipeConfig, algorithm: Any,
 
 def _folded(log: Store, recipe: RecipeConfig) -> dict[str, Sample]:
     own, others = recipe.own("actor"), recipe.other_policies or ()
-    made = (s for t in log.trajectories().values() for s in samples_of(t, policy=own, others=others))
-    return dict(sorted((sample.trajectory_id, sample) for sample in made))
+    samples = (s for t in log.trajectories().values() for s in samples_of(t, policy=own, others=others))
+    return dict(sorted((sample.trajectory_id, sample) for sample in samples))
 
 
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
@@ -97,9 +99,11 @@ def _folded(log: Store, recipe: RecipeConfig) -> dict[str, Sample]:
 def test_references_are_the_folded_samples(log: Store, recipe: RecipeConfig, share: float | None) -> None:
     """In their tokens' versions, in their strangers, and in what decides on their age."""
     recipe = recipe.model_copy(update={"stale_share": share})
-    found = find_references(log, log.head(), "demo", recipe, policy="actor")
-    folded, read = _folded(log, recipe), Materializer(log, log.head(), found, "demo")
-    for ref, sample in zip(found.refs(range(len(found))), read.samples(range(len(found))), strict=True):
+    references = find_references(log, log.head(), "demo", recipe, policy="actor")
+    folded, read = _folded(log, recipe), Materializer(log, log.head(), references, "demo")
+    for ref, sample in zip(
+        references.refs(range(len(references))), read.samples(range(len(references))), strict=True
+    ):
         same = folded[ref.trajectory_id]
         assert sample.digest() == same.digest()
         assert (
@@ -132,12 +136,12 @@ def test_admission_compares_versions_within_a_policy(policy: str, left: int) -> 
         "recipe": {"max_staleness": 1, "splits": ["train"]},
         "admission": {"hold": True, "order": "windowed"},
     }
-    made = Outstanding("demo")
-    told = [replace(r, turn_id="a.1") for r in fabric.records("a") if getattr(r, "turn_id", "") == "a.0"]
+    outstanding = Outstanding("demo")
+    turns = [replace(r, turn_id="a.1") for r in fabric.records("a") if getattr(r, "turn_id", "") == "a.0"]
     opened, finished = fabric.records("a", [], group="a")
     spans = (VersionSpan(policy, 0, 0, 2),)
-    told = [replace(r, version_spans=spans) if isinstance(r, TurnCompleted) else r for r in told]
-    made.add_all(fabric.events([RunOpened("train", config), opened, *told, finished]))
+    turns = [replace(r, version_spans=spans) if isinstance(r, TurnCompleted) else r for r in turns]
+    outstanding.add_all(fabric.events([RunOpened("train", config), opened, *turns, finished]))
     for step in range(2):
-        made.add_all(fabric.events([fabric.planned(step, step + 2), fabric.committed(step, step + 3)]))
-    assert made.count == left
+        outstanding.add_all(fabric.events([fabric.planned(step, step + 2), fabric.committed(step, step + 3)]))
+    assert outstanding.count == left

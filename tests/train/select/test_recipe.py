@@ -32,8 +32,8 @@ SFT = Sft(name="sft")
 
 
 def _samples(*trajectories: Any) -> list[Sample]:
-    made = [record for one in trajectories for record in one]
-    return all_samples(fold(fabric.events(made)).values())
+    records = [record for trajectory in trajectories for record in trajectory]
+    return all_samples(fold(fabric.events(records)).values())
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_staleness_by_share(versions: list[int], version: int, share: float) -> 
     """Dropped if more than this share of the tokens of known versions is too old, and with 1 if all are."""
     turn = fabric.T([1, 2], range(10, 10 + len(versions)))
     [sample] = _samples(fabric.records("a", [turn]))
-    told = np.full(len(sample), -1)
-    told[sample.loss_mask] = versions
+    per_token = np.full(len(sample), -1)
+    per_token[sample.loss_mask] = versions
     recipe = RecipeConfig(max_staleness=2, stale_share=share, other_policies=None)
-    kept, _ = select([replace(sample, versions=told)], recipe, SFT, version)
+    kept, _ = select([replace(sample, versions=per_token)], recipe, SFT, version)
     known = [v for v in versions if v >= 0]
     stale = sum(version - v > 2 for v in known)
     all_stale = bool(known) and stale == len(known)
@@ -106,8 +106,8 @@ def test_grpo_trains_no_token_of_unknown_weights(limit: int | None) -> None:
     samples = _samples(fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
     recipe = RecipeConfig(max_staleness=limit, drop_zero_variance=False)
     kept, drops = select(samples, recipe, GRPO, 9)
-    told = [(d.sample.name, d.rule, d.detail) for d in drops]
-    assert ([s.name for s in kept], told) == (["b"], [("a", "no_version", {"tokens": 1})])
+    dropped = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert ([s.name for s in kept], dropped) == (["b"], [("a", "no_version", {"tokens": 1})])
     assert len(select(samples, recipe, SFT, 9)[0]) == 2
 
 
@@ -209,8 +209,8 @@ def test_a_turns_reward_that_is_no_number(reward: float) -> None:
     samples = _samples(members, unseen)
     recipe = RecipeConfig(drop_zero_variance=False)
     kept, drops = select(samples, recipe, TURNS, 0)
-    told = [(d.sample.name, d.rule, d.detail) for d in drops]
-    assert told == [("a", "reward_not_finite", {"turn_reward": str(reward)})]
+    dropped = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert dropped == [("a", "reward_not_finite", {"turn_reward": str(reward)})]
     assert [s.name for s in kept] == ["b"]
     assert len(select(samples, recipe, GRPO, 0)[0]) == 2
 
@@ -257,7 +257,7 @@ def test_the_best_of_groups_are_those_of_a_loop(members: list[Any], fraction: fl
     for group in {sample.group or sample.trajectory_id for sample in samples}:
         mine = {s.trajectory_id: s.reward for s in samples if (s.group or s.trajectory_id) == group}
         count = max(math.ceil(fraction * len(mine) - 1e-9), 1)
-        expected |= set(sorted(mine, key=lambda one: -mine[one])[:count])
+        expected |= set(sorted(mine, key=lambda name: -mine[name])[:count])
     assert [s for s in samples if s.trajectory_id in expected] == kept
     assert {drop.rule for drop in drops} <= {"top_fraction"}
 
@@ -286,7 +286,7 @@ def test_small_groups_are_those_of_a_loop(members: list[Any], least: int) -> Non
     there: dict[str, set[str]] = {}
     for sample in samples:
         there.setdefault(sample.group or sample.trajectory_id, set()).add(sample.trajectory_id)
-    counts = {name: len(of) for name, of in there.items()}
+    counts = {name: len(ids) for name, ids in there.items()}
     assert kept == [s for s in samples if counts[s.group or s.trajectory_id] >= least]
     assert [(d.rule, d.detail) for d in drops] == [
         ("group_incomplete", {"members": counts[s.group or s.trajectory_id], "min_group": least})

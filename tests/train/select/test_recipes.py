@@ -31,15 +31,15 @@ def groups_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     each is of version 0 and the second of version 2. Copy it; never write.
     """
     log = rb.open(tmp_path_factory.mktemp("groups") / "store", create=True)
-    made: list[Any] = []
+    records: list[Any] = []
     for group, rewards in (("a", range(4)), ("b", range(4)), ("c", [1] * 4)):
         for i, reward in enumerate(rewards):
             turns = [fabric.T([5, 6 + i], [20, 21], version=0), fabric.T([9], [40 + i], 0, version=2)]
             labels = {"level": "hard"} if group == "b" else {}
-            made += fabric.records(
+            records += fabric.records(
                 f"{group}{i}", turns, group=group, reward=float(reward), success=i % 2 == 0, labels=labels
             )
-    fabric.append(log, made + fabric.teacher_records(18))
+    fabric.append(log, records + fabric.teacher_records(18))
     return log.path
 
 
@@ -191,8 +191,8 @@ def test_several_runs_train_on_one_recording(log: Store, cli: Callable[..., tupl
 def test_groups_of_two_runs_are_two(log: Store) -> None:
     """A group of the same name in another run is another group."""
     for i in range(4):
-        made = fabric.records(f"y{i}", [fabric.T([5, 6 + i], [20, 21])], group="a", reward=float(i))
-        fabric.append(log, made, run="other")
+        records = fabric.records(f"y{i}", [fabric.T([5, 6 + i], [20, 21])], group="a", reward=float(i))
+        fabric.append(log, records, run="other")
     recipe = {"source_runs": [fabric.RUN, "other"]}
     config = fabric.config(
         fabric.GRPO, steps=1, algorithm={"name": "grpo", "groups": 3, "group_size": 4}, recipe=recipe
@@ -222,12 +222,12 @@ def test_weights_of_ages(log: Store) -> None:
     samples = [s for s in all_samples(log.trajectories().values()) if s.trajectory_id in ("a0", "teach0")]
     masks = trained_masks(samples)
     assert age_weights(samples, masks, 3, 1.0) is None
-    found = age_weights(samples, masks, 3, 0.5)
-    assert found is not None
+    weights = age_weights(samples, masks, 3, 0.5)
+    assert weights is not None
     expected = [
         0.5 ** (3 - v) if v >= 0 else 1.0 for s, m in zip(samples, masks, strict=True) for v in s.versions[m]
     ]
-    assert found.tolist() == expected
+    assert weights.tolist() == expected
     assert {0.125, 0.5, 1.0} == set(expected)
 
 
@@ -266,7 +266,7 @@ def test_group_statistics(log: Store, source: str, statistics: str, mean: float,
     assert sorted(rewards.tolist()) == [2.0, 2.0, 3.0, 3.0]
     expected = (rewards - mean) / (deviation + 1e-6)
     assert done.digests["advantages"] == digest_arrays({"advantages": expected})
-    named = [(one["trajectory_id"], one["reward"], one["tokens"]) for one in plan.others or ()]
+    named = [(other["trajectory_id"], other["reward"], other["tokens"]) for other in plan.others or ()]
     assert sorted(named) == (
         [("a0", 0.0, 3), ("a1", 1.0, 3), ("b0", 0.0, 3), ("b1", 1.0, 3)] if biased == "biased" else []
     )
@@ -316,11 +316,11 @@ def test_group_statistics_need_groups() -> None:
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_incomplete_groups_and_statuses(log: Store, source: str) -> None:
     """A member that was cut short is not trained on, and with three members left its group is not either."""
-    made: list[Any] = []
+    records: list[Any] = []
     for i, status in enumerate(("completed", "truncated", "completed", "completed")):
         turns = [fabric.T([5, 6 + i], [20, 21], version=0)]
-        made += fabric.records(f"d{i}", turns, group="d", reward=float(i), status=status)
-    fabric.append(log, made)
+        records += fabric.records(f"d{i}", turns, group="d", reward=float(i), status=status)
+    fabric.append(log, records)
     recipe = {"statuses": ["completed"], "min_group": 4}
     algorithm = {"name": "grpo", "groups": 2, "group_size": 4}
     fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, recipe=recipe), source)
@@ -411,12 +411,12 @@ def test_one_path_is_a_side_of_a_pair(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(log: Store, source: str) -> None:
     """A logprob of the engine: the step is taken without its sample, and replays."""
-    made: list[Any] = []
+    records: list[Any] = []
     for i in range(4):
         logprobs = (-1.0, -np.inf if i == 0 else -2.0)
         turns = [fabric.T([5, 6 + i], [20, 21], version=0, logprobs=logprobs)]
-        made += fabric.records(f"d{i}", turns, group="d", reward=float(i))
-    fabric.append(log, made)
+        records += fabric.records(f"d{i}", turns, group="d", reward=float(i))
+    fabric.append(log, records)
     algorithm = {"name": "policy_gradient", "groups": 4, "group_size": 4}
     fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm), source)
     events = [event.record for event in log.events()]
@@ -437,9 +437,11 @@ def test_no_turn_is_trained_twice_when_one_path_is_asked_for(tmp_path: Path) -> 
     for name in "ab":
         turns = [fabric.T([5], [20, 21]), fabric.T([9], [40], 0), fabric.T([8], [50], 0)]
         fabric.append(log, fabric.records(name, turns))
-    one = {"name": "sft", "batch_size": 1}
-    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=one, recipe={}), "tail")
-    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=one, recipe={"paths": "last"}), "tail")
+    algorithm = {"name": "sft", "batch_size": 1}
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=algorithm, recipe={}), "tail")
+    fabric.train(
+        log, fabric.config(fabric.SFT, steps=1, algorithm=algorithm, recipe={"paths": "last"}), "tail"
+    )
     events = [event.record for event in log.events()]
     used = [ref["turn_id"] for e in events if isinstance(e, StepPlanned) for ref in e.samples]
     assert used == ["a.1", "b.2"]

@@ -41,8 +41,8 @@ def test_a_group_with_members_that_the_model_cannot_be_given(
     fabric.append(store, [*_odd_group("a"), *_odd_group("b")])
     settings = fabric.config(fabric.GRPO, steps=1)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
-    code, _, said = cli("train", tmp_path / "train.toml", "--store", store.path, "--source", source)
-    assert code == 0, said
+    code, _, err = cli("train", tmp_path / "train.toml", "--store", store.path, "--source", source)
+    assert code == 0, err
     [plan] = _of(store, StepPlanned)
     assert [ref["trajectory_id"] for ref in plan.samples] == ["a.0", "a.3", "b.0", "b.3"]
     drops = {(d.trajectory_id, d.rule): d.detail for d in _of(store, SampleDropped)}
@@ -63,8 +63,8 @@ def test_supervised_samples(store: Store, cli: Callable[..., tuple[int, str, str
         fabric.toml(fabric.config(fabric.SFT, steps=1, recipe={"splits": ["train"]}))
     )
     command = ("train", tmp_path / "train.toml", "--store", store.path)
-    code, _, said = cli(*command)
-    assert code == 0, said
+    code, _, err = cli(*command)
+    assert code == 0, err
     assert {d.rule for d in _of(store, SampleDropped)} == {
         "outside_vocabulary",
         "too_long",
@@ -78,9 +78,9 @@ def test_the_reasons_are_counted(store: Store) -> None:
     odd = [*_odd_group("a"), *fabric.records("open", finished=False)]
     fabric.append(store, odd)
     settings = fabric.config(fabric.GRPO, steps=1, idle_timeout_s=0.2)
-    with pytest.raises(IdleError) as told:
+    with pytest.raises(IdleError) as raised:
         fabric.train(store, settings, "tail")
-    text = str(told.value)
+    text = str(raised.value)
     assert "no complete batch for 0.2 s" in text
     assert "0 of 1 steps; the log at serve=" in text
     assert "of 5 trajectories" in text
@@ -101,12 +101,12 @@ def test_a_sample_that_is_cut(store: Store, source: str) -> None:
         fabric.T(completion=[6] * 40),
         fabric.T(completion=[7] * 40, parent=0),
     ]
-    made = [
+    records = [
         record
         for i, turn in enumerate([[turns[0]], [turns[1]], [turns[1], turns[2]]])
         for record in fabric.records(f"a.{i}", turn, group="a", reward=float(i))
     ]
-    fabric.append(store, made)
+    fabric.append(store, records)
     recipe = {"too_long": "cut"}
     algorithm = {"name": "grpo", "groups": 1, "group_size": 3}
     fabric.train(store, fabric.config(fabric.GRPO, steps=1, recipe=recipe, algorithm=algorithm), source)
@@ -120,8 +120,8 @@ def test_a_sample_that_is_cut(store: Store, source: str) -> None:
 
 def test_within_a_context() -> None:
     """Arrays and turns end together; what fits is the same object."""
-    made = fabric.records("a", [fabric.T(), fabric.T((8,), (9, 10, 11), parent=0), fabric.T(parent=1)])
-    [sample] = all_samples(fold(fabric.events(made)).values())
+    records = fabric.records("a", [fabric.T(), fabric.T((8,), (9, 10, 11), parent=0), fabric.T(parent=1)])
+    [sample] = all_samples(fold(fabric.events(records)).values())
     assert sample.turn_ends == (4, 8, 12)
     assert sample.within(12) is sample
     cut = sample.within(7)

@@ -22,8 +22,8 @@ def _taken(log: Store, source: str, **changes: Any) -> list[str]:
     values = {"algorithm": {"name": "grpo", "groups": 1, "group_size": 2}, "idle_timeout_s": 0.05}
     config = fabric.config(fabric.GRPO, **(values | changes))
     cut = log.head() if source == "cut" else {}
-    made = make_source(config, log, History(fabric.RUN, "actor"), source, cut, "family", 0)
-    selection = made.take(0, 0, lambda drops: None)
+    reader = make_source(config, log, History(fabric.RUN, "actor"), source, cut, "family", 0)
+    selection = reader.take(0, 0, lambda drops: None)
     assert selection is not None
     assert selection.drops == []
     return [sample.name for sample in selection.samples]
@@ -32,9 +32,9 @@ def _taken(log: Store, source: str, **changes: Any) -> list[str]:
 def _group(log: Store) -> None:
     """A group of two, of whom the second is in the place of one that failed after its answer."""
     for name, reward, status in (("a", 0.0, "completed"), ("lost", None, "void"), ("b", 1.0, "completed")):
-        made = fabric.events(fabric.records(name, group="g", reward=reward, status=status))
+        events = fabric.events(fabric.records(name, group="g", reward=reward, status=status))
         with log.writer("serve", SMALL) as writer:
-            for event in made:
+            for event in events:
                 writer.append([event]).result(30)
 
 

@@ -31,8 +31,8 @@ def test_the_best_and_the_worst_of_each_group(rows: list[Any]) -> None:
     members, left = _members(rows)
     expected = []
     for group in dict.fromkeys(group for group, _, is_left in rows if is_left and group is not None):
-        of = [i for i, (name, _, is_left) in enumerate(rows) if is_left and name == group]
-        best, worst = max(of, key=lambda i: rows[i][1]), min(of, key=lambda i: rows[i][1])
+        indices = [i for i, (name, _, is_left) in enumerate(rows) if is_left and name == group]
+        best, worst = max(indices, key=lambda i: rows[i][1]), min(indices, key=lambda i: rows[i][1])
         if rows[best][1] > rows[worst][1]:
             expected.append([best, worst])
     assert best_and_worst(members, left).tolist() == expected
@@ -48,7 +48,7 @@ def test_groups_whose_rewards_are_all_equal(rows: list[Any], pieces: int, last: 
     for group, reward, is_left in rows:
         rewards.setdefault(group, []).extend([reward] if is_left else [])
     expected = [
-        is_left and all(one == rewards[group][0] for one in rewards[group]) for group, _, is_left in rows
+        is_left and all(value == rewards[group][0] for value in rewards[group]) for group, _, is_left in rows
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "_AT_ONCE", pieces)

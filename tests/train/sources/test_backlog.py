@@ -74,13 +74,13 @@ def _history(samples: list[list[Sample]], seed: int, *, grouped: bool) -> Histor
 
 def _taken(source: QueueSource, version: int) -> list[Any]:
     """What steps get until there is no more: samples by their content, what is dropped, and why."""
-    found: list[Any] = []
+    batches: list[Any] = []
     drops: list[Any] = []
     while (selection := source.take(version, version, drops.extend)) is not None:
-        found.append([(s.name, s.leaf_turn_id, s.reward, s.digest()) for s in selection.samples])
+        batches.append([(s.name, s.leaf_turn_id, s.reward, s.digest()) for s in selection.samples])
         drops += selection.drops
     drops += source.unfilled(version)
-    return [*found, sorted((d.sample.leaf_turn_id, d.rule, repr(d.detail)) for d in drops)]
+    return [*batches, sorted((d.sample.leaf_turn_id, d.rule, repr(d.detail)) for d in drops)]
 
 
 @pytest.mark.more_but("*-seed 0-windowed-groups", "live-seed 1-fifo-samples")
@@ -96,24 +96,24 @@ def test_the_same_as_from_events(
     config = fabric.config(fabric.GRPO if grouped else fabric.SFT, **values)
     head = filled.head()
     polls = iter([list(filled.events(head))])
-    seen = QueueSource(config, history, lambda: next(polls, None), lambda: head, live=False)
+    polled = QueueSource(config, history, lambda: next(polls, None), lambda: head, live=False)
     backlog = Backlog(filled, head, config, history)
-    found = QueueSource(config, history, lambda: None, lambda: head, backlog, live=False)
-    taken = _taken(found, 9)
-    assert taken == _taken(seen, 9)
+    loaded = QueueSource(config, history, lambda: None, lambda: head, backlog, live=False)
+    taken = _taken(loaded, 9)
+    assert taken == _taken(polled, 9)
     assert len(taken) > 1, "a test of nothing"
 
 
 def test_what_comes_later_to_what_was_there(store: Store) -> None:
     """A reward, an end and a further member reach what began before, and only what runs is read as events."""
-    told = {
+    by_name = {
         "a0": fabric.records("a0", group="a", reward=1.0),
         "a1": fabric.records("a1", group="a", reward=None),
         "b0": fabric.records("b0", group="b", reward=1.0, finished=False),
         "c0": fabric.records("c0", group="c", reward=0.0),
         "u0": fabric.records("u0", group="u", reward=0.0),
     }
-    fabric.append(store, [record for records in told.values() for record in records])
+    fabric.append(store, [record for records in by_name.values() for record in records])
     history, head = History(fabric.RUN, "actor"), store.head()
     planned = replace(fabric.planned(0, 0), samples=[{"trajectory_id": "u0", "turn_id": "u0.0"}])
     history.steps[0] = CommittedStep(planned, fabric.committed(0, 1))

@@ -84,8 +84,8 @@ class Stream:
 
     def gone(self) -> list[tuple[str, str]]:
         """What was dropped between the steps so far, and by which rule."""
-        found, self.evicted[:] = [(drop.sample.name, drop.rule) for drop in self.evicted], []
-        return found
+        dropped, self.evicted[:] = [(drop.sample.name, drop.rule) for drop in self.evicted], []
+        return dropped
 
 
 def test_windowed_takes_what_would_be_too_old_next() -> None:
@@ -293,28 +293,28 @@ def test_a_loop_under_admission_never_stands_still(seed: int, batch: int, limit:
     begun, rng = itertools.count(), random.Random(seed)
 
     def fold_in(*records: Any) -> list[Event]:
-        made: list[Event] = fabric.events(records)
-        fold.add_all(made)
-        return made
+        folded: list[Event] = fabric.events(records)
+        fold.add_all(folded)
+        return folded
 
     def dropped(drops: list[Drop]) -> None:
         assert {drop.rule for drop in drops} == {"zero_variance"}
         fold_in(*(SampleDropped(d.sample.trajectory_id, "", d.rule, "r", 0, {}) for d in drops))
 
     def more() -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         room = StalenessPolicy(batch, limit).capacity(fold.count, fold.version, fold.version)
         for _ in range(room or 0):
             name = f"g{next(begun)}"
             running.append((name, fold.version))
-            found += fold_in(*(TrajectoryOpened(f"{name}-{i}", f"{name}-{i}", name) for i in range(2)))
+            events += fold_in(*(TrajectoryOpened(f"{name}-{i}", f"{name}-{i}", name) for i in range(2)))
         if running:
             name, version = running.pop(rng.randrange(len(running)))
             rewards = (0.0, 0.0 if rng.random() < flat else 1.0)
             for i, reward in enumerate(rewards):
                 whole = fabric.records(f"{name}-{i}", [fabric.T(version=version)], group=name, reward=reward)
-                found += fold_in(*whole[1:])
-        return found
+                events += fold_in(*whole[1:])
+        return events
 
     fold_in(RunOpened("train", config.as_json() | {"source": "tail", "steps": 1000, "steps_done": 0}))
     source = QueueSource(config, History(fabric.RUN, "actor"), more, dict)
@@ -339,9 +339,9 @@ def _three(**changes: Any) -> Stream:
 
 
 def _held(stream: Stream, version: int, count: int) -> list[str]:
-    found = stream.source.hold(version, version, stream.evicted.extend, count)
-    assert found is not None
-    return [sample.name for sample in found]
+    samples = stream.source.hold(version, version, stream.evicted.extend, count)
+    assert samples is not None
+    return [sample.name for sample in samples]
 
 
 def test_parts_are_held_as_they_come() -> None:

@@ -137,8 +137,8 @@ def test_a_group_is_complete_with_its_last_trajectory(store: Store) -> None:
     with store.writer("serve") as writer:
 
         def add(name: str, group: str, reward: float, **options: Any) -> None:
-            made = fabric.records(name, group=group, reward=reward, **options)
-            writer.append(fabric.events(made)).result(30)
+            records = fabric.records(name, group=group, reward=reward, **options)
+            writer.append(fabric.events(records)).result(30)
 
         add("a0", "a", 0.0)
         add("b0", "b", 0.0)
@@ -196,8 +196,8 @@ def test_stale_samples_are_dropped_with_their_rule(store: Store) -> None:
     """A stale group gives its place back at once: it is told, and the step is filled with the next one."""
     for group, version in (("old", 1), ("new", 5)):
         for i in range(2):
-            made = fabric.records(f"{group}{i}", [fabric.T(version=version)], group=group, reward=float(i))
-            fabric.append(store, made)
+            records = fabric.records(f"{group}{i}", [fabric.T(version=version)], group=group, reward=float(i))
+            fabric.append(store, records)
     evicted: list[Drop] = []
     taken = _next(_queue(store, recipe={"max_staleness": 2}), 5, evicted)
     assert taken is not None
@@ -269,8 +269,8 @@ def test_what_comes_after_the_finish_counts(store: Store, source: str) -> None:
     config = fabric.config(
         fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2}, idle_timeout_s=0.05
     )
-    made = make_source(config, store, History(fabric.RUN, "actor"), source, store.head(), "family", 0)
-    taken = _next(made, 0)
+    reader = make_source(config, store, History(fabric.RUN, "actor"), source, store.head(), "family", 0)
+    taken = _next(reader, 0)
     assert taken is not None
     at_cut = {s.leaf_turn_id: s for s in all_samples(store.trajectories(taken.cut).values())}
     for sample in taken.samples:
@@ -315,8 +315,8 @@ def test_each_sample_comes_out_once(data: st.DataObject) -> None:
     names = data.draw(
         st.permutations([f"{g}{i}" for g in "abc" for i in range(data.draw(st.integers(1, 5)))])
     )
-    made = [fabric.events(fabric.records(n, group=n[0], reward=float(i))) for i, n in enumerate(names)]
-    polls = iter([[e for part in made[i : i + 2] for e in part] for i in range(0, len(made), 2)])
+    batches = [fabric.events(fabric.records(n, group=n[0], reward=float(i))) for i, n in enumerate(names)]
+    polls = iter([[e for part in batches[i : i + 2] for e in part] for i in range(0, len(batches), 2)])
     config = fabric.config(fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2})
     source = QueueSource(config, History(fabric.RUN, "actor"), lambda: next(polls, None), dict, live=False)
     taken: list[list[str]] = []
@@ -374,9 +374,9 @@ def test_the_order_of_arrival_does_not_decide_epochs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("adopter", ["adopter", "zz"])
 def test_the_tail_gives_adopted_trajectories(store: Store, adopter: str) -> None:
     """A trajectory that another lane finished is one unit, whole, whichever lane is read first."""
-    made = list(fabric.records("t0"))
-    trajectory_id = made[0].trajectory_id
-    events = fabric.events(made)
+    records = list(fabric.records("t0"))
+    trajectory_id = records[0].trajectory_id
+    events = fabric.events(records)
     half = len(events) // 2
     adopted = TrajectoryAdopted(trajectory_id, "serve", events[half - 1].event_id)
     source = _queue(store, algorithm={"name": "sft", "batch_size": 1}, recipe={})

@@ -69,8 +69,8 @@ def test_it_learns_and_the_policy_waits(whole: Store) -> None:
     assert metrics[0]["value_mean"] == 0.0
     assert metrics[0]["explained_variance"] == pytest.approx(0)
     assert metrics[2]["value_mean"] != 0
-    assert all(one["value_loss"] > 0 and one["critic_gradient_norm"] > 0 for one in metrics)
-    assert all(one["gradient_norm"] > 0 for one in metrics)
+    assert all(row["value_loss"] > 0 and row["critic_gradient_norm"] > 0 for row in metrics)
+    assert all(row["gradient_norm"] > 0 for row in metrics)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -135,10 +135,10 @@ def test_values_are_those_of_transformers(recorded: Stores) -> None:
     assert set(critic.weights()) == set(weights)
     samples = all_samples(recorded().trajectories().values())[:3]
     micro = collate_tokens(samples, trained_masks(samples))
-    [found] = critic.forward((micro,), token_scores)
+    [values] = critic.forward((micro,), token_scores)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     model.load_state_dict(weights, strict=False)
-    for row, sample in zip(found, samples, strict=True):
+    for row, sample in zip(values, samples, strict=True):
         tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
         with torch.no_grad():
             states = model.model(tokens).last_hidden_state[0, :-1]

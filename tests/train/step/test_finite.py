@@ -42,8 +42,8 @@ GRPO = Grpo(name="grpo", group_size=4, groups=1)
 @pytest.fixture
 def samples() -> list[Sample]:
     """Four of one group, of two prompt and two trained tokens each."""
-    made = [record for i in range(4) for record in fabric.records(f"t{i}", group="g", reward=float(i))]
-    return all_samples(fold(fabric.events(made)).values())
+    records = [record for i in range(4) for record in fabric.records(f"t{i}", group="g", reward=float(i))]
+    return all_samples(fold(fabric.events(records)).values())
 
 
 def _batch(samples: list[Sample], algorithm: Any = GRPO, size: int | None = None) -> Batch:
@@ -166,9 +166,9 @@ def test_a_step_that_an_earlier_rollbook_committed_replays(
         patch.setattr(trainer, "run_step", lambda *given, **options: run(*given, **options, finite=False))
         fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e30, "weight_decay": 0.01}))
     assert len(_of(log, StepCommitted)) == 2
-    code, said, _ = cli("replay", "step", 1, "--store", log.path)
+    code, out, _ = cli("replay", "step", 1, "--store", log.path)
     assert code == 0
-    assert "bit for bit" in said
+    assert "bit for bit" in out
 
 
 # on_not_finite = "skip" ----------------------------------------------------------------------------
@@ -206,9 +206,9 @@ def test_a_batch_that_is_skipped(
     _spoil(monkeypatch, 1)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     command = ("train", tmp_path / "train.toml", "--store", log.path)
-    code, _, said = cli(*command, "--set", "on_not_finite=skip")
-    assert code == 0, said
-    assert "step 1 failed (attempt 1): NotFiniteError('losses of token 1 is inf" in said
+    code, _, err = cli(*command, "--set", "on_not_finite=skip")
+    assert code == 0, err
+    assert "step 1 failed (attempt 1): NotFiniteError('losses of token 1 is inf" in err
     plans = [(p.step, p.attempt, _leaves(p.samples)) for p in _of(log, StepPlanned)]
     assert plans == [(0, 1, batches[0]), (1, 1, batches[1]), (1, 2, batches[2])]
     assert [(c.step, c.attempt) for c in _of(log, StepCommitted)] == [(0, 1), (1, 2)]

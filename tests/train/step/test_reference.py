@@ -71,9 +71,9 @@ def test_restarts_change_nothing(recorded: Stores) -> None:
     def dies(*_: Any, **__: Any) -> None:
         raise Killed
 
-    for of, name in ((Publisher, "publish"), (Checkpointer, "renew_reference")):
+    for owner, name in ((Publisher, "publish"), (Checkpointer, "renew_reference")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of, name, dies)
+            patch.setattr(owner, name, dies)
             with pytest.raises(Killed):
                 fabric.train(killed, settings)
     fabric.train(killed, settings)

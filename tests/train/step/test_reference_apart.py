@@ -122,8 +122,8 @@ def test_it_ends_or_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_plan", ends)
-        said = "was ended by SIGKILL" if ending == signal.SIGKILL else "hangs; it is in"
-        with pytest.raises(RankLostError, match=f"the reference's process {said}"):
+        reason = "was ended by SIGKILL" if ending == signal.SIGKILL else "hangs; it is in"
+        with pytest.raises(RankLostError, match=f"the reference's process {reason}"):
             fabric.train(log, settings)
     (failed,) = _of(log, StepFailed)
     assert (failed.step, "the reference's process" in failed.error) == (1, True)

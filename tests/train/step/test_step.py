@@ -36,23 +36,23 @@ def reference() -> Any:
 
 
 def _policy() -> TrainablePolicy:
-    made = TrainablePolicy(
+    policy = TrainablePolicy(
         read_shape(fabric.model_folder()), OptimizerConfig(clip_grad=0.0), Build(4, torch.device("cpu"), 0, 1)
     )
-    made.load_weights(read_weights(fabric.model_folder()))
-    return made
+    policy.load_weights(read_weights(fabric.model_folder()))
+    return policy
 
 
 def _samples() -> list[Sample]:
     """Four samples of one group, of unequal lengths and temperatures; one has an undelivered turn."""
-    made = []
+    records = []
     for i, reward in enumerate((0.0, 1.0, 2.0, 4.0)):
         turns = [
             fabric.T([5, 6 + i], range(20, 22 + i), temperature=0.7),
             fabric.T([9], [40 + i, 41], 0, temperature=1.3, delivered=i != 2),
         ]
-        made += fabric.records(f"t{i}", turns, group="g", reward=reward)
-    return all_samples(fold(fabric.events(made)).values())
+        records += fabric.records(f"t{i}", turns, group="g", reward=reward)
+    return all_samples(fold(fabric.events(records)).values())
 
 
 def _logprobs(model: Any, sample: Sample) -> torch.Tensor:
@@ -79,9 +79,9 @@ def _run(samples: list[Sample], algorithm: Any, size: int | None = None) -> tupl
 
 
 def _same_gradient(policy: TrainablePolicy, model: Any) -> None:
-    found = to_huggingface(policy.gradients(), policy.shape)
+    gradients = to_huggingface(policy.gradients(), policy.shape)
     for name, parameter in model.named_parameters():
-        error = float((found[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
+        error = float((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
         assert error < 2e-5, f"{name}: {error}"
 
 
@@ -157,11 +157,11 @@ def test_the_alarm_rings_where_the_engines_gap_is_large(gap: float | None, sync:
     """Where the engine's part is not near zero; in place it is none, since prefixes are of older weights."""
     changes = {} if sync is None else {"sync": {"engines": ["http://e"], **sync}}
     settings = fabric.config(fabric.GRPO, **changes)
-    said = gap_alarm(settings, StepOutcome(3, 4, {"engine_logprob_gap": gap}, 0))
-    assert (said is not None) == warns
-    if said is not None:
-        assert said.startswith("step 3: an engine's logprobs of tokens of version 3,")
-        assert "differ by 0.2 from the trainer's" in said
+    message = gap_alarm(settings, StepOutcome(3, 4, {"engine_logprob_gap": gap}, 0))
+    assert (message is not None) == warns
+    if message is not None:
+        assert message.startswith("step 3: an engine's logprobs of tokens of version 3,")
+        assert "differ by 0.2 from the trainer's" in message
 
 
 def test_a_step_has_every_stage_and_no_memory() -> None:

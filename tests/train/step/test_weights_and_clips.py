@@ -40,9 +40,9 @@ def _inputs() -> LossInputs:
 )
 def test_where_clips_are_at_work(keys: dict[str, Any], low: Any, high: Any) -> None:
     """Of CISPO they clip the weights of good and bad tokens alike, which keep their gradients."""
-    found = recorded_algorithm({"name": "policy_gradient"} | keys).clipped(_inputs())
-    assert found is not None
-    assert [one.int().tolist() for one in found] == [low, high]
+    masks = recorded_algorithm({"name": "policy_gradient"} | keys).clipped(_inputs())
+    assert masks is not None
+    assert [mask.int().tolist() for mask in masks] == [low, high]
 
 
 def test_where_the_dual_clip_is_at_work() -> None:
@@ -79,10 +79,10 @@ def test_tokens_that_are_left_out(counted: bool) -> None:
     algorithm = recorded_algorithm({"name": "policy_gradient"} | keys)
     samples = [_sample([0.0, 0.0]), _sample([0.0, 0.0])]
     old = np.log(np.array([0.25, 1.0, 1.5, 4.0], np.float32))
-    made = experience_of(samples, algorithm, Scores(old_logprobs=old))
-    assert made.left_out.tolist() == ([0, 0] if counted else [1, 1])
-    assert made.part([1]).left_out.tolist() == ([0] if counted else [1])
-    assert [int(mask.sum()) for mask in made.masks] == ([2, 2] if counted else [1, 1])
+    experience = experience_of(samples, algorithm, Scores(old_logprobs=old))
+    assert experience.left_out.tolist() == ([0, 0] if counted else [1, 1])
+    assert experience.part([1]).left_out.tolist() == ([0] if counted else [1])
+    assert [int(mask.sum()) for mask in experience.masks] == ([2, 2] if counted else [1, 1])
 
 
 @pytest.mark.parametrize("counted", [True, False])

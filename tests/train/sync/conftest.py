@@ -102,10 +102,10 @@ class World:
 
     def engine(self, script: Script | None = None, dtype: str = "float32") -> Engine:
         """One that holds version 0."""
-        asked: list[tuple[str, dict[str, Any]]] = []
+        requests: list[tuple[str, dict[str, Any]]] = []
         options = Options(model_path=str(self.folder / "v0"), weights=dtype, weight_version="0")
-        app = _Recorded(script or hashed(), options, asked, self.line)
-        return Engine(app, self.stack.enter_context(serving(app)), asked)
+        app = _Recorded(script or hashed(), options, requests, self.line)
+        return Engine(app, self.stack.enter_context(serving(app)), requests)
 
     def write(self, *records: Record) -> None:
         """Append to the log."""
@@ -130,9 +130,9 @@ class World:
     ) -> Syncer:
         """Closed at the end of the test."""
         engines = [EngineControl(url, timeout_s) for url in urls]
-        made = Syncer(engines, transport, self.write, SyncOptions(pause, drain_s=2.0))
-        self.stack.callback(made.close)
-        return made
+        syncer = Syncer(engines, transport, self.write, SyncOptions(pause, drain_s=2.0))
+        self.stack.callback(syncer.close)
+        return syncer
 
     def sync(self, syncer: Syncer, version: int) -> list[str]:
         """Give a version's weights."""
@@ -146,9 +146,9 @@ class World:
 
     def process(self, *faults: str, port: int = 0) -> Process:
         """An engine in a process of its own, which takes part in broadcasts."""
-        made = Process(self.directory(0), port, faults)
-        self.stack.callback(made.stop)
-        return made
+        process = Process(self.directory(0), port, faults)
+        self.stack.callback(process.stop)
+        return process
 
 
 def running(engine: Engine) -> Callable[[], dict[str, Any]]:
@@ -166,8 +166,8 @@ def running(engine: Engine) -> Callable[[], dict[str, Any]]:
 
     def wait() -> dict[str, Any]:
         thread.join(30)
-        found: dict[str, Any] = got[0]["meta_info"]
-        return found
+        meta: dict[str, Any] = got[0]["meta_info"]
+        return meta
 
     return wait
 
@@ -175,16 +175,16 @@ def running(engine: Engine) -> Callable[[], dict[str, Any]]:
 class _Recorded(ScriptedSGLang):
     """A scripted server that remembers what it was asked."""
 
-    def __init__(self, script: Script, options: Options, asked: list[Any], line: list[str]) -> None:
+    def __init__(self, script: Script, options: Options, requests: list[Any], line: list[str]) -> None:
         super().__init__(script, options)
         for routes in (self._routes, self.weights.routes):
             for path, route in list(routes.items()):
-                routes[path] = _noted(path, route, asked, line)  # type: ignore[index,assignment,arg-type]
+                routes[path] = _noted(path, route, requests, line)  # type: ignore[index,assignment,arg-type]
 
 
-def _noted(path: str, route: Any, asked: list[Any], line: list[str]) -> Any:
+def _noted(path: str, route: Any, requests: list[Any], line: list[str]) -> Any:
     def note(body: Any) -> Any:
-        asked.append((path, body))
+        requests.append((path, body))
         line.append(path)
         return route(body)
 
@@ -243,9 +243,9 @@ class Process:
 def world(tmp_path: Path) -> Iterator[World]:
     """Makes engines and a log; ends them."""
     with ExitStack() as stack:
-        made = World(tmp_path, stack)
-        made.directory(0)
-        yield made
+        created = World(tmp_path, stack)
+        created.directory(0)
+        yield created
 
 
 @pytest.fixture(scope="module")

@@ -150,8 +150,8 @@ def test_a_trainer_ends_after_a_failed_broadcast(
     code, out, err = run_python(TRAINER, bad.url, good.url)
     assert code == 0, err
     bad.stop()
-    said, ended = out.splitlines()
-    assert said.startswith(f"failed: version 1 of actor is served nowhere: engine {bad.url}: {UPDATE}")
+    failure, ended = out.splitlines()
+    assert failure.startswith(f"failed: version 1 of actor is served nowhere: engine {bad.url}: {UPDATE}")
     assert time.time() - float(ended) < TIMEOUT_S + 2
 
 

@@ -27,15 +27,15 @@ def test_buckets_hold_all_tensors_bit_for_bit(
 ) -> None:
     """All tensors, in their order and bit for bit; no bucket mixes types or is too large without need."""
     named = _named(described)
-    found = []
+    received = []
     for bucket in buckets(iter(named), Buffers(size, CPU)):
         assert len(bucket.names) == 1 or bucket.flat.numel() <= size
         for name, tensor in bucket.tensors():
             assert tensor.dtype == bucket.dtype
-            found.append((name, tensor.clone()))
+            received.append((name, tensor.clone()))
         assert bucket.flat.numel() == sum(t.numel() * t.element_size() for _, t in bucket.tensors())
-    assert [name for name, _ in found] == [name for name, _ in named]
-    for (_, got), (_, sent) in zip(found, named, strict=True):
+    assert [name for name, _ in received] == [name for name, _ in named]
+    for (_, got), (_, sent) in zip(received, named, strict=True):
         assert got.shape == sent.shape
         assert got.dtype == sent.dtype
         assert torch.equal(got, sent)
@@ -84,5 +84,5 @@ def test_a_bucket_is_described_as_sglang_expects(dtype: torch.dtype) -> None:
     (bucket,) = buckets(
         [("a", torch.zeros(2, 3, dtype=dtype)), ("b", torch.zeros(1).to(dtype))], Buffers(99, CPU)
     )
-    told = str(dtype).removeprefix("torch.")
-    assert bucket.described() == {"names": ["a", "b"], "dtypes": [told, told], "shapes": [[2, 3], [1]]}
+    name = str(dtype).removeprefix("torch.")
+    assert bucket.described() == {"names": ["a", "b"], "dtypes": [name, name], "shapes": [[2, 3], [1]]}

@@ -52,11 +52,11 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("_release_memory", "_resume_memory"):
         answer = getattr(ScriptedSGLang, name)
 
-        def told(self: ScriptedSGLang, body: Any, name: str = name, answer: Any = answer) -> Any:
+        def answered(self: ScriptedSGLang, body: Any, name: str = name, answer: Any = answer) -> Any:
             seen.append(f"{name.split('_')[1]} {'+'.join(body['tags'])}")
             return answer(self, body)
 
-        monkeypatch.setattr(ScriptedSGLang, name, told)
+        monkeypatch.setattr(ScriptedSGLang, name, answered)
     return seen
 
 
@@ -209,10 +209,10 @@ def test_memory_is_given_back(tmp_path: Path, dtype: str) -> None:
         TrainablePolicy(shape, OptimizerConfig(lr=0.01), Build(4, torch.device("cpu"), 0, 1, dtype))
         for _ in range(2)
     ]
-    given = read_weights(tmp_path / "model")
+    weights = read_weights(tmp_path / "model")
     digests = []
     for away, policy in enumerate(policies):
-        policy.load_weights(given)
+        policy.load_weights(weights)
         _step(policy)
         if away:
             held = sum(4 * p.numel() for p in policy._parts.module.parameters()) * 3

@@ -24,9 +24,9 @@ def test_a_flush_that_is_refused_at_first(world: World, transport: str, pause: s
     syncer = world.syncer([engine.url], world.transport(transport), pause)
     assert world.sync(syncer, 1) == [engine.url]
     engine.fault("/flush_cache", "error", times=2)  # whose calls are not on the line
-    told = len(world.line)
+    start = len(world.line)
     assert world.sync(syncer, 2) == [engine.url]
-    assert [one for one in world.line[told:] if one != "/v1/loads"] == [
+    assert [entry for entry in world.line[start:] if entry != "/v1/loads"] == [
         "/server_info",
         STARTED,
         *["/pause_generation", "/continue_generation"] * 2,
@@ -48,12 +48,12 @@ def test_a_flush_that_is_refused_for_ever(world: World, timed: Callable[..., Any
     assert world.sync(syncer, 1) == [engine.url]
     flush = engine.app._routes["/flush_cache"]
     engine.app._routes["/flush_cache"] = lambda body: (400, b"Flush cache failed.\n")
-    told, asked = len(world.records), len(engine.asked)
+    start, requested = len(world.records), len(engine.asked)
     text = r"/flush_cache answers 400: Flush cache failed\. \(for 3 s\)\. Constrained .* raise .* timeout_s"
     with timed(30.0), pytest.raises(EngineError, match=f"engine {engine.url}: {text}"):
         world.sync(syncer, 2)
-    assert world.said(engine.url, told) == [STARTED, FAILED]
-    assert {r for r, _ in engine.asked[asked:]} == {
+    assert world.said(engine.url, start) == [STARTED, FAILED]
+    assert {r for r, _ in engine.asked[requested:]} == {
         "/server_info",
         "/pause_generation",
         "/continue_generation",

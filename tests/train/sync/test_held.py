@@ -26,7 +26,7 @@ def _synced(
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in make_weights(1).items()}
     release = Release("actor", 1, "w1", "", head_dim, "run", names, None, dtype)
     syncer.sync(release, lambda: iter(weights.items()))
-    [record] = [one for one in world.records if isinstance(one, PolicyActivated)]
+    [record] = [event for event in world.records if isinstance(event, PolicyActivated)]
     return record
 
 
@@ -71,7 +71,7 @@ class _Skipping(FromTensors):
     def send(self, weights: Weights, receivers: Any) -> int:
         """All but one."""
         return super().send(
-            lambda: (one for one in weights() if one[0] != f"{LAYER}.self_attn.v_proj.weight"), receivers
+            lambda: (item for item in weights() if item[0] != f"{LAYER}.self_attn.v_proj.weight"), receivers
         )
 
 

@@ -196,10 +196,10 @@ def test_in_place_where_steps_overlap(world: World) -> None:
     """Such an engine counts a token of the old weights to the new ones: refused, and it goes on as it was."""
     engine = world.engine()
     real = engine.app._routes["/server_info"]
-    for told, served in ((False, []), (True, [engine.url])):
+    for disabled, served in ((False, []), (True, [engine.url])):
 
-        def info(body: Any, told: bool = told) -> tuple[int, Any]:
-            return 200, real(body)[1] | {"disable_overlap_schedule": told}
+        def info(body: Any, disabled: bool = disabled) -> tuple[int, Any]:
+            return 200, real(body)[1] | {"disable_overlap_schedule": disabled}
 
         engine.app._routes["/server_info"] = info
         retracting = world.syncer([engine.url], world.transport("tensor"))
@@ -254,11 +254,11 @@ def test_a_request_that_runs(world: World, pause: str, versions: list[str], fini
     wait = running(engine)
     syncer = world.syncer([engine.url], world.transport("tensor"), pause)
     assert world.sync(syncer, 1) == [engine.url]
-    told = wait()
-    assert [said_version(span["version"]) for span in told["weight_versions"]] == versions
-    assert told["finish_reason"]["type"] == finish
-    assert told["num_retractions"] == (pause == "retract")
-    spans = told["weight_versions"]
+    meta = wait()
+    assert [said_version(span["version"]) for span in meta["weight_versions"]] == versions
+    assert meta["finish_reason"]["type"] == finish
+    assert meta["num_retractions"] == (pause == "retract")
+    spans = meta["weight_versions"]
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
 
 

@@ -26,13 +26,13 @@ def test_a_sync_of_one_engine(world: World) -> None:
     kept, anew = world.engine(), world.engine()
     syncer = world.syncer([kept.url, anew.url], world.transport("disk"))
     world.sync(syncer, 1)
-    asked, told = len(kept.asked), len(world.records)
+    requested, recorded = len(kept.asked), len(world.records)
     anew.app.weight_version = "default"
     weights = read_weights(world.directory(1))
     release = Release("actor", 1, "w1", "", 4, "run")
     assert syncer.sync(release, lambda: iter(weights.items()), syncer.lost()) == [anew.url]
-    assert [route for route, _ in kept.asked[asked:]] == ["/model_info"]
+    assert [route for route, _ in kept.asked[requested:]] == ["/model_info"]
     assert anew.version == "1"
     assert syncer.lost() == []
-    engines = [r.engine for r in world.records[told:] if isinstance(r, SyncStarted | SyncFinished)]
+    engines = [r.engine for r in world.records[recorded:] if isinstance(r, SyncStarted | SyncFinished)]
     assert engines == [anew.url, anew.url]
