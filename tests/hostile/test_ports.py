@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -131,8 +131,14 @@ class Watched:
     def run(self, *words: object, until: Callable[[], bool] | None = None, **variables: str) -> int:
         """Run `rollbook WORDS...` on the host while it is watched, to its end or until this holds; its exit
         code."""
+        return self.run_command(rollbook_command(*words), until, **variables)
+
+    def run_command(
+        self, words: Sequence[str], until: Callable[[], bool] | None = None, **variables: str
+    ) -> int:
+        """Run another command likewise."""
         with self.watching(), self.output.open("wb") as log:
-            command = ["ip", "netns", "exec", HOSTS[0], *rollbook_command(*words)]
+            command = ["ip", "netns", "exec", HOSTS[0], *words]
             environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | variables
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS", "RAY_AUTH_MODE"):
                 environment.pop(name, None)
@@ -330,5 +336,6 @@ def test_a_run_by_ray(watched: Watched) -> None:
 def test_a_benchmark(watched: Watched) -> None:
     """Of the loop: proxies, scripted engines and trainers, while they start."""
     (watched.folder / "bench").mkdir()
-    watched.run("bench", "loop", "--folder", "bench", until=lambda: len(watched.seen) > 2)
+    loop = [sys.executable, "-m", "rollbook.bench", "loop", "--folder", "bench"]
+    watched.run_command(loop, until=lambda: len(watched.seen) > 2)
     assert watched.outside == set(), watched.said

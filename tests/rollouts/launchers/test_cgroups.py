@@ -181,7 +181,7 @@ def test_groups_of_a_killed_launcher_are_removed(tmp_path: Path, monkeypatch: py
     process.kill()
     process.wait()
     assert _in_time(lambda: not any(_pids(path) for path in _groups()))
-    assert _in_time(lambda: launch_id not in cgroups.kept())
+    assert _in_time(lambda: launch_id not in cgroups.watched_launches())
     cgroups.sweep(frozenset())
     assert _groups() == []
 

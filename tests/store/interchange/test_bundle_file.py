@@ -97,8 +97,8 @@ def _archive(manifest: bytes, content: Sequence[tuple[str, bytes]], kind: bytes 
     return _tar([("BUNDLE.json", manifest), ("BUNDLE.sha256", check), *content], kind)
 
 
-def _manifest(members: Sequence[Member] = _members(CONTENT), **changes: Any) -> bytes:
-    return orjson.dumps(asdict(replace(BARE, members=tuple(members))) | changes, option=orjson.OPT_INDENT_2)
+def _manifest(listed: Sequence[Member] = _members(CONTENT), **changes: Any) -> bytes:
+    return orjson.dumps(asdict(replace(BARE, members=tuple(listed))) | changes, option=orjson.OPT_INDENT_2)
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
+from rollbook.store.sql.sandbox import Connection
 from rollbook.store.sql.views import VIEWS
 
 COUNT = "SELECT count(*) FROM duckdb_views() WHERE NOT internal AND view_name <> 'live'"
 
 
-def _made(connection: rb.Connection) -> int:
+def _made(connection: Connection) -> int:
     """How many views the database has by now."""
     return int(connection._connection.execute(COUNT).fetchall()[0][0])
 

@@ -183,9 +183,7 @@ def test_where_it_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 def test_under_a_launcher(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose devices are not this command's to give."""
-    monkeypatch.setattr(
-        "rollbook.cli.train.training.place_in", lambda _: Place(0, 1, 0, "", 0), raising=False
-    )
+    monkeypatch.setattr("rollbook.train.ranks.launcher.place_in", lambda _: Place(0, 1, 0, "", 0))
     log, settings = recorded(), fabric.config(fabric.GRPO, algorithm=HELD, steps=1, reference_apart=True)
     monkeypatch.setattr(Ranks, "on_this_host", False, raising=False)
     monkeypatch.setattr(Ranks, "__setattr__", _all_but("on_this_host"))
