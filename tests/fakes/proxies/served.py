@@ -52,6 +52,7 @@ class Served:
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
+        self.interrupted = False
         fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
         command = [*fewer, sys.executable, "-m", "rollbook", "serve", "--store", str(self.path)]
         command += ["--port", str(self.port), *self.arguments]
@@ -75,10 +76,16 @@ class Served:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def stop(self) -> int:
-        """Interrupt it as a person would; its exit status."""
-        if self.process.poll() is None:
+    def interrupt(self) -> None:
+        """Interrupt it as a person would, once: a second time it would end in the middle of its end."""
+        if not self.interrupted and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
+        self.interrupted = True
+
+    def stop(self) -> int:
+        """Interrupt it, and wait until it ended; its exit status."""
+        if self.process.poll() is None:
+            self.interrupt()
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
