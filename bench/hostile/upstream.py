@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import sys
 from typing import Any
 
 import orjson
 
 from rollbook.bench.hostile.script import PIECE_S, PIECES, SLOWLY, question_of, reply_to
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import Message, Receive, Send, listen, read_body, reply, send_part, server_of
+from rollbook.testing.asgi import Message, Receive, Send, read_body, reply, run_alone, send_part
 
 COOKIE = b"session=set-by-the-upstream; HttpOnly"
 BOMB_BYTES = 1 << 30
@@ -99,10 +98,7 @@ async def _stream(send: Send, text: str, pieces: int) -> None:
 def main() -> None:
     """Serve on a free port, which is printed, until the parent ends."""
     end_with_parent()
-    listener = listen()
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    sys.stdout.flush()
-    server_of(Upstream()).run(sockets=[listener])
+    run_alone(Upstream())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ parts, so it costs no more than the scripted engine does.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import orjson
 
 from rollbook.bench.scripted.dialogues import Material, Reply
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import Message, Receive, Send, listen, read_body, reply, server_of
+from rollbook.testing.asgi import Message, Receive, Send, read_body, reply, run_alone
 
 _MARK = re.compile(r"#(\d\d)$")
 
@@ -55,13 +54,7 @@ def choice_of(answer: Reply) -> dict[str, Any]:
 def main() -> None:
     """Serve the material named on a free port, which is printed."""
     end_with_parent()
-    listener = listen()
-    app = ScriptedOpenAI(Material.read(Path(sys.argv[1])))
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    sys.stdout.flush()
-    gc.collect()
-    gc.freeze()
-    server_of(app).run(sockets=[listener])
+    run_alone(ScriptedOpenAI(Material.read(Path(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from rollbook.bench.scripted.weights import Fault
 from rollbook.bench.tied import end_with_parent
 from rollbook.engines.scripted import load_script
 from rollbook.ingest.tokens.message_form import conversation_digest
-from rollbook.testing.asgi import listen, server_of
+from rollbook.testing.asgi import run_alone
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
@@ -66,14 +64,10 @@ def main(words: list[str] | None = None) -> None:
         log=args.log,
         weights=args.weights,
     )
-    app, listener = ScriptedSGLang(_script(args), options), listen(args.port)
+    app = ScriptedSGLang(_script(args), options)
     for fault in args.fault:
         app.faults.add(Fault(**orjson.loads(fault)))
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    sys.stdout.flush()
-    gc.collect()
-    gc.freeze()
-    server_of(app).run(sockets=[listener])
+    run_alone(app, args.port)
 
 
 if __name__ == "__main__":

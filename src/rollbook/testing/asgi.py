@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import threading
@@ -94,6 +95,18 @@ def server_of(app: Any) -> uvicorn.Server:
         timeout_graceful_shutdown=2,
     )
     return uvicorn.Server(config)
+
+
+def run_alone(app: Any, port: int = 0) -> None:
+    """Print the address of the application, and serve it until the process ends.
+
+    What the process has made so far stays: the collector of garbage does not look at it again.
+    """
+    listener = listen(port)
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    gc.collect()
+    gc.freeze()
+    server_of(app).run(sockets=[listener])
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.bench.scripted.weights import Fault
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import listen, server_of
+from rollbook.testing.asgi import run_alone
 
 LONG = timedelta(minutes=30)
 """SGLang's groups wait as long: only the other side's end can end it sooner."""
@@ -99,9 +99,7 @@ def main(model: str, port: str, *faults: str) -> None:
     Groups(app)
     for fault in faults:
         app.faults.add(Fault(**orjson.loads(fault)))
-    listener = listen(int(port))
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    server_of(app).run(sockets=[listener])
+    run_alone(app, int(port))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def _model_calls(proxy: Any, name: str, **headers: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def erased(played: Any, proxies_made: list[Any]) -> Path:
+def erased(played: Any, proxies_started: list[Any]) -> Path:
     """A store in which all was said of two trajectories that were erased then; sealed, with a new catalog."""
     proxy = played(f"{MARK} replied")
     routes = {r.path for r in proxy.app.routes if "POST" in (getattr(r, "methods", None) or ())}
@@ -143,7 +143,7 @@ def erased(played: Any, proxies_made: list[Any]) -> Path:
     _said(proxy, f"{TRAJECTORY}/finish", _body(FinishTrajectory, turn_rewards=None))
     log, path = proxy.store, proxy.store.path
     assert list(_with_marks(path)), "what is looked for is found before the erasure"
-    proxies_made.remove(proxy)
+    proxies_started.remove(proxy)
     proxy.close()
     erase_trajectory(rb.open(path), "by-headers", "asked")
     report = erase_trajectory(rb.open(path), "kept-name", "asked")
