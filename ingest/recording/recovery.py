@@ -14,6 +14,7 @@ from rollbook.ingest.trajectories.registry import Trajectories
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import TrajectoryAdopted
+from rollbook.store.log.recovery import may_hold_more, recovered_lane
 from rollbook.store.log.writer import LaneWriter
 
 
@@ -49,16 +50,19 @@ class RunRecovery:
         """The open trajectories, all of each.
 
         Those of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
-        one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
+        one recovers what the lane holds beyond its watermark, so that nothing appears in it later. That may
+        be an opening, of whose trajectory nothing else is to be seen.
         """
         tried = {self.writer.lane}
         with contextlib.ExitStack() as locks:
+            self._recover_killed()
+            runs.refresh()
             known, last = self._open(runs)
             while lanes := {live.lane for live in known.open()} - tried:
                 tried |= lanes
                 for lane in sorted(lanes):
                     try:
-                        locks.enter_context(self.store.writer(lane))
+                        locks.enter_context(recovered_lane(self.store.path, lane))
                     except LaneLockedError:
                         continue  # its process is alive and owns its trajectories
                     self.adopted[lane] = 0
@@ -66,6 +70,13 @@ class RunRecovery:
                 known, last = self._open(runs)
             self._adopt(known, last)
         return known
+
+    def _recover_killed(self) -> None:
+        """Recover the lanes whose process was killed as it wrote: what it wrote counts from now on."""
+        for lane in self.store.lanes():
+            if lane != self.writer.lane and may_hold_more(self.store.path, lane):
+                with contextlib.suppress(LaneLockedError), recovered_lane(self.store.path, lane):
+                    pass
 
     def _open(self, runs: RunReader) -> tuple[Trajectories, dict[str, str]]:
         """(what is open, the last event of each)"""

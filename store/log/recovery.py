@@ -21,7 +21,9 @@ drop its cache of the file, so that as far as possible they are read from the di
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rollbook.store.errors import CorruptionError
@@ -34,6 +36,7 @@ from rollbook.store.wal.files import (
     read_watermark,
     segment_numbers,
     segment_path,
+    take_lock,
     write_watermark,
 )
 from rollbook.store.wal.frame import EMPTY_CHAIN, BadFrameError
@@ -72,6 +75,35 @@ def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) 
             raise CorruptionError(f"{folder}: a segment went away while it was read: {error}") from error
         (folder / "QUARANTINED").unlink(missing_ok=True)
         return state
+
+
+@contextlib.contextmanager
+def recovered_lane(store: Path, lane: str) -> Iterator[None]:
+    """Hold a lane whose writer is gone, recovered; a process that wants to write it waits meanwhile.
+
+    Raises:
+        LaneLockedError: it has a writer.
+        CorruptionError: acknowledged bytes are damaged or missing.
+    """
+    folder = lane_folder(store, lane)
+    fd = take_lock(folder / "LOCK", f"lane {lane!r} is being written by", "wait", briefly=True)
+    try:
+        # Whole frames beyond the watermark count from now on, as they would for the next writer.
+        write_watermark(folder, recover_lane(store, lane).mark)
+        yield
+    finally:
+        os.close(fd)
+
+
+def may_hold_more(store: Path, lane: str) -> bool:
+    """Whether a lane's files are longer than its watermark says: it is written, or its writer was killed."""
+    folder = lane_folder(store, lane)
+    mark, numbers = read_watermark(folder), segment_numbers(folder)
+    if not numbers or numbers[-1] < mark.segment:
+        return False
+    with contextlib.suppress(FileNotFoundError):  # it was sealed meanwhile
+        return numbers[-1] > mark.segment or segment_path(folder, numbers[-1]).stat().st_size > mark.offset
+    return False
 
 
 def _cut_behind(folder: Path, end: Watermark) -> None:

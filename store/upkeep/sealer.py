@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import pyarrow as pa
 
 from rollbook.store.catalog.catalog import note_units
 from rollbook.store.errors import CorruptionError, LaneLockedError, RemoteError, StoreError
-from rollbook.store.log.recovery import recover_lane
+from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.seal import remove_leftovers, remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder, unsealed_start
@@ -38,8 +37,6 @@ from rollbook.store.wal.files import (
     quarantined,
     read_watermark,
     segment_path,
-    take_lock,
-    write_watermark,
 )
 
 logger = logging.getLogger(__name__)
@@ -246,21 +243,16 @@ def adopted(store: Path, lane: str) -> Iterator[bool]:
     Raises:
         CorruptionError: acknowledged events of the lane are damaged.
     """
-    folder = lane_folder(store, lane)
-    if read_watermark(folder).next_seq == unsealed_start(store, lane).next_seq:
+    if read_watermark(lane_folder(store, lane)).next_seq == unsealed_start(store, lane).next_seq:
         yield False
         return
-    try:
-        fd = take_lock(folder / "LOCK", f"lane {lane!r} is being written by", "wait", briefly=True)
-    except LaneLockedError:
-        yield False
-        return
-    try:
-        # Whole frames beyond the watermark count from now on, as they would for the next writer.
-        write_watermark(folder, recover_lane(store, lane).mark)
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(recovered_lane(store, lane))
+        except LaneLockedError:
+            yield False
+            return
         yield True
-    finally:
-        os.close(fd)
 
 
 def check_files(store: Path, units: list[Unit]) -> None:

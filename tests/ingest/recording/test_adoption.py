@@ -168,3 +168,25 @@ def test_what_was_whole_but_not_acknowledged_is_adopted_too(
     [adoption] = [e.record for e in log.events() if isinstance(e.record, TrajectoryAdopted)]
     [delivered] = [e for e in log.events() if e.kind == "turn.delivered"]
     assert (adoption.from_lane, adoption.last_event_id) == ("one", delivered.event_id)
+
+
+def test_an_opening_that_was_not_acknowledged_keeps_its_name(tmp_path: Path) -> None:
+    """A proxy was killed between its write and the watermark: no other one opens the name a second time."""
+    log = store.open(tmp_path / "store", create=True)
+    recorder = Recorder(log, "one", "default")
+    mark = log.path / "lanes" / "one" / "WATERMARK"
+    before = mark.read_bytes()
+    live = recorder.draft(OpenTrajectory(id="x"))
+    recorder.record_opening(live)
+    recorder.close()
+    mark.write_bytes(before)
+    assert log.head() == {}
+    other = Recorder(log, "two", "default")
+    assert other.adopted == {"one": 1}
+    with pytest.raises(RequestError, match="trajectory 'x' exists"):
+        other.draft(OpenTrajectory(id="x"))
+    other.close()
+    assert [(e.lane, e.kind) for e in log.events()] == [
+        ("one", "trajectory.opened"),
+        ("two", "trajectory.adopted"),
+    ]
