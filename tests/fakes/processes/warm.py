@@ -19,7 +19,12 @@ from typing import Any
 
 from tests.fakes.processes.warm_server import AT_IMPORT
 
-LIGHT = ("rollbook.cli.app", "rollbook.ingest.serve.serve", "rollbook.store.sql.query")
+LIGHT = (
+    *("rollbook.cli.app", "rollbook.ingest.serve.serve", "rollbook.store.sql.query"),
+    # What these import when they first use it: as much work as all else of a start.
+    *("rollbook.store.catalog.catalog", "sqlalchemy.dialects.sqlite", "pandas", "pyarrow.pandas_compat"),
+    *("pydantic.v1", "uvicorn.loops.auto", "uvicorn.lifespan.on", "uvloop"),
+)
 """What most commands need."""
 TORCH = (
     *LIGHT,
