@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.processes.warm import WarmProcess
 from typer.testing import CliRunner
 
 from rollbook import store as rb
@@ -67,30 +69,20 @@ def test_a_known_run_is_accepted(path: Path) -> None:
     assert str(error) == "no trajectory 't' in run 'another'; there is one in first"
 
 
-def test_following_may_wait_for_a_run_that_does_not_exist_yet(
-    path: Path, run_python: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_following_may_wait_for_a_run_that_does_not_exist_yet(path: Path) -> None:
     """It is said that the run is not there yet, and its events are printed once they are."""
-    code = f"""
-import signal, sys, threading, time
-from rollbook import store
-from rollbook.cli.app import main
-from rollbook.store import Event
-from rollbook.store.events import TrajectoryOpened
-
-def later():
-    with store.open({str(path)!r}).writer("serve") as writer:
-        writer.append([Event(TrajectoryOpened("u", "late"), "frist")]).result(30)
-    time.sleep(1)
-    signal.raise_signal(signal.SIGINT)
-
-threading.Timer(0.5, later).start()
-sys.argv = ["rollbook", "tail", "--store", {str(path)!r}, "--run", "frist", "--events"]
-main()
-"""
-    _, out, err = run_python(code)
-    assert "no run 'frist'; there are: first, another; waiting for it" in err
-    assert [line for line in out.splitlines() if "late" in line]
+    words = [sys.executable, "-m", "rollbook", "tail", "--store", path, "--run", "frist", "--events"]
+    process = WarmProcess(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        assert "no run 'frist'; there are: first, another; waiting for it" in process.stderr.readline()
+        with rb.open(path).writer("serve") as writer:
+            writer.append([Event(TrajectoryOpened("u", "late"), "frist")]).result(30)
+        assert "late" in process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_of_many_runs_the_nearest_are_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollbook import store
+from rollbook.online import address
 from rollbook.online import part as parts
 from rollbook.online.address import Proof, check_is_ours, placed_at
 from rollbook.online.config import WholeConfig, load_whole
@@ -49,7 +50,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def theirs() -> Iterator[int]:
     """The port at which another one's proxy answers."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server.server_port
     server.shutdown()
     server.server_close()
@@ -69,8 +70,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Who
     return make
 
 
-def test_the_default_port_is_taken(config: Callable[..., WholeConfig]) -> None:
+def test_the_default_port_is_taken(
+    config: Callable[..., WholeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another one is, and it is said; every part reads it."""
+    monkeypatch.setattr(address, "ANSWER_S", 0.3)
     messages: list[str] = []
     with socket.socket() as other:
         with contextlib.suppress(OSError):  # it is somebody's anyhow
@@ -84,7 +88,9 @@ def test_the_default_port_is_taken(config: Callable[..., WholeConfig]) -> None:
     assert messages[0].endswith(f": the proxy of this run listens at {placed.proxy}")
 
 
-def test_the_port_that_was_chosen_is_taken(config: Callable[..., WholeConfig], theirs: int) -> None:
+def test_the_port_that_was_chosen_is_taken(
+    config: Callable[..., WholeConfig], theirs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That is refused, with both names; a port that is free is taken as it is."""
     with pytest.raises(ConfigError) as caught:
         placed_at(config("[serve]", f"port = {theirs}"), print)
@@ -94,6 +100,7 @@ def test_the_port_that_was_chosen_is_taken(config: Callable[..., WholeConfig], t
         mute.bind(("127.0.0.1", 0))
         free = config("[serve]", f"port = {mute.getsockname()[1]}")
         mute.listen()
+        monkeypatch.setattr(address, "ANSWER_S", 0.3)
         with pytest.raises(ConfigError, match="something that is no proxy"):
             placed_at(free, print)
     assert placed_at(free, print) is free

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.processes.warm import LIGHT, WarmProcess
 
 from rollbook.online import guard
 from rollbook.online import part as parts
@@ -27,7 +28,7 @@ port, how = int(sys.argv[1]), sys.argv[2]
 print("begins", os.getpid(), flush=True)
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        if how == "hangs" and os.path.exists("answered"):
+        if how == "hangs" and os.path.exists("hang"):
             time.sleep(600)
         open("answered", "w").close()
         self.send_response(503 if how == "waits" else 200); self.end_headers()
@@ -38,6 +39,8 @@ else:
     signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", time.time(), flush=True), os._exit(0)))
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
+MODULES = (*LIGHT, "rollbook.online.earlier", "rollbook.online.parts")
+"""What another process with a supervisor or a guard needs."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +48,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parts, "LOOK_S", 0.1)
     monkeypatch.setattr(parts, "PAUSE_S", 0.05)
+    monkeypatch.setattr(parts, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(supervisors, "LINGER_S", 0.5)
 
 
@@ -147,14 +151,17 @@ def test_what_dies_is_started_again(server: Callable[..., Spec]) -> None:
     assert (len(pids(first)), len(pids(work))) == (2, 2)
 
 
-def test_a_server_that_falls_silent(server: Callable[..., Spec]) -> None:
+def test_a_server_that_falls_silent(server: Callable[..., Spec], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended, and another one is started in its place."""
+    monkeypatch.setattr(parts, "ANSWER_S", 0.3)
     first, messages = server("first", "hangs", silence_s=0.3), list[str]()
 
     async def silent() -> None:
         supervisor = Supervisor([[first]], messages.append)
         running = asyncio.create_task(supervisor.run())
-        await until(lambda: len(pids(first)) == 2 if first.log.exists() else False)
+        await supervisor.parts[0].ready.wait()
+        Path("hang").touch()
+        await until(lambda: len(pids(first)) == 2)
         supervisor.stop()
         await running
 
@@ -264,9 +271,7 @@ def test_those_that_linger_are_stopped() -> None:
     assert gone(pids(rest)[0])
 
 
-def test_its_parts_end_with_it(
-    server: Callable[..., Spec], start_python: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_its_parts_end_with_it(server: Callable[..., Spec]) -> None:
     """Also with a supervisor that is killed."""
     spec = server("first")
     code = f"""
@@ -278,7 +283,7 @@ from rollbook.online.parts import Supervisor
 spec = Spec("first", {spec.command!r}, Path({str(spec.log)!r}), health={spec.health!r})
 asyncio.run(Supervisor([[spec]], print).run())
 """
-    child = start_python(code)
+    child = WarmProcess([sys.executable, "-c", code], modules=MODULES)
     by = time.monotonic() + 30
     while not Path("answered").exists():
         assert time.monotonic() < by
@@ -288,7 +293,7 @@ asyncio.run(Supervisor([[spec]], print).run())
     assert gone(pids(spec)[0])
 
 
-def test_nothing_outlives_it(start_python: Any) -> None:
+def test_nothing_outlives_it() -> None:
     """Killed: what is deaf to SIGTERM, and has a session of its own, is ended by the guard."""
     code = """
 import asyncio, os, signal, subprocess, sys
@@ -296,6 +301,7 @@ from rollbook.online import guard
 from rollbook.online.earlier import guarded
 
 async def main():
+    guard.GRACE_S = 1.0
     async with guarded("the-mark", print):
         deaf = (
             "import os, signal, time; signal.signal(15, signal.SIG_IGN); "
@@ -308,7 +314,8 @@ async def main():
 
 asyncio.run(main())
 """
-    child = start_python(code)
+    child = WarmProcess([sys.executable, "-c", code], modules=MODULES, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
     deaf = [int(child.stdout.readline()) for _ in range(2)]
     assert sorted(guard.marked("ROLLBOOK_START=the-mark")) == sorted(deaf)
     child.kill()

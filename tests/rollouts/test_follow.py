@@ -211,8 +211,11 @@ def test_somebody_stops_it(server: Served, config: RolloutConfig) -> None:
             async def made(settings: RolloutConfig) -> Rollouts:
                 raise AssertionError("nothing is to be run")
 
-            following = Following(config, proxy, made, messages.append)
-            asyncio.get_running_loop().call_later(0.5, following.stop)
+            def said(text: str) -> None:
+                messages.append(text)
+                asyncio.get_running_loop().call_later(0.05, following.stop)
+
+            following = Following(config, proxy, made, said)
             return await asyncio.wait_for(following.run(), 30)
 
     assert asyncio.run(all_of_it()) == Progress(None)

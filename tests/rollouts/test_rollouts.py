@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.fakes.processes.rollout_runs import launches, run, tasks, told
+from tests.fakes.processes.warm import LIGHT, WarmProcess
 from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
@@ -25,7 +25,7 @@ from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollout
 from rollbook.rollouts.jobs import Watch
 from rollbook.rollouts.places import LABEL, Place
 from rollbook.rollouts.proxy import Proxy
-from rollbook.rollouts.rollouts import SETTLE_S, Rollouts
+from rollbook.rollouts.rollouts import Rollouts
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import RolloutError
 from rollbook.store.fold.trajectory import fold
@@ -71,11 +71,12 @@ elif what == "hang":
     time.sleep(600)
 elif what == "heed":
     # Asked to end, it puts its things in order first.
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open("bye.txt", "w").close(), sys.exit(0)))
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), open("bye.txt", "w").close(), sys.exit(0)))
     ask("hello")
     time.sleep(600)
 elif what == "wait":
     ask("hello")
+    open("waits.txt", "w").close()
     time.sleep(600)
 elif what == "daemon":
     ask("hello")
@@ -290,11 +291,12 @@ def test_a_log_that_comes_late_changes_no_verdict(
     server: Served, config: Callable[..., RolloutConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether an agent asked, and whose fault its end is, is known once all is read that the log has then."""
+    monkeypatch.setattr("rollbook.rollouts.rollouts.SETTLE_S", 0.1)
     of_proxy = Proxy.batches
 
     async def late(proxy: Proxy, *arguments: Any) -> Any:
         async for batch in of_proxy(proxy, *arguments):
-            await asyncio.sleep(SETTLE_S + 0.5)
+            await asyncio.sleep(0.2)
             yield batch
 
     monkeypatch.setattr(Proxy, "batches", late)
@@ -423,14 +425,23 @@ def test_an_environment_is_played(server: Served, config: Callable[..., RolloutC
 # What ends them, and what goes on -----------------------------------------------------------------
 
 
-def test_a_stop_cancels_what_runs(server: Served, config: Callable[..., RolloutConfig]) -> None:
+def test_a_stop_cancels_what_runs(
+    server: Served, config: Callable[..., RolloutConfig], tmp_path: Path
+) -> None:
     """Those are void, and are run when the rollouts go on."""
     settings = config(concurrency=2)
+    beside: list[asyncio.Task[None]] = []
 
-    def soon(rollouts: Rollouts) -> None:
-        asyncio.get_running_loop().call_later(1.5, rollouts.stop)
+    async def stop(rollouts: Rollouts) -> None:
+        while len(list(tmp_path.rglob("waits.txt"))) < 2:
+            await asyncio.sleep(0.05)
+        rollouts.stop()
 
-    progress, _ = run(settings, tasks("wait", "wait", "answer"), soon)
+    progress, _ = run(
+        settings,
+        tasks("wait", "wait", "answer"),
+        lambda rollouts: beside.append(asyncio.get_running_loop().create_task(stop(rollouts))),
+    )
     assert (progress.done, progress.by_status) == (0, {"cancelled": 2})
     assert told(launches(server, settings.name), "status", "split") == [("cancelled", "void")] * 2
     again, _ = run(settings, [Task(task.name, {"do": "answer"}) for task in tasks("wait", "wait", "answer")])
@@ -485,11 +496,14 @@ def killed(server: Served, beside: Path, tmp_path: Path) -> RolloutConfig:
         f'name = "killed"\nproxy = "{server.url}"\ntasks = "{tmp_path}/tasks.jsonl"\n'
         f'folder = "{tmp_path}/launches"\n[agent]\ncommand = {orjson.dumps(command).decode()}\n'
     )
-    process = subprocess.Popen([sys.executable, "-m", "rollbook", "rollout", str(file)])
-    for _ in range(400):
+    words = [sys.executable, "-m", "rollbook", "rollout", str(file)]
+    process = WarmProcess(words, modules=(*LIGHT, "rollbook.cli.online.rollout"))
+    by = time.monotonic() + 30
+    while not list(tmp_path.rglob("waits.txt")) or ("done",) not in told(
+        launches(server, "killed"), "status"
+    ):
+        assert time.monotonic() < by
         time.sleep(0.05)
-        if len([row for row in launches(server, "killed") if row["turns"]]) == 2:
-            break
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return load_rollouts(file)
@@ -511,7 +525,7 @@ def test_what_is_idle_ends_long_before_its_other_clocks(
     server: Served, config: Callable[..., RolloutConfig]
 ) -> None:
     """The clock begins with its first request, whatever was waited for until then."""
-    settings = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 1.0, "grace_s": 0.2})
+    settings = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 0.4, "grace_s": 0.2})
     begun = time.monotonic()
     run(settings, tasks("wait"))
     assert told(launches(server, settings.name), "status", "why") == [("timeout", "its idle clock ran out")]

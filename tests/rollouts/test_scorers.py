@@ -76,7 +76,7 @@ class Judge(ThreadingHTTPServer):
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.answers, self.got = list(answers), list[tuple[Any, Any]]()
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -129,6 +129,7 @@ def test_a_service_judges(
 ) -> None:
     """It is sent the task and what was said; while it is away it is asked again."""
     monkeypatch.setenv("JUDGES_TOKEN", "sesame")
+    monkeypatch.setattr("rollbook.rollouts.scoring.PAUSE_S", 0.05)
     settings = config({"name": "fair", "url": judge.url, "token_variable": "JUDGES_TOKEN", "weight": 2.0})
     run(settings, [Task("a", {"say": "hello", "answer": 7})])
     (row,) = launches(server, settings.name)
@@ -228,7 +229,7 @@ def test_what_judges_say_is_kept_out(server: Served, config: Callable[..., Rollo
         ({"prompt": "{worth} or so"}, "failed", "said, as its last line, '1: good or so'"),
         ({"prompt": "{worth}", "parse": r"Score: (\d+)"}, "failed", "finds nothing"),
         ({"prompt": "boom"}, "void", "RolloutError: the proxy answered 502"),
-        ({"prompt": "sleep 5"}, "void", "it took longer than 1 s"),
+        ({"prompt": "sleep 1.5"}, "void", "it took longer than 1 s"),
     ],
 )
 def test_a_model_that_does_not_judge(

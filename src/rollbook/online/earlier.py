@@ -207,7 +207,8 @@ class Guard:
         reading, self._pipe = os.pipe()
         try:
             self._child = await asyncio.create_subprocess_exec(
-                *(interpreter(), "-I", "-S", str(Path(guard.__file__).resolve()), f"{START}={self.mark}"),
+                *(interpreter(), "-I", "-S", str(Path(guard.__file__).resolve())),
+                *(f"{START}={self.mark}", str(guard.GRACE_S)),
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

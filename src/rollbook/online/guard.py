@@ -1,4 +1,5 @@
-"""Ends what is left of a run whose process is gone. A program: `python -I -S guard.py MARK`.
+"""Ends what is left of a run whose process is gone. A program:
+`python -I -S guard.py MARK GRACE_S`.
 
 Whatever a start of a run has started has the start's mark, NAME=VALUE, in its environment. This
 process has not. Its stdin is a pipe whose other end the run's process alone holds, so it sees that
@@ -59,7 +60,7 @@ def main() -> None:
     received = b""
     while data := os.read(0, 64):
         received += data
-    end_all(lambda: marked(sys.argv[1]), 0.0 if received else GRACE_S)
+    end_all(lambda: marked(sys.argv[1]), 0.0 if received else float(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ MOST_STARTS, WITHIN_S = 6, 600.0
 """A part that was started so often within this time is not started again."""
 LOOK_S = 2.0
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+ANSWER_S = 10.0
+"""So long an answer to one question whether it is well is waited for."""
 LAST_LINES = 15
 _SET_PARENT_DEATH_SIGNAL = 1
 BAD_INPUT = 2
@@ -140,7 +142,7 @@ class Part:
             self._answers()
             return
         heard, limit = time.monotonic(), self.spec.ready_s
-        async with httpx.AsyncClient(timeout=10.0) as client:
+        async with httpx.AsyncClient(timeout=ANSWER_S) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if await self._is_well(client, self.spec.health):

@@ -69,8 +69,9 @@ def test_a_trajectory(lineage: Told) -> None:
 
 def test_an_adopted_and_a_dropped_one(lineage: Told) -> None:
     """The lanes in order, and the rule."""
-    assert "written by serve then other" in lineage("trajectory", "four")
-    assert "completed 2 no known version kept out no version" in lineage("trajectory", "four")
+    output = lineage("trajectory", "four")
+    assert "written by serve then other" in output
+    assert "completed 2 no known version kept out no version" in output
     assert "staleness 0 1 committed two." in lineage("trajectory", "two")
     assert "compared with, not trained on, by: 1" in lineage("trajectory", "six")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import orjson
 import pytest
+from tests.fakes.processes.warm import WarmProcess
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
@@ -102,29 +103,21 @@ def test_options_that_belong_together(recorded: Store, words: list[str], text: s
     assert text in done.output
 
 
+def _started(*words: str) -> WarmProcess:
+    """`rollbook replay serve WORDS` in a process of its own."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return WarmProcess([sys.executable, "-m", "rollbook", "replay", "serve", *words], text=True, **pipes)
+
+
 def _lines(out: Any) -> Iterator[Any]:
     for line in out:
         yield orjson.loads(line)
 
 
-def test_it_prints_what_is_asked_and_what_was_not_recorded(
-    recorded: Store, start_python: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_it_prints_what_is_asked_and_what_was_not_recorded(recorded: Store) -> None:
     """A line of JSON for each, and the account at the end; SIGINT ends it."""
-    words = [
-        "replay",
-        "serve",
-        "--store",
-        str(recorded.path),
-        "--trajectory",
-        "task-1",
-        "--port",
-        "0",
-        "--json",
-    ]
-    process = start_python(
-        f"import sys; sys.argv = {['rollbook', *words]}\nfrom rollbook.__main__ import main; main()"
-    )
+    words = ["--store", str(recorded.path), "--trajectory", "task-1", "--port", "0", "--json"]
+    process = _started(*words)
     try:
         lines = _lines(process.stdout)
         listening = next(lines)
@@ -148,14 +141,12 @@ def test_it_prints_what_is_asked_and_what_was_not_recorded(
         process.communicate()
 
 
-def test_a_person_is_shown_the_difference(recorded: Store, start_python: Any, tmp_path: Path) -> None:
+def test_a_person_is_shown_the_difference(recorded: Store) -> None:
     """On standard error, as a diff."""
-    words = ["replay", "serve", "--store", str(recorded.path), "--query"]
-    words += ["select trajectory_id from trajectories order by trajectory", "--port", "0"]
-    process = start_python(
-        f"import sys; sys.argv = {['rollbook', *words]}\nfrom rollbook.__main__ import main; main()"
-    )
+    query = "select trajectory_id from trajectories order by trajectory"
+    process = _started("--store", str(recorded.path), "--query", query, "--port", "0")
     try:
+        assert process.stderr is not None
         assert process.stderr.readline() == "answering from 2 trajectories, 2 requests\n"
         url = process.stderr.readline().rpartition(" ")[2].partition("/t/")[0]
         ask = {"model": "m", "messages": [{"role": "user", "content": "task-9"}], "temperature": 1}

@@ -69,12 +69,21 @@ def server(serve: Callable[..., Served], text_model: Callable[[str], Path], scri
     return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    """A service that runs."""
-    running = Service(tmp_path)
+@pytest.fixture(scope="module")
+def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of all tests here."""
+    running = Service(tmp_path_factory.mktemp("service"))
     yield running
     running.kill()
+
+
+@pytest.fixture
+def service(one_service: Service) -> Service:
+    """A service that runs, and has nothing in its log."""
+    if one_service.process.poll() is not None:
+        one_service.start()
+    one_service.log.write_text("")
+    return one_service
 
 
 @pytest.fixture
@@ -124,7 +133,7 @@ def test_a_clock_that_runs_out(
     server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """The agent is cancelled at the service."""
-    settings = config(clocks={"total_s": 1.0})
+    settings = config(clocks={"total_s": 0.5})
     run(settings, tasks("wait"))
     assert told(launches(server, settings.name), "status", "finished") == [("timeout", "failed")]
     assert [words[0] for words in service.told()] == ["start", "cancel"]
@@ -153,9 +162,8 @@ def test_a_token_is_sent(
     server: Served, config: Callable[..., RolloutConfig], service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named in the CONFIG, and never written there."""
-    settings = config(
-        agent={"launcher": "http", "service": {"url": service.url, "token_variable": "ROLLBOOK_TEST_TOKEN"}}
-    )
+    token = {"url": service.url, "poll_s": 0.05, "token_variable": "ROLLBOOK_TEST_TOKEN"}
+    settings = config(agent={"launcher": "http", "service": token})
     with pytest.raises(ConfigError, match="'ROLLBOOK_TEST_TOKEN' is not set"):
         run(settings, tasks("answer"))
     monkeypatch.setenv("ROLLBOOK_TEST_TOKEN", "sesame")
@@ -197,11 +205,19 @@ def test_a_stop_cancels_what_runs(
 ) -> None:
     """At the service, too."""
     settings = config()
+    beside: list[asyncio.Task[None]] = []
 
-    def soon(rollouts: Rollouts) -> None:
-        asyncio.get_running_loop().call_later(1.5, rollouts.stop)
+    async def stop(rollouts: Rollouts) -> None:
+        while len(service.told()) < 2:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        rollouts.stop()
 
-    progress, _ = run(settings, tasks("wait", "wait"), soon)
+    progress, _ = run(
+        settings,
+        tasks("wait", "wait"),
+        lambda rollouts: beside.append(asyncio.get_running_loop().create_task(stop(rollouts))),
+    )
     assert progress.by_status == Counter(cancelled=2)
     assert Counter(words[0] for words in service.told()) == Counter(start=2, cancel=2)
 

@@ -256,9 +256,18 @@ def test_a_cancelled_wait_leaves_no_container(containers: Containers) -> None:
     ],
 )
 def test_what_cannot_run_is_no_fault_of_the_agent(
-    containers: Containers, image: str, command: str | None, why: str
+    containers: Containers,
+    image: str,
+    command: str | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is said why."""
+    # Podman would ask three times, with pauses, for a registry that is not there.
+    registries = tmp_path / "registries.conf"
+    registries.write_text('[[registry]]\nlocation = "localhost"\nblocked = true\n')
+    monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(registries))
     launch = containers.launch("true")
     if command is None:
         launch = replace(launch, command=("no-such-program",))
