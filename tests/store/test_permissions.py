@@ -71,7 +71,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.more_but("18-group", "0-all", "63-nobody")
+@pytest.mark.more_but("0-nobody", "63-all")
 @pytest.mark.parametrize("share", MODES)
 def test_all_of_a_store_has_its_modes(tmp_path: Path, umask: int, share: str) -> None:
     """Segments, watermark, locks, leases, units, what is derived, the catalog with its journal, folders."""

@@ -102,8 +102,8 @@ class ObjectStorage:
 
     def clear(self) -> None:
         """Remove every object."""
-        for key in self._keys():
-            self.client.delete_object(Bucket=self.BUCKET, Key=key)
+        if keys := [{"Key": key} for key in self._keys()]:
+            self.client.delete_objects(Bucket=self.BUCKET, Delete={"Objects": keys, "Quiet": True})
 
     def check_credentials(self, yes: bool) -> None:
         """Whether requests with unknown credentials are refused from now on (all here are unknown)."""

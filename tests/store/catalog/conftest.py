@@ -20,6 +20,14 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.catalog.catalog import catalog_url
 
+DATABASE = "test"
+EMPTY = (
+    "select pg_terminate_backend(pid) from pg_stat_activity "
+    "where datname = current_database() and pid <> pg_backend_pid()",
+    "drop schema public cascade",
+    "create schema public",
+)
+"""Statements that leave nothing of a database, nor of who is connected: making another one takes longer."""
 USER, PASSWORD = "rollbook", "se/cr:et@1"
 READY_S = 60
 
@@ -36,11 +44,12 @@ class Server:
             "postgresql+psycopg", USER, password, database=database, query={"host": str(self.folder)}
         )
 
-    def run(self, sql: str) -> None:
-        """Run a statement outside of a transaction, such as `create database`."""
-        engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+    def run(self, *statements: str, database: str = "postgres") -> None:
+        """Run statements outside of a transaction, such as `create database`."""
+        engine = create_engine(self.url(database), isolation_level="AUTOCOMMIT")
         with engine.connect() as connection:
-            connection.exec_driver_sql(sql)
+            for sql in statements:
+                connection.exec_driver_sql(sql)
         engine.dispose()
 
 
@@ -96,6 +105,7 @@ def postgres() -> Iterator[Server]:
             process = subprocess.Popen(serve, **_account(), cwd=folder, stdout=log, stderr=log)
         server = Server(folder)
         _await(server, process)
+        server.run(f"create database {DATABASE}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ROLLBOOK_ALLOW", str(folder))  # the tests' stores may lead to it
             yield server
@@ -145,10 +155,8 @@ def database_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -
         yield URL.create("sqlite", database=str(tmp_path / "catalog-of-a-test.db"))
         return
     server: Server = request.getfixturevalue("postgres")
-    name = f"test_{time.monotonic_ns()}"
-    server.run(f"create database {name}")
-    yield server.url(name)
-    server.run(f"drop database {name} with (force)")
+    yield server.url(DATABASE)
+    server.run(*EMPTY, database=DATABASE)
 
 
 @pytest.fixture

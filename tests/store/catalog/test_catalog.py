@@ -254,6 +254,7 @@ def test_sqlite_is_in_wal_mode(store: Store) -> None:
     assert catalog_url(store.path).database == str(store.path / "catalog.db")
 
 
+@pytest.mark.more_but("sqlite*")
 def test_info_as_json(
     told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +279,7 @@ def test_info_as_json(
     assert not {"steps", "consumers", "policy_versions"} & info.keys()
 
 
+@pytest.mark.more_but("sqlite*")
 def test_info_for_people(
     told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import orjson
 import pytest
 from sqlalchemy import Engine, inspect
 
+from rollbook import store as rb
 from rollbook.cli import app as cli
 from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
@@ -39,12 +41,10 @@ def _rows(store: Store) -> Rows:
     return rows
 
 
-@pytest.fixture
-def grown(told: Store, notes: Callable[..., list[Event]]) -> Store:
-    """The story and a lane `bulk` of five segments: one dropped, two in a unit, one closed, one open.
-
-    Everything was noted in the catalog when it happened.
-    """
+def _grow(told: Store, story: dict[str, list[Event]], notes: Callable[..., list[Event]]) -> None:
+    for lane, events in story.items():
+        with told.writer(lane) as writer:
+            writer.append(events).result(30)
     catalog = Catalog.of(told.path)
     for i in range(4):
         with told.writer("bulk") as writer:
@@ -66,7 +66,37 @@ def grown(told: Store, notes: Callable[..., list[Event]]) -> Store:
     catalog.record_units("bulk", current_units(told.path, "bulk"))
     told.writer("bulk").close()
     catalog.close()
-    return told
+
+
+@pytest.fixture(scope="module")
+def grown_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    story: dict[str, list[Event]],
+    notes: Callable[..., list[Event]],
+) -> Path:
+    """The folder of a store as `grown`, with its catalog in it; only read it."""
+    store = rb.open(tmp_path_factory.mktemp("grown") / "store", create=True)
+    _grow(store, story, notes)
+    return store.path
+
+
+@pytest.fixture
+def grown(
+    store: Store,
+    backend: str,
+    request: pytest.FixtureRequest,
+    story: dict[str, list[Event]],
+    notes: Callable[..., list[Event]],
+) -> Store:
+    """The story and a lane `bulk` of five segments: one dropped, two in a unit, one closed, one open.
+
+    Everything was noted in the catalog when it happened.
+    """
+    if backend == "sqlite":
+        shutil.rmtree(store.path)
+        return rb.open(shutil.copytree(request.getfixturevalue("grown_once"), store.path))
+    _grow(store, story, notes)
+    return store
 
 
 @pytest.mark.more_but("sqlite*")
@@ -89,6 +119,7 @@ def test_a_rebuilt_catalog_has_the_same_rows(grown: Store) -> None:
     assert rebuild_catalog(grown).rows == done.rows
 
 
+@pytest.mark.more_but("sqlite*")
 def test_the_last_opening_is_read_off_the_lock_file(grown: Store) -> None:
     """When and by which process a lane was opened last is read off its lock file."""
     catalog = Catalog.of(grown.path)
@@ -196,6 +227,7 @@ def test_a_sound_file_stays(grown: Store) -> None:
     assert "later" in [r["path"] for r in Catalog.of(grown.path).rows()["checkpoints"]]
 
 
+@pytest.mark.more_but("sqlite*")
 def test_a_segment_just_begun(grown: Store) -> None:
     """A file behind the watermark is not durable yet: nothing is noted of it, and it is in nobody's way."""
     before = _rows(grown)
@@ -226,6 +258,7 @@ def test_what_is_noted_meanwhile_stays(grown: Store) -> None:
     catalog.close()
 
 
+@pytest.mark.more_but("sqlite*")
 def test_a_damaged_log_changes_nothing(grown: Store) -> None:
     """Where acknowledged events cannot be read, the catalog stays as it was."""
     before = _rows(grown)
@@ -266,6 +299,7 @@ def test_a_newer_catalog_is_not_rebuilt(grown: Store, raw: Engine) -> None:
     assert "newer" in [column["name"] for column in inspect(raw).get_columns("units")]
 
 
+@pytest.mark.more_but("sqlite*")
 def test_another_stores_catalog_is_not_rebuilt(grown: Store, raw: Engine) -> None:
     """Nor is one that belongs to another store."""
     before = _rows(grown)
@@ -285,6 +319,7 @@ def _command(monkeypatch: Any, *words: str) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.mark.more_but("sqlite*")
 def test_the_command_as_json(
     grown: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +335,7 @@ def test_the_command_as_json(
     }
 
 
+@pytest.mark.more_but("sqlite*")
 def test_the_command_for_people(grown: Store, monkeypatch: Any, capsys: Any, backend: str) -> None:
     """Without, it says what was there, what is there now, and where a broken file went."""
     if backend == "sqlite":
@@ -317,6 +353,7 @@ def test_the_command_for_people(grown: Store, monkeypatch: Any, capsys: Any, bac
         assert catalog_url(grown.path).password not in out
 
 
+@pytest.mark.more_but("sqlite*")
 def test_the_command_on_what_it_cannot_do(
     grown: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ except PermissionError:
 
 
 def test_a_store_that_cannot_be_written_is_read(
-    golden: Store, run_python: Callable[..., tuple[int, str, str]]
+    golden: Store, fork_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Every way of reading works without the right to write into the store, and changes nothing."""
     before = _files(golden.path)
@@ -172,10 +173,11 @@ def test_a_store_that_cannot_be_written_is_read(
         path.chmod(stat.S_IRUSR)
     for folder in folders:
         folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    status, out, err = run_python(READ_ONLY, golden.path)
+    reader = fork_python(READ_ONLY, golden.path)
+    out, err = reader.communicate(timeout=60)
     for folder in folders:
         folder.chmod(stat.S_IRWXU)
-    assert status == 0, err
+    assert reader.returncode == 0, err
     held = sum(HEAD.values()) - DROPPED
     assert json.loads(out) == [HEAD, held, held, 4]
     assert _files(golden.path) == before

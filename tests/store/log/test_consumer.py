@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -109,19 +110,22 @@ def test_cursors_wake_nobody(store: Store, notes: Callable[..., list[Event]]) ->
 
 
 def test_a_name_is_one_process_at_a_time(
-    store: Store, run_python: Callable[..., tuple[int, str, str]]
+    store: Store, fork_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """A second consumer of the name, here or in another process, is refused; after a close it is not."""
     code = "import sys\nfrom rollbook import store\nstore.open(sys.argv[1]).consumer('c').close()\n"
     with store.consumer("c"):
         with pytest.raises(LaneLockedError, match=r"consumer 'c' is running already .*process \d+"):
             store.consumer("c")
-        status, _, err = run_python(code, store.path)
-        assert status == 1
+        second = fork_python(code, store.path)
+        _, err = second.communicate(timeout=60)
+        assert second.returncode == 1
         assert f"process {os.getpid()}" in err
         assert "give one of them another name" in err
         store.consumer("d").close()
-    assert run_python(code, store.path) == (0, "", "")
+    third = fork_python(code, store.path)
+    assert third.communicate(timeout=60) == ("", "")
+    assert third.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "a/b", "x" * 55])

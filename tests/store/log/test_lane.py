@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -256,7 +257,7 @@ def test_a_closed_writer_takes_nothing(store: Store, notes: Any) -> None:
 
 
 def test_a_second_writer_in_another_process_is_refused(
-    store: Store, notes: Any, run_python: Callable[..., tuple[int, str, str]]
+    store: Store, notes: Any, fork_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """The lock names the process that holds it; another lane is free; after close the lane is too."""
     code = (
@@ -268,8 +269,9 @@ def test_a_second_writer_in_another_process_is_refused(
     )
     with store.writer("a") as writer:
         writer.append(notes(1)).result(30)
-        status, out, err = run_python(code, store.path)
-        assert (status, err) == (0, "")
+        second = fork_python(code, store.path)
+        out, err = second.communicate(timeout=60)
+        assert (second.returncode, err) == (0, "")
         assert f"lane 'a' of {store.path} is being written by process {os.getpid()}:" in out
         assert "--lane" in out
         with pytest.raises(LaneLockedError, match=f"process {os.getpid()}:"):

@@ -179,10 +179,10 @@ def _ask(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_another_process_sees_what_was_acknowledged(
-    store: Store, notes: Any, start_python: Callable[..., subprocess.Popen[str]]
+    store: Store, notes: Any, fork_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """While this process holds the lanes, another one reads each acknowledged event, once."""
-    reader = start_python(READER, store.path)
+    reader = fork_python(READER, store.path)
     with store.writer("a", AppendSettings(segment_bytes=2500)) as a, store.writer("b") as b:
         assert _ask(reader) == []
         for i in range(0, 30, 3):

@@ -87,9 +87,9 @@ sys.stdin.read()
 """
 
 
-def test_a_lease_ends_with_its_process(store: Store, units: list[Unit], start_python: Any) -> None:
+def test_a_lease_ends_with_its_process(store: Store, units: list[Unit], fork_python: Any) -> None:
     """While another process holds a lease it counts; once that is killed it does not, and its file goes."""
-    process = start_python(HOLDER, store.path, units[1].name)
+    process = fork_python(HOLDER, store.path, units[1].name)
     assert process.stdout.readline() == "held\n"
     assert leased(store.path) == {("a", units[1].name)}
     process.send_signal(signal.SIGKILL)

@@ -36,9 +36,10 @@ from rollbook.store.fold.trajectory import prompt_sha256
 
 log, ids = store.open(sys.argv[1]), np.arange(12, dtype=np.int32)
 done = {"role": "assistant", "content": "four"}
+most, pause = int(sys.argv[2]), float(sys.argv[3])
 with log.writer("serve") as writer:
     i = 0
-    while log.path.joinpath("go").exists():
+    while i < most and log.path.joinpath("go").exists():
         t, ask = f"t{i // 4:06}", ([{"role": "user", "content": "2+2?" * 40}], {}, None, {}, {}, "c")
         span = (kinds.VersionSpan("actor", i // 40, 0, 12),)
         records = [kinds.TrajectoryOpened(t, t, "g")] if i % 4 == 0 else []
@@ -51,9 +52,11 @@ with log.writer("serve") as writer:
         records = [kinds.TurnDelivered(t, f"u{i}", "sent")]
         if i % 4 == 3:
             records += [kinds.RewardAssigned(t, None, i / 8), kinds.TrajectoryFinished(t)]
-        writer.append([Event(r, "run") for r in records]).result(30)
+        future = writer.append([Event(r, "run") for r in records])
         i += 1
-        time.sleep(0.002)
+        if pause or i % 16 == 0:
+            future.result(30)
+        time.sleep(pause)
 print(i)
 """
 
@@ -115,7 +118,7 @@ def test_every_answer_is_the_fold_at_its_cut(
     (store.path / "store.toml").write_text(SETTINGS)
     go = store.path / "go"
     go.touch()
-    others = [start_python(code, store.path) for code in (WRITE, SEAL)]
+    others = [start_python(WRITE, store.path, 10**9, 0.002), start_python(SEAL, store.path)]
     rounds, begun = 0, time.monotonic()
     (store.path / "passes").write_text("0")
 
@@ -151,19 +154,13 @@ def test_every_answer_is_the_fold_at_its_cut(
 
 @pytest.fixture(scope="module")
 def sealed(
-    tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
+    tmp_path_factory: pytest.TempPathFactory, fork_python: Callable[..., subprocess.Popen[str]]
 ) -> Store:
     """A store of several thousand events, sealed as far as it can be; only read it."""
     store = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     (store.path / "store.toml").write_text(SETTINGS)
-    go = store.path / "go"
-    go.touch()
-    writer = start_python(WRITE, store.path)
-    deadline = time.monotonic() + 60
-    while store.head().get("serve", 0) < 4000 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    go.unlink()
-    writer.communicate(timeout=60)
+    (store.path / "go").touch()
+    assert fork_python(WRITE, store.path, 1100, 0).communicate(timeout=60) == ("1100\n", "")
     Sealer(store).run_once()
     return store
 

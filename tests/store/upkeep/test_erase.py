@@ -149,11 +149,18 @@ def _change_of(log: Store, cut: dict[str, int], rows: pa.Table) -> str | None:
     return same_bits(rows, table.filter(pa.array(there)))
 
 
-@pytest.fixture
-def log(store: Store) -> Store:
-    """A store in which the trajectory `bad` says a secret everywhere, beside others that do not."""
+@pytest.fixture(scope="module")
+def log_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store as `log`; only read it."""
+    store = rb.open(tmp_path_factory.mktemp("told") / "store", create=True)
     _tell(store)
-    return store
+    return store.path
+
+
+@pytest.fixture
+def log(log_once: Path, tmp_path: Path) -> Store:
+    """A store in which the trajectory `bad` says a secret everywhere, beside others that do not."""
+    return rb.open(shutil.copytree(log_once, tmp_path / "store"))
 
 
 def test_no_byte_of_it_is_left(log: Store) -> None:

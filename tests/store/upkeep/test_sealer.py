@@ -227,7 +227,7 @@ def test_the_command_prints_what_was_done(store: Store, notes: Callable[..., lis
     assert [(lane["lane"], lane["sealed"], lane["damage"]) for lane in report["lanes"]] == [("a", [], None)]
 
 
-WATCH = "import sys; sys.argv = ['rollbook', *sys.argv[1:]]\nfrom rollbook.cli.app import main\nmain()\n"
+WATCH = "import sys; sys.argv[0] = 'rollbook'\nfrom rollbook.cli.app import main\nmain()\n"
 
 
 def _sealed_in_time(store: Store, count: int) -> None:
@@ -242,12 +242,12 @@ def _sealed_in_time(store: Store, count: int) -> None:
 def test_a_watching_sealer_ends_cleanly(
     tidy: Store,
     notes: Callable[..., list[Event]],
-    start_python: Callable[..., subprocess.Popen[str]],
+    fork_python: Callable[..., subprocess.Popen[str]],
     number: int,
 ) -> None:
     """It seals what comes until it is interrupted, and then ends with exit code 0."""
     (tidy.path / "store.toml").write_text(KEEP_NOTHING + "poll_s = 0.1\n")
-    process = start_python(WATCH, "store", "seal", "--watch", "--json", "--store", tidy.path)
+    process = fork_python(WATCH, "store", "seal", "--watch", "--json", "--store", tidy.path)
     for count in (1, 2):
         with tidy.writer("a") as writer:
             writer.append(notes(2, 2 * count)).result(30)
@@ -261,8 +261,10 @@ def test_a_watching_sealer_ends_cleanly(
 
 PARENT = """
 import subprocess, sys
+from rollbook.ingest.serve import leader_duties
 from rollbook.ingest.serve.leader_duties import sealer_beside
 from pathlib import Path
+leader_duties.PAUSE_S = 0.1
 with sealer_beside(Path(sys.argv[1])) as child:
     print(child.process.pid, flush=True)
     sys.stdin.readline()
@@ -285,26 +287,26 @@ def _wait_until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_the_child_ends_with_its_parent(store: Store, notes: Any, start_python: Any) -> None:
+def test_the_child_ends_with_its_parent(store: Store, notes: Any, fork_python: Any) -> None:
     """Ended by its parent it exits with 0; and it ends by itself when the parent is killed."""
     with store.writer("a") as writer:
         writer.append(notes(2)).result(30)
-    parent = start_python(PARENT, store.path)
+    parent = fork_python(PARENT, store.path)
     pid = int(parent.stdout.readline())
     _sealed_in_time(store, 1)
     out, err = parent.communicate("\n", timeout=60)
     assert (out, err) == ("ended 0\n", "")
     assert _is_gone(pid)
-    parent = start_python(PARENT, store.path)
+    parent = fork_python(PARENT, store.path)
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.communicate(timeout=30)
     _wait_until_gone(pid)
 
 
-def test_the_child_is_started_again_when_it_dies(store: Store, notes: Any, start_python: Any) -> None:
+def test_the_child_is_started_again_when_it_dies(store: Store, notes: Any, fork_python: Any) -> None:
     """After a kill another one seals, and stderr says so."""
-    parent = start_python(PARENT, store.path)
+    parent = fork_python(PARENT, store.path)
     os.kill(int(parent.stdout.readline()), signal.SIGKILL)
     with store.writer("a") as writer:
         writer.append(notes(2)).result(30)
