@@ -25,6 +25,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 from sqlalchemy.exc import OperationalError
+from tests.fakes.processes.warm import run_warm
 
 from rollbook import store as rb
 from rollbook.cli.errors import PATIENCE_S, foreseen, run
@@ -158,9 +159,7 @@ def test_a_thread_that_ends_with_an_error(capsys: pytest.CaptureFixture[str]) ->
     assert "Traceback" not in err
 
 
-def test_a_log_record_with_an_exception(
-    run_python: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_log_record_with_an_exception() -> None:
     """What libraries log is a line each, an exception's traceback goes to the file."""
     code = (
         "import logging, sys\nfrom rollbook.cli.errors import run\n"
@@ -168,8 +167,9 @@ def test_a_log_record_with_an_exception(
         "        logging.getLogger('lib').exception('it \\x9b failed')\n"
         "run(command)\n"
     )
-    status, _, err = run_python(code)
-    assert status == 0
+    ended = run_warm([sys.executable, "-c", code], text=True)
+    err = ended.stderr
+    assert ended.returncode == 0
     assert err.startswith("it \\x9b failed: KeyError: '\\x1b[2J' (a fault of Rollbook's; where")
     Path(err.split(" is in ")[1].rstrip(")\n")).unlink()
     assert logging.getLogger().handlers
@@ -433,12 +433,11 @@ def test_nobody_reads_the_output(started: Callable[..., subprocess.Popen[str]], 
         assert err.count("\n") == 1
 
 
-def test_help_says_the_exit_codes(run_python: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_says_the_exit_codes() -> None:
     """--help ends with them."""
-    code = "import sys\nsys.argv = ['rollbook', '--help']\nfrom rollbook.__main__ import main\nmain()\n"
-    status, out, _ = run_python(code)
-    assert status == 0
-    words = " ".join(out.replace("│", " ").split())
+    ended = run_warm([sys.executable, "-m", "rollbook", "--help"], text=True)
+    assert ended.returncode == 0
+    words = " ".join(ended.stdout.replace("│", " ").split())
     assert "2 bad input" in words
     assert "70 an error that nobody foresaw" in words
     assert "ROLLBOOK_TRACEBACK=1" in words

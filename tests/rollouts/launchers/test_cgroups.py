@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.processes.warm import WarmProcess
 
 from rollbook.rollouts.config import parse_rollouts
 from rollbook.rollouts.launchers import cgroups, isolation
@@ -173,7 +173,8 @@ asyncio.run(run())
 def test_groups_of_a_killed_launcher_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once nobody watches over them, and not while somebody does."""
     launch_id = f"g-{uuid.uuid4().hex}"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, launch_id, str(tmp_path)])
+    modules = ("rollbook.rollouts.launchers.subprocess_launcher",)
+    process = WarmProcess([sys.executable, "-c", KILLED, launch_id, str(tmp_path)], modules=modules)
     assert _in_time(lambda: any(_pids(path) for path in _groups()))
     monkeypatch.setattr(cgroups, "YOUNG_S", 0.0)
     assert [leak for leak in cgroups.sweep(frozenset()) if leak.launch_id == launch_id] == []

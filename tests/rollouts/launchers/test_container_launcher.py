@@ -20,6 +20,7 @@ import pytest
 from tests.fakes.processes import container_engine
 from tests.fakes.processes.container_engine import IMAGE
 from tests.fakes.processes.rollout_runs import launches, run, told
+from tests.fakes.processes.warm import WarmProcess
 from tests.fakes.proxies.served import Served
 
 from rollbook.rollouts.config import AgentConfig, ContainerConfig, RolloutConfig, parse_rollouts
@@ -202,8 +203,8 @@ def test_limits(containers: Containers, command: str, limits: Limits, error: str
 
 def test_what_it_prints_is_counted_and_its_beginning_kept(containers: Containers) -> None:
     """However much it is."""
-    result, launch = containers.run("dd if=/dev/zero bs=1048576 count=200 2>/dev/null", Limits(output_mb=0.5))
-    assert (result.code, result.printed["stdout"]) == (0, 200 << 20)
+    result, launch = containers.run("dd if=/dev/zero bs=1048576 count=50 2>/dev/null", Limits(output_mb=0.5))
+    assert (result.code, result.printed["stdout"]) == (0, 50 << 20)
     assert (launch.folder / "stdout.log").stat().st_size == 1 << 19
 
 
@@ -331,7 +332,7 @@ def _start_another(containers: Containers) -> tuple[subprocess.Popen[bytes], Lau
     """Another process with a container, which runs."""
     launch = containers.launch("")
     words = [sys.executable, "-c", PROGRAM, IMAGE, containers.engine, launch.launch_id, str(launch.folder)]
-    process = subprocess.Popen(words)
+    process = WarmProcess(words, modules=("rollbook.rollouts.launchers.container_launcher",))
     printed = launch.folder / "stdout.log"
     assert _in_time(lambda: printed.exists() and printed.stat().st_size > 0)
     return process, launch

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.processes.warm import WarmProcess
 
 from rollbook.rollouts.launchers import isolation, subprocess_launcher
 from rollbook.rollouts.launchers.cgroups import Cgroup
@@ -243,9 +245,7 @@ asyncio.run(main(*sys.argv[1:4], sys.argv[4:]))
 """
 
 
-def _launcher(
-    start_python: Any, agents: Agents, tree: str, *levels: str
-) -> tuple[subprocess.Popen[str], int]:
+def _launcher(agents: Agents, tree: str, *levels: str) -> tuple[subprocess.Popen[str], int]:
     """A launcher that started a tree at each level, and the pid of what it started first."""
     words = (
         str(agents.folder),
@@ -253,19 +253,20 @@ def _launcher(
         tree.replace("SLEEP", f"sleep {agents.word}"),
         *levels,
     )
-    launcher: subprocess.Popen[str] = start_python(LAUNCHER, *words)
+    modules = ("rollbook.rollouts.launchers.subprocess_launcher",)
+    launcher = WarmProcess(
+        [sys.executable, "-c", LAUNCHER, *words], modules=modules, stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None
     ready, _, keeper = launcher.stdout.readline().partition(" ")
     assert ready == "ready"
     return launcher, int(keeper)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(
-    agents: Agents, start_python: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_nothing_outlives_a_launcher_that_is_killed(agents: Agents) -> None:
     """kill -9 on it alone. At the lower levels it is the keeper that sees it; a namespace ends without it."""
     levels = [level for level in isolation.LEVELS if isolation.missing(level) is None]
-    launcher, _ = _launcher(start_python, agents, TREES["daemon"], *levels)
+    launcher, _ = _launcher(agents, TREES["daemon"], *levels)
     with launcher:
         assert _in_time(lambda: len(agents.alive()) == 2 * len(levels))
         keepers = {int(_stat(pid)[1]) for pid in agents.alive()} - {1}
@@ -305,12 +306,10 @@ def test_agents_in_a_namespace_reach_nobody_else(agents: Agents, level: str) -> 
     assert (result.code, result.left) == (6, ())
 
 
-def test_a_sweep_ends_what_was_left_and_spares_the_living(
-    agents: Agents, start_python: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_sweep_ends_what_was_left_and_spares_the_living(agents: Agents) -> None:
     """Launcher and keeper both killed, an agent is left: found by its environment, unless it is said to be
     alive. Another launcher's agents are not touched, though they are not said to be."""
-    launcher, keeper = _launcher(start_python, agents, TREES["setsid"], "none")
+    launcher, keeper = _launcher(agents, TREES["setsid"], "none")
     launch_id = f"left-{agents.word}"
     with launcher:
         assert _in_time(lambda: len(agents.alive()) == 2)
