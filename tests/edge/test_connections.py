@@ -292,7 +292,7 @@ def test_descriptors_are_not_exhausted(
 ) -> None:
     """300 descriptors, 1,100 connections that ask for nothing: agents are answered and recorded meanwhile."""
     arguments = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
-    server = serve(*arguments, "--no-seal", descriptors=300)
+    server = serve(*arguments, descriptors=300)
     idle = []
     with httpx.Client(base_url=server.url, timeout=20) as http:
         for i in range(1100):

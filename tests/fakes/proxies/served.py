@@ -35,12 +35,13 @@ async def answer(messages, tools):
 
 
 class Served:
-    """A `rollbook serve` of its own."""
+    """A `rollbook serve` of its own; its sealer, a process more, is beside it only with `--seal`."""
 
     def __init__(
         self, folder: Path, arguments: list[str], descriptors: int | None = None, port: int | None = None
     ) -> None:
-        self.path, self.arguments, self.port = folder, arguments, port or free_port()
+        seals = [] if {"--seal", "--no-seal"} & set(arguments) else ["--no-seal"]
+        self.path, self.arguments, self.port = folder, [*arguments, *seals], port or free_port()
         self.descriptors = descriptors
         self.log = folder.with_suffix(".log")
         self.start()

@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_for_a_while(
 ) -> None:
     """Twice: 503 with a time to wait while it lasts; then all goes on, and the log has what was told."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
-    served = serve("--model", str(text_model("chatml")), *arguments, folder=disk.folder / "store")
+    served = serve("--model", str(text_model("chatml")), *arguments, "--seal", folder=disk.folder / "store")
     talks = [Talk(served.url, f"t{i}") for i in range(3)]
     others: list[Talk] = []
     for round_ in range(2):

@@ -103,7 +103,7 @@ def test_a_termination_ends_it_orderly(
 ) -> None:
     """SIGTERM, as service managers send it: what was noted is in the log, and the sealer has ended too."""
     arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
-    served = serve("--model", str(text_model("chatml")), *arguments)
+    served = serve("--model", str(text_model("chatml")), *arguments, "--seal")
     client = openai.OpenAI(base_url=f"{served.url}/t/a/v1", api_key="none", max_retries=0)
     client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()

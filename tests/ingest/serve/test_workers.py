@@ -207,13 +207,13 @@ def test_the_run_is_opened_once(served: Served) -> None:
 @pytest.mark.parametrize("before", [2, 3])
 def test_another_number_of_workers(serve: Callable[..., Served], words: list[str], before: int) -> None:
     """What is open goes on with its new owner, who adopts it; names that were used stay used."""
-    first = serve(*words, "--workers", str(before), "--no-seal")
+    first = serve(*words, "--workers", str(before))
     for name in NAMES:
         assert say(agent(first, name), "one") == "1: one"
     httpx.post(f"{first.url}/v1/trajectories/{NAMES[0]}/finish", json={}).raise_for_status()
     assert first.stop() in (0, 130)
     for workers in (5 - before, 1, 2):
-        served = type(first)(first.path, [*words, "--workers", str(workers), "--no-seal"])
+        served = type(first)(first.path, [*words, "--workers", str(workers)])
         try:
             for name in NAMES[1:]:
                 owner = f"serve-{owner_of(name, workers)}" if workers > 1 else "serve"
@@ -236,7 +236,7 @@ def test_another_number_of_workers(serve: Callable[..., Served], words: list[str
 
 def test_a_termination_ends_all(serve: Callable[..., Served], words: list[str]) -> None:
     """SIGTERM to the parent: workers, sealer and all end orderly."""
-    served = serve(*words, "--workers", "2")
+    served = serve(*words, "--workers", "2", "--seal")
     say(agent(served, "a"), "hi")
     workers = children(served.process.pid)
     everybody = [*workers, *(child for worker in workers for child in children(worker))]
@@ -343,7 +343,7 @@ def _check_log(path: Path, received: dict[str, list[str]]) -> None:
 @pytest.mark.crashes
 def test_workers_end_with_their_parent(serve: Callable[..., Served], words: list[str]) -> None:
     """kill -9 of the parent: nobody is left, and the next proxy goes on."""
-    served = serve(*words, "--workers", "3", "--no-seal")
+    served = serve(*words, "--workers", "3")
     say(agent(served, "a"), "hi")
     workers = children(served.process.pid)
     assert len(workers) == 3
