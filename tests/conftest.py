@@ -119,6 +119,16 @@ def no_test_steps_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_test_waits_for_the_disk() -> Iterator[None]:
+    """Nothing that a test of this process writes has to outlive the machine; a process that is killed loses
+    none of it either. Tests of what is flushed, and when, put their own calls in the place of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("fsync", "fdatasync"):
+            patch.setattr(os, call, os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
     """Clients share the context of TLS that each would make: certificates take longer than most requests."""
     with pytest.MonkeyPatch.context() as patch:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -48,19 +49,28 @@ TORCH = {"torch", "transformers", "megatron", "safetensors"}
 TORCH_BELOW_TRAIN = {"engines/embedded/", "engines/weights/", "ingest/replies/response_schema.py"}
 
 
-def _imports(source: str) -> set[str]:
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements within, at any depth. Expressions hold none, and are most of a tree."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _statements(child)
+
+
+@functools.cache
+def _imports(source: str) -> frozenset[str]:
     """Every module the source imports, anywhere in it, by its full dotted name."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "write absolute imports"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def _layers(names: set[str]) -> set[str]:
+def _layers(names: Set[str]) -> set[str]:
     """The packages of ours among the imported names."""
     return {name.split(".")[1] for name in names if name.startswith("rollbook.")}
 

@@ -48,16 +48,21 @@ def test_commands_import_no_pandas(
     assert importlib.util.find_spec("pandas")
     chats = store.path.parent / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
-    for words in (
+    commands = (
         ["sql", "select count(*) as n from turns"],
         ["tail", "--no-follow"],
         ["store", "info"],
         ["import", str(chats), "--run", "r"],
-    ):
-        code = f"import sys\nsys.argv = {['rollbook', *words, '--store', str(store.path)]}\n"
-        code += "from rollbook.__main__ import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
-        status, out, _ = run_python(f"{code}    print(stop.code, 'pandas' in sys.modules)\n")
-        assert (status, out.splitlines()[-1]) == (0, "0 False")
+    )
+    code = "import sys\nfrom rollbook.__main__ import main\n"
+    for words in commands:
+        code += f"sys.argv = {['rollbook', *words, '--store', str(store.path)]}\n"
+        code += "try:\n    main()\nexcept SystemExit as stop:\n"
+        code += "    print('\\nENDED', stop.code, 'pandas' in sys.modules)\n"
+    status, out, _ = run_python(code)
+    assert status == 0
+    ended = [line for line in out.splitlines() if line.startswith("ENDED")]
+    assert ended == ["ENDED 0 False"] * len(commands)
 
 
 USES_PANDAS = """

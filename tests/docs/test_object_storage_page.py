@@ -35,6 +35,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStorage]:
     server.stop()
 
 
+@pytest.mark.more
 def test_the_commands_run(
     one_of_everything: Store,
     storage: ObjectStorage,

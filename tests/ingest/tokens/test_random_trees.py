@@ -364,7 +364,7 @@ def chats(
     return ours | {name: real_chat(name) for name in ("qwen3", "glm4moe")}
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(20, marks=pytest.mark.more)])
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.more)])
 def test_whatever_clients_do_the_log_is_what_the_engine_saw(
     chats: dict[str, ChatTokenizer], examples: int
 ) -> None:

@@ -130,6 +130,7 @@ def test_other_checkpoints(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert (result.exact, result.whole, result.from_version) == (True, True, 1)
 
 
+@pytest.mark.more
 def test_a_fresh_process_opens_it(plain: Path, tmp_path: Path) -> None:
     """`rollbook replay open` alone needs nothing but the file; it gives the exit code, and JSON."""
     process = fabric.start_cli("replay", "open", plain, "--json", "--extract", tmp_path / "made")
@@ -534,6 +535,7 @@ def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_
     assert all(unit.left_out for unit in current_units(tmp_path / "made", "serve"))
 
 
+@pytest.mark.more
 def test_the_pages_commands_run(
     trained: Stores, cli: Callable[..., Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from rollbook.store.errors import ReplayError
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.retain import retain
 from rollbook.store.upkeep.retire import retire_steps
+from rollbook.store.upkeep.sealer import Sealer
 
 Stores = Callable[..., Store]
 STEPS = (5, 11)
@@ -31,13 +32,18 @@ def _proven(path: Path, steps: Sequence[int] = STEPS) -> None:
         assert {"selection", "schedule", "metrics"} <= stages.keys()
 
 
-@pytest.fixture
-def sealed(trained: Stores, cli: Callable[..., tuple[int, str, str]]) -> Path:
-    """The trained store, of which every segment is sealed."""
-    path = trained().path
-    code, _, err = cli("store", "seal", "--store", path)
-    assert code == 0, err
+@pytest.fixture(scope="module")
+def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained store, of which every segment is sealed. Copy it; never write."""
+    path = shutil.copytree(fabric.trained_path(), tmp_path_factory.mktemp("sealed") / "store")
+    assert Sealer(rb.open(path)).run_once().damage == {}
     return path
+
+
+@pytest.fixture
+def sealed(sealed_once: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(sealed_once, tmp_path / "sealed")
 
 
 def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
@@ -51,20 +57,26 @@ def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Callable[..., tuple
     _proven(moved)
 
 
-@pytest.fixture
-def in_units(tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> Path:
-    """Two supervised steps and two of GRPO: what they used lies in units of their own."""
-    log = rb.open(tmp_path / "store", create=True)
+@pytest.fixture(scope="module")
+def in_units_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two supervised steps and two of GRPO: what they used lies in units of their own. Copy it."""
+    log = rb.open(tmp_path_factory.mktemp("in-units") / "store", create=True)
     (log.path / "store.toml").write_text("[seal]\ncompact_bytes = 0\n")
     used = [fabric.teacher_records(12), *(fabric.rollout_records(1, 4, first=n) for n in range(4))]
     for records in used:
         fabric.append(log, records)
-        assert cli("store", "seal", "--store", log.path)[0] == 0
+        assert Sealer(log).run_once().damage == {}
     fabric.train(log, fabric.config(fabric.SFT, steps=2))
     fabric.train(log, fabric.config(fabric.GRPO, steps=2))
-    assert cli("store", "seal", "--store", log.path)[0] == 0
+    assert Sealer(log).run_once().damage == {}
     assert len(current_units(log.path, "serve")) == len(used)
     return log.path
+
+
+@pytest.fixture
+def in_units(in_units_once: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(in_units_once, tmp_path / "in-units")
 
 
 def test_compacted(in_units: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
@@ -95,6 +107,7 @@ def test_erased_but_for_tokens(sealed: Path, cli: Callable[..., tuple[int, str, 
     _proven(sealed)
 
 
+@pytest.mark.more
 def test_in_object_storage(
     sealed: Path, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

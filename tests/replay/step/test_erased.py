@@ -35,6 +35,7 @@ def test_a_step_whose_sample_was_erased(
     assert replay_step(log, SFT_STEP).bit_for_bit
 
 
+@pytest.mark.more
 def test_a_step_whose_sample_kept_its_tokens(trained: Callable[..., Store]) -> None:
     """With the tokens kept only text is gone, which no step reads: every stage is the same."""
     log = trained()

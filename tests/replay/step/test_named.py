@@ -77,6 +77,7 @@ def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
     assert stage in result.stages["checkpoint"].why
 
 
+@pytest.mark.more_but("False")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_element_of_a_tensor_that_a_step_made(trained: Stores, sharded: bool) -> None:
     """Its place, both values and how far apart they are, by the checkpoint of what the step made."""

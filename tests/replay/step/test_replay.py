@@ -174,13 +174,13 @@ def test_two_runs_with_the_same_step(trained: Stores, cli: Callable[..., Any]) -
     """Where several runs have the step, the error names them, and --run chooses one."""
     log = trained()
     fabric.append(log, fabric.teacher_records(6, "other"), "serve2", "other")
-    fabric.train(log, fabric.config(fabric.SFT, run="other", steps=3, seed=8), lane="train2")
-    code, _, err = cli("replay", "step", 2, "--store", log.path)
+    fabric.train(log, fabric.config(fabric.SFT, run="other", steps=2, seed=8), lane="train2")
+    code, _, err = cli("replay", "step", 1, "--store", log.path)
     assert code == 2
-    assert "runs demo, other each have a step 2" in err
+    assert "runs demo, other each have a step 1" in err
     assert "--run" in err
     for run in ("demo", "other"):
-        code, out, _ = cli("replay", "step", 2, "--store", log.path, "--run", run, "--json")
+        code, out, _ = cli("replay", "step", 1, "--store", log.path, "--run", run, "--json")
         values = orjson.loads(out)
         assert (code, values["run"], values["bit_for_bit"]) == (0, run, True)
     assert cli("replay", "step", 8, "--store", log.path)[0] == 0, "only one run has a step 8"

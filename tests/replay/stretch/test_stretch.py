@@ -228,7 +228,7 @@ def test_what_was_not_compared_is_said(
 # The first bad step -------------------------------------------------------------------------------
 
 
-@pytest.mark.more_but("3", "11")
+@pytest.mark.more_but("11")
 @pytest.mark.parametrize("bad", [0, 3, 6, 8, 11])
 def test_the_first_bad_step_is_found(trained: Stores, tamper: Tamper, bad: int) -> None:
     """Where all steps from one on differ: steps behind checkpoints are bisected, then those between."""

@@ -308,8 +308,7 @@ def test_opposite_rewards_give_the_opposite_gradient(log: Store) -> None:
 def test_rewards_are_recorded_beside_the_others(
     trained: Callable[..., Store], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQL has them, a training by their source goes by them, the old step replays bit for bit; the same ones
-    are recorded once, others only with --replace."""
+    """SQL has them; the same ones are recorded once, others only with --replace."""
     log = trained()
     (tmp_path / "new_rewards.py").write_text(
         'TIMES = 2\n\ndef twice(row):\n    print("called")\n    return TIMES * row["reward"]\n'
@@ -342,6 +341,16 @@ def test_rewards_are_recorded_beside_the_others(
     with rb.connect(log.path) as connection:
         assert connection.execute(f"{twice} order by seq").fetchall() == [(3.0, True), (4.5, False)]
     assert cli(*command, "--write", "--source", "agent")[0] == 2
+
+
+@pytest.mark.more
+def test_recorded_rewards_are_trained_by_their_source(trained: Callable[..., Store]) -> None:
+    """A training by their source goes by them, and the old steps replay bit for bit."""
+    log = trained()
+    rescoring = Rescoring(
+        "m:f", "twice", opposite, {f"g{i}.{k}": 1.5 * k for i in range(2) for k in range(4)}
+    )
+    assert write_rewards(log, "demo", rescoring, "agent", replaces=False).written == 8
     assert all(replay_step(log, step).bit_for_bit for step in (9, 11))
     values = fabric.GRPO | {
         "run": "again",
