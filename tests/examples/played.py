@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import orjson
 from tests.fakes.models.habits import make_habits
-from tests.fakes.processes.warm import TORCH, WarmProcess, run_warm
+from tests.fakes.processes.warm import EMBEDDED, TORCH, WarmProcess, run_warm
 
 from rollbook import store as rb
 from rollbook.bench.rollouts import lines_of_ours as lines_that_name_rollbook
@@ -97,7 +97,7 @@ def served(folder: Path, *options: object) -> Iterator[str]:
     port, log = free_port(), folder / "serve.log"
     with log.open("wb") as file:
         words = _command("serve", "--port", port, *options)
-        process = WarmProcess(words, modules=TORCH, cwd=folder, env=_ENVIRONMENT, stdout=file, stderr=file)
+        process = WarmProcess(words, modules=EMBEDDED, cwd=folder, env=_ENVIRONMENT, stdout=file, stderr=file)
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:
         while not _answers(url):

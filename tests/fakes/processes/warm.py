@@ -30,9 +30,11 @@ TORCH = (
     *LIGHT,
     *("megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.pipeline_parallel"),
     *("rollbook.train.loop.loop", "rollbook.train.model.layer", "rollbook.train.ranks.ranks"),
-    *("rollbook.replay.step.step", "rollbook.train.step.reference"),
+    *("rollbook.replay.step.step", "rollbook.train.step.reference", "pyarrow.dataset"),
 )
 """What trainings and replays need, too."""
+EMBEDDED = (*TORCH, "transformers.models.qwen3.modeling_qwen3")
+"""What the engine needs that is embedded in a proxy, too."""
 SERVER = Path(__file__).with_name("warm_server.py")
 NAME = f"rollbook-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
 """All processes of a session share the one that they fork."""

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
-from tests.fakes.processes.warm import WarmProcess
+from tests.fakes.processes.warm import EMBEDDED, LIGHT, WarmProcess
 
 from rollbook.testing.asgi import free_port
 
@@ -59,8 +59,12 @@ class Served:
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
-            start = subprocess.Popen if fewer else WarmProcess
-            self.process = start(command, env=environment, stdout=log, stderr=log)
+            streams = {"env": environment, "stdout": log, "stderr": log}
+            if fewer:
+                self.process = subprocess.Popen(command, **streams)
+            else:
+                modules = LIGHT if "--engine" in self.arguments else EMBEDDED
+                self.process = WarmProcess(command, modules=modules, **streams)
         for _ in range(600):
             if self.process.poll() is not None:
                 raise RuntimeError(f"rollbook serve ended: {self.log.read_text()}")

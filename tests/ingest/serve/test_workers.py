@@ -251,7 +251,7 @@ def test_a_termination_ends_all(serve: Callable[..., Served], words: list[str]) 
 def test_what_cannot_be_shared(serve: Callable[..., Served], text_model: Callable[[str], Path]) -> None:
     """The embedded engine has its weights in one process."""
     with pytest.raises(RuntimeError, match=r"--workers 2: the embedded engine .* --engine sglang"):
-        serve("--model", str(text_model("chatml")), "--workers", "2")
+        serve("--model", str(text_model("chatml")), "--engine", "embedded", "--workers", "2")
 
 
 class Talk(threading.Thread):
