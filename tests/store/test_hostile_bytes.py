@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import time
 from contextlib import closing, suppress
@@ -42,16 +43,22 @@ def batch(story: dict[str, list[Event]]) -> pa.RecordBatch:
     return encoded
 
 
-@pytest.fixture
-def sealed(story: dict[str, list[Event]], tmp_path: Path) -> Store:
-    """The story's first lane, sealed and derived."""
-    log = rb.open(tmp_path / "store", create=True)
+@pytest.fixture(scope="module")
+def sealed_once(story: dict[str, list[Event]], tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The story's first lane, sealed and derived; only read it."""
+    log = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     with log.writer("serve", AppendSettings(segment_bytes=1)) as writer:
         for event in story["serve"]:
             writer.append([event]).result(30)
     for unit in seal_closed(log.path, "serve", SealSettings()):
         build_derived(log.path, unit)
     return log
+
+
+@pytest.fixture
+def sealed(sealed_once: Store, tmp_path: Path) -> Store:
+    """A copy of that store."""
+    return rb.open(shutil.copytree(sealed_once.path, tmp_path / "store"))
 
 
 # Arrow -----------------------------------------------------------------------------------------------

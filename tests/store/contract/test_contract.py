@@ -224,6 +224,7 @@ def test_a_lane_has_a_proper_name(log: Log, name: str) -> None:
     assert log.lanes() == []
 
 
+@pytest.mark.more_but("wal", "memory")
 def test_many_threads_append(log: Log, notes: Callable[..., list[Event]]) -> None:
     """Each append's events stay together, at the number its future gave; each thread's are in its order."""
     got: dict[str, int] = {}

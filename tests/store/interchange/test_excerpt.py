@@ -117,6 +117,7 @@ def _belongs(event: Event, ids: set[str]) -> bool:
     )
 
 
+@pytest.mark.more_but("sealed")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
 @given(ids=st.sets(st.sampled_from(IDS)), share=st.floats(0, 1))
 def test_every_event_is_where_it_was(
@@ -152,6 +153,7 @@ def test_every_event_is_where_it_was(
     assert sum(lane.events + lane.left_out for lane in verified) == sum(source.head().values())
 
 
+@pytest.mark.more_but("sealed")
 def test_views_read_it(source: Store, tmp_path: Path) -> None:
     """SQL gives of its trajectories what it gives in the source, and nothing of others."""
     excerpt = _excerpt(source, tmp_path / "excerpt", {"t1", "t4"})

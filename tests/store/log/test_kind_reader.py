@@ -77,7 +77,7 @@ def _rows(events: Any) -> list[Any]:
     return [(e.lane, e.seq, e.event_id, row_of(e)) for e in events]
 
 
-@pytest.mark.more_but("both-*", "sealed-step.committed")
+@pytest.mark.more_but("both-*")
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])
 def test_the_same_events_as_reading_all(
     log: Store, ranges: list[tuple[dict[str, int], dict[str, int], list[Event]]], wanted: Collection[str]
@@ -88,12 +88,14 @@ def test_the_same_events_as_reading_all(
         assert _rows(log.events_of(wanted, cut, start)) == _rows(expected)
 
 
+@pytest.mark.more_but("both")
 def test_a_cut_that_holds_more_than_the_store(log: Store) -> None:
     """It is refused as everywhere."""
     with pytest.raises(CutError, match="holds 99999 events of lane 'a'"):
         log.events_of(["run.opened"], {"a": 99999})
 
 
+@pytest.mark.more_but("both")
 def test_runs_are_those_of_configurations_and_trajectories(log: Store, tmp_path: Path) -> None:
     """Sealed or not, at any cut; a run that only other events name is none."""
     log = rb.open(shutil.copytree(log.path, tmp_path / "store"))

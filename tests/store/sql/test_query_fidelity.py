@@ -135,6 +135,7 @@ def test_a_trajectorys_fidelity(written: Store) -> None:
     assert _fidelity(written) == FIDELITY
 
 
+@pytest.mark.more_but("an event*")
 def test_what_an_older_release_derived_is_not_read(written: Store) -> None:
     """Units whose derived files have other names answer from their events, until the files are made anew."""
     folders = _sealed(written)
@@ -168,6 +169,7 @@ def test_erased_tokens_show_in_the_fidelity(written: Store) -> None:
     assert _fidelity(written) == expected
 
 
+@pytest.mark.more_but("an event*")
 def test_who_does_not_ask_does_not_pay(written: Store) -> None:
     """Neither column adds a join or a file to a question about others."""
     _sealed(written)

@@ -52,9 +52,10 @@ def _records(name: str, usage: Any) -> list[Any]:
     return [TrajectoryOpened(names[0], name), requested, done]
 
 
-@pytest.fixture(params=[False, True], ids=["live", "sealed"])
-def charged(store: Store, request: pytest.FixtureRequest) -> Store:
-    """A turn of each usage; sealed ones are derived too."""
+@pytest.fixture(scope="module", params=[False, True], ids=["live", "sealed"])
+def charged(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Store:
+    """A turn of each usage; sealed ones are derived too. Only read it."""
+    store = rb.open(tmp_path_factory.mktemp("charged") / "store", create=True)
     with store.writer("serve", AppendSettings(segment_bytes=1)) as writer:
         for name, (usage, _) in USAGES.items():
             for record in _records(name, usage):

@@ -693,6 +693,7 @@ def torn(store: Store) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.more_but("half a frame")
 @pytest.mark.parametrize("empty", [False, True], ids=["half a frame", "a segment without a whole frame"])
 def test_a_recovery_that_is_stopped(
     store: Store, torn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
