@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 import pytest
 from tests.fakes.stories.records import step_planned, turn_completed
+from tests.fakes.stories.views import EventViews
 
 from rollbook import store as rb
 from rollbook.cli import app as cli
@@ -21,6 +22,7 @@ from rollbook.store.cut import format_cut
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
 from rollbook.store.sql import balance
 from rollbook.store.sql.balance import compare, ks_p_value, ks_statistic
@@ -32,8 +34,8 @@ ASK: Any = ("r", None, None, 0, [], {}, None, {}, {}, "c")
 class Log:
     """A store that is told turns in a word each. Its lanes stay open for writing until it is closed."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, views: EventViews) -> None:
+        self.store, self._views = store, views
         self._time = 0
         self._writers: dict[str, LaneWriter] = {}
 
@@ -122,7 +124,12 @@ class Log:
 
     def terms(self) -> dict[str, int]:
         """Term or rule -> tokens, and the fold must agree with the view."""
-        rows = rb.connect(self.store.path).execute("SELECT term, rule, tokens FROM ledger").fetchall()
+        query = "SELECT term, rule, tokens FROM ledger"
+        if any(current_units(self.store.path, lane) for lane in self.store.lanes()):
+            rows = rb.connect(self.store.path).execute(query).fetchall()
+        else:
+            self._views.put(self.store.table(self.store.head()))
+            rows = self._views.ask(query)
         terms: dict[str, int] = {}
         for term, rule, tokens in rows:
             terms[rule or term] = terms.get(rule or term, 0) + tokens
@@ -133,10 +140,16 @@ class Log:
         return terms
 
 
+@pytest.fixture(scope="module")
+def views() -> EventViews:
+    """Views that are made once."""
+    return EventViews()
+
+
 @pytest.fixture
-def log(store: Store) -> Iterator[Log]:
+def log(store: Store, views: EventViews) -> Iterator[Log]:
     """An empty store to tell things to."""
-    new = Log(store)
+    new = Log(store, views)
     yield new
     new.close()
 

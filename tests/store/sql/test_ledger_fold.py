@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.fakes.stories.ledger import History
+from tests.fakes.stories.views import EventViews
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, format_cut
@@ -27,8 +27,7 @@ from rollbook.store.sealed.projections import paths
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
-from rollbook.store.sql.relations import INTERNAL, LIVE, NO_PATHS, Snapshot, definitions
-from rollbook.store.sql.views import VIEWS
+from rollbook.store.sql.relations import NO_PATHS
 from rollbook.testing.ledger import TRAINED, Ledger, fold_ledger
 from rollbook.train.select.samples import samples_of
 
@@ -46,26 +45,11 @@ def _sorted(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
     return sorted(map(tuple, rows), key=lambda row: tuple((v is not None, v) for v in row))
 
 
-class Asked:
+class Asked(EventViews):
     """The views over events that are in no store.
 
     Of each lane so many first events are taken for a sealed unit, whose paths are known beforehand.
     """
-
-    def __init__(self) -> None:
-        self._connection = duckdb.connect(":memory:", config={"threads": 1})
-        self._connection.execute(f"CREATE SCHEMA {INTERNAL}")
-        self._put(pa.Table.from_batches([], TABLE_SCHEMA))
-        for name, query in definitions(Snapshot(Path("nowhere"), (), ())):
-            self._connection.execute(f"CREATE VIEW {name} AS {query}")
-        self._connection.execute("CREATE MACRO token_text(run, token_id) AS NULL::VARCHAR")
-        for view in VIEWS:
-            self._connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
-
-    def _put(self, events: pa.Table) -> None:
-        self._connection.execute(f"USE {INTERNAL}")
-        self._connection.from_arrow(events).create_view(LIVE, replace=True)
-        self._connection.execute("USE main")
 
     def paths(self, history: History, cut: dict[str, int], sealed: dict[str, int]) -> int:
         """How many paths the sealed events of the cut have."""
@@ -75,21 +59,21 @@ class Asked:
                 batch = encode(history.lanes[lane][:count], 0)
                 lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
                 tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
-        self._put(pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA))
+        self.put(pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA))
         units = [NO_PATHS] + [
             f"SELECT * FROM ({paths(f'(FROM internal.live WHERE lane = {lane!r} AND seq < {end})')})"
             for lane, end in sealed.items()
             if any(event.kind == "turn.completed" for event in history.lanes[lane][:end])  # others have none
         ]
-        self._connection.execute(f"CREATE OR REPLACE TABLE internal.found AS {' UNION ALL '.join(units)}")
-        self._connection.execute("CREATE OR REPLACE VIEW internal.paths AS FROM internal.found")
-        [row] = self._connection.execute("SELECT count(*) FROM internal.found").fetchall()
+        self.connection.execute(f"CREATE OR REPLACE TABLE internal.found AS {' UNION ALL '.join(units)}")
+        self.connection.execute("CREATE OR REPLACE VIEW internal.paths AS FROM internal.found")
+        [row] = self.ask("SELECT count(*) FROM internal.found")
         return int(row[0])
 
     def ledger(self, history: History, cut: dict[str, int], sealed: dict[str, int]) -> list[Any]:
         """The rows of the ledger at the cut."""
         self.paths(history, cut, sealed)
-        return _sorted(self._connection.execute(LEDGER).fetchall())
+        return _sorted(self.ask(LEDGER))
 
 
 @pytest.fixture(scope="module")
