@@ -177,13 +177,16 @@ def test_what_is_not_there(refused: Told, words: tuple[Any, ...], said: str) -> 
     assert said in refused(*words)
 
 
-def test_a_step_of_several_runs(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+@pytest.mark.more_but("step")
+@pytest.mark.parametrize("what", [("step", 0), ("policy", 1)], ids=["step", "policy"])
+def test_a_step_of_several_runs(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, what: tuple[str, int]
+) -> None:
     """The runs are named; --run chooses."""
     log = rb.open(tmp_path / "store", create=True)
     for run in ("a", "b"):
         records = [RunOpened("train", {}), fabric.planned(0, 0), fabric.committed(0, 1)]
         fabric.append(log, records, f"train-{run}", run)
-    for what in (("step", 0), ("policy", 1)):
-        code, _, err = cli("lineage", *what, "--store", log.path)
-        assert (code, "runs a, b each have a" in " ".join(err.split())) == (2, True)
-        assert cli("lineage", *what, "--store", log.path, "--run", "b")[0] == 0
+    code, _, err = cli("lineage", *what, "--store", log.path)
+    assert (code, "runs a, b each have a" in " ".join(err.split())) == (2, True)
+    assert cli("lineage", *what, "--store", log.path, "--run", "b")[0] == 0

@@ -358,12 +358,15 @@ def test_an_agent_gets_what_it_is_given(agents: Agents, level: str) -> None:
     assert (result.code, result.signal) == (None, signal.SIGSEGV)
 
 
-def test_a_gigabyte_printed_is_read_and_let_go(agents: Agents) -> None:
-    """The beginning is kept, all is counted, and the agent gets on. stderr has room of its own."""
-    command = "head -c 1G /dev/zero; head -c 700000 /dev/zero >&2"
+@pytest.mark.more_but("16M")
+@pytest.mark.parametrize("size", [16 << 20, 1 << 30], ids=["16M", "1G"])
+def test_what_is_printed_is_read_and_let_go(agents: Agents, size: int) -> None:
+    """Also a gigabyte: the beginning is kept, all is counted, and the agent gets on. stderr has room of its
+    own."""
+    command = f"head -c {size} /dev/zero; head -c 700000 /dev/zero >&2"
     result, launch = agents.run(command, limits=Limits(output_mb=0.5))
     assert result.code == 0
-    assert result.printed == {"stdout": 1 << 30, "stderr": 700000}
+    assert result.printed == {"stdout": size, "stderr": 700000}
     assert {(launch.output / f"{name}.log").stat().st_size for name in result.printed} == {1 << 19}
 
 
