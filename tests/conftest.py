@@ -23,6 +23,7 @@ from tests.fakes.stories.records import step_planned, turn_completed, turn_reque
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
+from rollbook.store.catalog import database
 from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +126,13 @@ def _no_test_waits_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for call in ("fsync", "fdatasync"):
             patch.setattr(os, call, os.fstat)
+        prepare = database._prepare_sqlite
+
+        def prepare_unsynced(connection: Any, record: Any) -> None:
+            connection.execute("pragma synchronous = off")
+            prepare(connection, record)
+
+        patch.setattr(database, "_prepare_sqlite", prepare_unsynced)
         yield
 
 
