@@ -23,6 +23,8 @@ from rollbook.edge import connections
 from rollbook.edge.connections import Connections, bounded_http, connections_for
 
 LARGE = b"x" * (8 << 20)
+waited = threading.Event()
+"""What `/wait` waits for, and not longer than its test."""
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -34,7 +36,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
     if scope["path"] == "/wait":
-        await asyncio.sleep(2)
+        while not waited.is_set():
+            await asyncio.sleep(0.01)
     body = LARGE if scope["path"] == "/large" else b"%d" % size
     length = (b"content-length", b"%d" % len(body))
     status = 413 if scope["path"] == "/refuse" else 200
@@ -94,12 +97,14 @@ def answer(client: socket.socket) -> tuple[int, Any]:
 def bounded() -> Iterator[Callable[..., Bounded]]:
     """Makes servers; stops them."""
     servers: list[Bounded] = []
+    waited.clear()
 
     def make(most: int = 100) -> Bounded:
         servers.append(Bounded(most))
         return servers[-1]
 
     yield make
+    waited.set()
     for server in servers:
         server.stop()
 
@@ -188,6 +193,7 @@ def test_where_all_are_busy_a_new_one_is_refused(bounded: Callable[..., Bounded]
     time.sleep(0.2)
     status, body = server.ask(GET + b"\r\n")
     assert (status, body["error"]["code"]) == (429, "too_many_connections")
+    waited.set()
     assert [answer(client)[0] for client in waiting] == [200] * 3
     assert server.get() == 200
 

@@ -21,6 +21,8 @@ from rollbook.store.interchange.export import export_store
 
 MODULE = "rollbook.testing.pytest_cassette"
 NONE = np.empty(0, np.int32)
+OTHERS = ("anyio", "hypothesispytest", "schemathesis", "xdist")
+"""Plugins of pytest."""
 TESTS = '''
 import os
 import sys
@@ -118,6 +120,8 @@ def test_tests_are_answered_from_a_recording(recorded: Store, tmp_path: Path, ro
         environment.pop(name, None)
     installed = any(point.value == MODULE for point in entry_points(group="pytest11"))
     loaded = [] if installed else ["-p", MODULE]
+    # Others that are installed here would take most of the time.
+    others = [word for name in OTHERS for word in ("-p", f"no:{name}")]
     command = [
         sys.executable,
         "-m",
@@ -128,6 +132,7 @@ def test_tests_are_answered_from_a_recording(recorded: Store, tmp_path: Path, ro
         "-p",
         "no:cacheprovider",
         *loaded,
+        *others,
     ]
     done = subprocess.run(
         [*command, "test_agent.py"],

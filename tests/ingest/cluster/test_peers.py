@@ -125,6 +125,7 @@ def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
     assert {row[0]: row[1:] for row in rows.fetchall()} == wanted
 
 
+@pytest.mark.more
 def test_it_stands_in_for_two_and_dies(cluster: Callable[..., Cluster]) -> None:
     """What it had open for others goes to whoever holds the names by then, as does its own."""
     three = cluster()
@@ -169,20 +170,19 @@ def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
     """A proxy that was asked to end: its names are another's at once, and what it has begun it answers."""
     three = cluster()
     mine = [name for name in NAMES if owner_of(name, 3) == 0]
-    thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 4")))
+    thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 3")))
     answers: list[str] = []
     thread.start()
     time.sleep(0.5)
     three.served[0].process.send_signal(signal.SIGTERM)
-    begun = time.monotonic()
     for name in mine[1:]:
         assert say(three.agent(2, name), "hi") == "1: hi"
     assert say(openai.OpenAI(base_url=f"{three.urls[1]}/v1", api_key="none", max_retries=0), "hi") == "1: hi"
-    assert time.monotonic() - begun < 3.4, "they waited for its end"
+    assert answers == [], "they waited for its end"
     thread.join()
-    assert answers == ["1: sleep 4"]
+    assert answers == ["1: sleep 3"]
     assert three.served[0].process.wait(20) == 128 + signal.SIGTERM
-    assert say(three.agent(1, mine[0]), "sleep 4", "1: sleep 4", "more") == "3: more"
+    assert say(three.agent(1, mine[0]), "sleep 3", "1: sleep 3", "more") == "3: more"
     rows = store.connect(three.path).execute("select trajectory, count(*) from turns group by 1")
     counts = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
     assert counts == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)

@@ -27,7 +27,7 @@ def test_whole_and_streamed_are_one_record(passed: Passed, upstream: HttpUpstrea
     endpoint = ENDPOINTS[path]
     upstream.answers += [
         whole(endpoint["whole"]),
-        streamed(endpoint["stream"], range(3, len(endpoint["stream"]), 11)),
+        streamed(endpoint["stream"], range(3, len(endpoint["stream"]), 11), pause_s=0.001),
     ]
     assert passed.post(path, endpoint["asks"]).json() == endpoint["whole"]
     first = passed.turn()
