@@ -133,7 +133,7 @@ def test_a_clock_that_runs_out(
     server: Served, config: Callable[..., RolloutConfig], service: Service
 ) -> None:
     """The agent is cancelled at the service."""
-    settings = config(clocks={"total_s": 0.5})
+    settings = config(clocks={"total_s": 1.0})
     run(settings, tasks("wait"))
     assert told(launches(server, settings.name), "status", "finished") == [("timeout", "failed")]
     assert [words[0] for words in service.told()] == ["start", "cancel"]
@@ -208,9 +208,8 @@ def test_a_stop_cancels_what_runs(
     beside: list[asyncio.Task[None]] = []
 
     async def stop(rollouts: Rollouts) -> None:
-        while len(service.told()) < 2:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.3)
+        while len([row for row in launches(server, settings.name) if row["turns"]]) < 2:
+            await asyncio.sleep(0.1)
         rollouts.stop()
 
     progress, _ = run(
