@@ -91,7 +91,17 @@ def test_what_the_log_says_of_a_training(records: list[Record], over: bool, aske
 def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, in a run of its own."""
     model = str(text_model("chatml"))
-    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--run", "follow")
+    return serve(
+        "--model",
+        model,
+        "--engine",
+        "scripted",
+        "--script",
+        f"{script}:answer",
+        "--no-seal",
+        "--run",
+        "follow",
+    )
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def fails(task, attempt):
 def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
-    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
+    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--no-seal")
 
 
 @pytest.fixture(scope="module")

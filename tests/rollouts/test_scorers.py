@@ -53,7 +53,7 @@ def by_file(task, attempt):
 def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, which repeats what it is told behind the number of messages."""
     model = str(text_model("chatml"))
-    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
+    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--no-seal")
 
 
 @pytest.fixture

@@ -154,7 +154,15 @@ def test_a_task_is_played_and_its_tests_are_the_reward(
     serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path, make: Make, tmp_path: Path
 ) -> None:
     """At a container's paths; a reward that the agent wrote itself counts for nothing."""
-    options = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
+    options = [
+        "--model",
+        str(text_model("chatml")),
+        "--engine",
+        "scripted",
+        "--script",
+        f"{script}:answer",
+        "--no-seal",
+    ]
     server = serve(*options)
     (tmp_path / "agent.py").write_text(AGENT)
     score = [{"name": "tests", "function": "rollbook.rollouts.agents.harbor:tests"}]

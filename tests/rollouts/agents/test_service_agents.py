@@ -66,7 +66,7 @@ class Service:
 def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script."""
     model = str(text_model("chatml"))
-    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
+    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--no-seal")
 
 
 @pytest.fixture(scope="module")

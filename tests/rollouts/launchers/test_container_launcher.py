@@ -430,7 +430,7 @@ def test_rollouts_in_containers(
 ) -> None:
     """They reach a proxy on loopback, are scored by what they left, and those that a clock ends are gone."""
     model = str(text_model("chatml"))
-    server = serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
+    server = serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--no-seal")
     (tmp_path / "scores.py").write_text(
         "def size(task, attempt):\n    return float((attempt.folder / 'answer.json').stat().st_size > 100)\n"
     )

@@ -67,7 +67,9 @@ def cluster() -> Iterator[Any]:
 def server(serve: Callable[..., Served], text_model: Callable[[str], Path], script: Path) -> Served:
     """A served script, in a run of its own."""
     model = str(text_model("chatml"))
-    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--run", "ray")
+    return serve(
+        "--model", model, "--engine", "scripted", "--script", f"{script}:answer", "--no-seal", "--run", "ray"
+    )
 
 
 @pytest.fixture
