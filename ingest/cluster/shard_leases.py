@@ -38,8 +38,9 @@ GIVEN_BACK_S = 20.0
 """So long a proxy that begins again waits for its seat."""
 SILENT_S = 20.0
 """What waits for a proxy that answers no look for so long is given up."""
-TRIED_S = 5.0
-"""Between two tries to adopt from a lane whose process may be there yet."""
+TRIED_S, MOST_TRIED_S = 1.0, 5.0
+"""Between the first two tries to adopt from a lane whose process may be there yet; then twice as long each
+time, up to the other."""
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,8 @@ class ShardLeases:
     """Those that end in order: what they have under way they answer."""
     _trouble: dict[int, str] = field(default_factory=dict)
     """Why each is away, as it was told."""
-    _tried: dict[str, float] = field(default_factory=dict)
-    """Lane -> when it was last tried to adopt from it."""
+    _tried: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Lane -> when it is next tried to adopt from it, and how long after that again."""
     _own: dict[int, contextlib.ExitStack] = field(default_factory=dict)
     """The claims of seats that it holds for others."""
     _began: float = field(default_factory=time.monotonic)
@@ -333,8 +334,9 @@ class ShardLeases:
                 continue
             number = self.writer_of(live.lane)
             gone = number is None or self.holder(number) not in (None, number)
-            if gone and now - self._tried.get(live.lane, -TRIED_S) >= TRIED_S:
-                self._tried[live.lane] = now
+            due, pause = self._tried.get(live.lane, (now, TRIED_S))
+            if gone and now >= due:
+                self._tried[live.lane] = now + pause, min(2 * pause, MOST_TRIED_S)
                 orphaned = True
         return orphaned
 
