@@ -280,7 +280,7 @@ def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
 
 
 def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
-    """What names nothing waits for whoever stands in for it, also there; so does the sealer."""
+    """What names nothing waits for whoever stands in for it, also there."""
     three = cluster(3, "--seal")
     three.served[0].kill()
     clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in three.urls[1:]]
