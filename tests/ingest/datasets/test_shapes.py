@@ -331,6 +331,11 @@ def _messages(trajectory: Trajectory) -> list[Any]:
     return [*trajectory.messages(last), last.completed.reply]
 
 
+@pytest.mark.more_but(
+    *("messages", "weight 0 of OpenAI", "several replies in a row", "parts of content", "ShareGPT*tool"),
+    *("ShareGPT", "Alpaca", "prompt and completion", "KTO", "GSM8K", "preference", "hh-rlhf", "CSV"),
+    *("UltraFeedback", "zstd"),
+)
 @pytest.mark.parametrize("case", SHAPES)
 def test_a_file_as_people_have_it(case: str, tmp_path: Path, model: Path, tokenizer: ChatTokenizer) -> None:
     """What was said stands in the log as it was, and exactly the replies that count are trained."""

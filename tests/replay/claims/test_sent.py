@@ -92,6 +92,7 @@ def _compared(log: Store, version: int, stream: Any) -> dict[str, Sent]:
     return {sent.engine: sent for sent in results}
 
 
+@pytest.mark.more_but("1")
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_every_engine_holds_the_version(given: tuple[Store, dict[str, str]], version: int) -> None:
     """Of one rank and of two, in either type, and the embedded one: their checksums are computed again from

@@ -385,16 +385,18 @@ def test_an_engine_that_fails(log: Store, cli: Cli, tmp_path: Path) -> None:
     assert any(isinstance(event.record, TurnFailed) for event in log.events())
 
 
-def test_a_process_that_is_killed(log: Store, cli: Cli, tmp_path: Path) -> None:
-    """What it had recorded is whole; the next replay of the lane ends it as aborted."""
-    (tmp_path / "killed.py").write_text("import os\n" + SCRIPT % 37)
-    text = (tmp_path / "killed.py").read_text().replace(' return f"It is', ' os.kill(os.getpid(), 9); f"')
-    (tmp_path / "killed.py").write_text(text)
-    model = log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}"
-    script = ("--engine", "scripted", "--script", f"{tmp_path / 'killed.py'}:answer", "--model", model)
-    process = fabric.start_cli("replay", "rollout", "task-7", *script, "--store", log.path)
-    process.communicate(timeout=150)
-    assert process.returncode == -9
+def _model(log: Store) -> tuple[Any, ...]:
+    return "--model", log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}"
+
+
+def _script_that(folder: Path, does: str) -> tuple[Any, ...]:
+    """Options of an engine whose script does this when it is told a tool's result."""
+    text = ("import os\nimport shutil\n" + SCRIPT % 37).replace(' return f"It is', f' {does}; return f"It is')
+    (folder / "killed.py").write_text(text)
+    return "--engine", "scripted", "--script", f"{folder / 'killed.py'}:answer"
+
+
+def _ends_what_was_left(log: Store, cli: Cli) -> None:
     assert cli("store", "verify", "--store", log.path)[0] == 0
     [left] = _replays(log)
     assert left.finished is None
@@ -402,6 +404,24 @@ def test_a_process_that_is_killed(log: Store, cli: Cli, tmp_path: Path) -> None:
     assert cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)[0] == 0
     ended, done = _replays(log)
     assert [t.finished.status if t.finished else None for t in (ended, done)] == ["aborted", "completed"]
+
+
+@pytest.mark.more
+def test_a_process_that_is_killed(log: Store, cli: Cli, tmp_path: Path) -> None:
+    """What it had recorded is whole; the next replay of the lane ends it as aborted."""
+    script = _script_that(tmp_path, "os.kill(os.getpid(), 9)")
+    process = fabric.start_cli("replay", "rollout", "task-7", *script, *_model(log), "--store", log.path)
+    process.communicate(timeout=150)
+    assert process.returncode == -9
+    _ends_what_was_left(log, cli)
+
+
+def test_what_a_killed_process_leaves(log: Store, cli: Cli, tmp_path: Path) -> None:
+    """A store as it stands amid a turn is what a killed process leaves: the same holds of it."""
+    left = tmp_path / "left"
+    script = _script_that(tmp_path, f"shutil.copytree({str(log.path)!r}, {str(left)!r})")
+    assert cli("replay", "rollout", "task-7", *script, *_model(log), "--store", log.path)[0] == 0
+    _ends_what_was_left(rb.open(left), cli)
 
 
 def test_replays_are_never_trained(log: Store, cli: Cli) -> None:

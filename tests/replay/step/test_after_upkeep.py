@@ -79,6 +79,7 @@ def in_units(in_units_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(in_units_once, tmp_path / "in-units")
 
 
+@pytest.mark.more
 def test_compacted(in_units: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
     """Units that were merged."""
     (in_units / "store.toml").unlink()
@@ -128,6 +129,7 @@ def test_in_object_storage(
         server.stop()
 
 
+@pytest.mark.more
 def test_without_the_checkpoints_that_may_go(trained: Stores) -> None:
     """A start before the ones that are gone."""
     path = trained().path

@@ -140,6 +140,7 @@ def _odd(inside: Any, key: Any) -> None:
     inside[key] = {"odd": 1}
 
 
+@pytest.mark.more_but("None-*")
 @pytest.mark.parametrize(
     "path",
     [

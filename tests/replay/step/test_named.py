@@ -55,6 +55,7 @@ def test_one_ulp_of_a_reward(trained: Stores, tamper: Tamper) -> None:
     assert (place.sample, place.trajectory_id) == (first, name)
 
 
+@pytest.mark.more_but("model-*")
 @pytest.mark.parametrize(("file", "stage"), [("model", "weights"), ("optimizer", "optimizer")])
 def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
     trained: Stores, tamper: Tamper, file: str, stage: str

@@ -143,7 +143,7 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Experiences, "batch", wrong)
 
 
-@pytest.mark.more_but("_biased*", "_clip_sign*", "_shifted_schedule*")
+@pytest.mark.more_but("_biased*", "_clip_sign*")
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
@@ -161,6 +161,7 @@ def test_a_fault_is_named_by_its_stage(trained: Stores, plant: Any, stage: str) 
     assert (result.step, result.differs_in) == (STEP, stage)
 
 
+@pytest.mark.more
 def test_without_a_fault_nothing_differs(trained: Stores) -> None:
     """The same training without one."""
     assert _taken(trained(), lambda patch: None).bit_for_bit
@@ -188,6 +189,7 @@ def test_a_reward_before_its_supersession(trained: Stores) -> None:
     assert place.trajectory_id == "g6.1"
 
 
+@pytest.mark.more
 def test_weights_to_the_policy_in_training(trained: Stores) -> None:
     """Truncated importance sampling with current logprobs in the place of old ones, seen at the second step
     on a batch."""

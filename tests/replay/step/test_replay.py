@@ -25,6 +25,7 @@ Stores = Callable[..., Store]
 # Bit for bit --------------------------------------------------------------------------------------
 
 
+@pytest.mark.more_but("0-*", "7-*", "9-*", "10-*")
 @pytest.mark.parametrize(
     ("step", "base", "reran"),
     [
@@ -57,6 +58,7 @@ def test_every_step_replays(trained: Stores, step: int, base: int, reran: list[i
     assert result.metrics == fabric.computed(fabric.steps_of(log).steps[step].committed.metrics)
 
 
+@pytest.mark.more
 def test_a_fresh_process_replays(trained: Stores) -> None:
     """`rollbook replay step --json` in processes of their own: exit code 0, every stage equal."""
     log = trained()

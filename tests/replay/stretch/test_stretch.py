@@ -245,6 +245,7 @@ def test_the_first_bad_step_is_found(trained: Stores, tamper: Tamper, bad: int) 
     assert len(result.ran) <= 1 + 3 + 4
 
 
+@pytest.mark.more
 def test_none_is_bad(trained: Stores) -> None:
     """Then none of those that were run differs."""
     log = trained()

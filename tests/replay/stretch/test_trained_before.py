@@ -27,6 +27,7 @@ def before(root: Path, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(root / "tests/data/trained-1", tmp_path / "store"))
 
 
+@pytest.mark.more_but("2")
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_each_step_replays(before: Store, cli: Callable[..., tuple[int, str, str]], step: int) -> None:
     """What it recorded comes out; of the rest it is said that it was not recorded. Exit code 0, where all
