@@ -84,6 +84,10 @@ class Pace:
     def __init__(self) -> None:
         self.step_s = 0.0
 
+    def full(self) -> None:
+        """Let the loop go on as fast as it can."""
+        self.step_s = 0.0
+
     async def until(self, served: Any, tokens: int) -> None:
         """Return when a request of the engine has so many tokens; it goes on slowly."""
         manager, self.step_s = served.engine._manager, 0.005

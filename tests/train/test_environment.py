@@ -63,7 +63,7 @@ def here() -> Json:
 def copy(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """A folder with a copy of Rollbook in which every loss is halved, and a file was added."""
     folder = tmp_path_factory.mktemp("copy")
-    ignored = shutil.ignore_patterns("__pycache__", "bench", "demo")
+    ignored = shutil.ignore_patterns("bench", "demo")
     copied = shutil.copytree(root / "src" / "rollbook", folder / "rollbook", ignore=ignored)
     with (copied / "train" / "algorithms" / "surrogates.py").open("a") as file:
         file.write("SURROGATES = {n: lambda *of, f=f: f(*of) / 2 for n, f in SURROGATES.items()}\n")

@@ -110,6 +110,31 @@ def test_it_is_controlled_for_its_own_run(served: InProcess) -> None:
     assert _post(served, "continue_generation", None).status_code == 200
 
 
+def test_a_control_sends_its_key(keyed: InProcess) -> None:
+    """The control that syncs use: with an operator's key it is let in, and without one it is not."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        async def forward() -> httpx.Response:
+            transport = httpx.ASGITransport(keyed.app, client=("127.0.0.1", 1))
+            async with httpx.AsyncClient(transport=transport) as client:
+                sent = {"headers": request.headers, "content": request.content}
+                return await client.request(request.method, request.url, **sent)  # type: ignore[arg-type]
+
+        answered = keyed.run(forward())
+        return httpx.Response(answered.status_code, headers=answered.headers, content=answered.content)
+
+    controls = [EngineControl("http://127.0.0.1/engine", 30.0, key) for key in ("key-ops", None)]
+    for control in controls:
+        control.close()
+        control._client = httpx.Client(transport=httpx.MockTransport(answer))
+    assert controls[0].info().kind == "rollbook-embedded"
+    controls[0].pause("retract")
+    controls[0].resume()
+    with pytest.raises(EngineError, match="answers 401"):
+        controls[1].pause("retract")
+
+
+@pytest.mark.more
 def test_a_trainer_sends_its_key(serve: Callable[..., Served], tiny_model: Path) -> None:
     """The control that syncs use, over a real server that checks keys."""
     server = serve("--model", str(tiny_model), "--api-key", "operators-key")

@@ -74,6 +74,7 @@ def test_a_pause_changes_nothing(renewed: InProcess, pace: Pace, mode: str) -> N
             await asyncio.sleep(0.05)
             assert [len(request.ids) for request in renewed.engine._live.values()] == counts
             await _post(renewed, "/continue_generation")
+        pace.full()
         return undisturbed, list(await asyncio.gather(*running))
 
     for before, after in zip(*renewed.run(scenario()), strict=True):
@@ -98,6 +99,7 @@ def test_what_is_heard_on_the_way_is_what_comes(renewed: InProcess, pace: Pace) 
         await pace.until(renewed, 5)
         await _post(renewed, "/pause_generation", mode="retract")
         await _post(renewed, "/continue_generation")
+        pace.full()
         return await generation
 
     generation = renewed.run(scenario())
@@ -120,6 +122,7 @@ def test_abort_ends_what_has_tokens_and_holds_what_has_none(renewed: InProcess, 
         answer = await _post(renewed, "/pause_generation")
         await renewed.engine.updates._call(renewed.engine._manager.go_on)
         assert answer == {"message": "Generation paused successfully.", "status": "ok"}
+        pace.full()
         generations = await asyncio.gather(*running)
         await asyncio.sleep(0.05)
         assert not fresh.done()
@@ -157,6 +160,7 @@ def test_who_comes_during_a_pause_waits(renewed: InProcess, pace: Pace, mode: st
         assert (ready.done(), late[0].done()) == (False, False)
         assert (await renewed.client.get("/engine/server_info")).json()["paused"] == mode
         await _post(renewed, "/continue_generation")
+        pace.full()
         await asyncio.wait_for(ready, 30)
         assert len(await asyncio.gather(*running, *late)) == 3
         assert await loads() == (0, 0)
@@ -164,6 +168,7 @@ def test_who_comes_during_a_pause_waits(renewed: InProcess, pace: Pace, mode: st
     renewed.run(scenario())
 
 
+@pytest.mark.more
 def test_one_pause_may_follow_another(renewed: InProcess, pace: Pace) -> None:
     """In place, then retracted, then in place again: it goes on as if nothing had been."""
 
@@ -175,6 +180,7 @@ def test_one_pause_may_follow_another(renewed: InProcess, pace: Pace) -> None:
             await _post(renewed, "/pause_generation", mode=mode)
         for _ in range(2):
             await _post(renewed, "/continue_generation")
+        pace.full()
         return list(undisturbed), list(await asyncio.gather(*running))
 
     before, after = renewed.run(scenario())
@@ -214,6 +220,7 @@ def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: InProces
         await _post(renewed, "/pause_generation", mode="retract")
         assert (await _post(renewed, "/flush_cache")).startswith("Cache flushed.")
         await _post(renewed, "/continue_generation")
+        pace.full()
         paused = await asyncio.gather(*running)
         assert (await renewed.client.get("/engine/flush_cache")).status_code == 405  # a GET changes nothing
         undisturbed = await asyncio.gather(*_start(renewed))
@@ -231,10 +238,11 @@ def test_an_unknown_mode_of_pausing_is_a_400(renewed: InProcess) -> None:
     assert renewed.engine.gate.open.is_set()
 
 
-def test_draws_go_on_where_the_cache_ran_out(tiny_model: Path, in_process: Callable[..., InProcess]) -> None:
+def test_draws_go_on_where_the_cache_ran_out(
+    tiny_model: Path, in_process: Callable[..., InProcess], renewed: InProcess
+) -> None:
     """A cache too small for all makes transformers put requests back into its queue: the tokens stay."""
     small = in_process(EmbeddedEngine(tiny_model, cache_blocks=4), load_chat_tokenizer(tiny_model))
-    large = in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
     offloads = 0
 
     def counted(act: Any) -> Any:
@@ -245,14 +253,17 @@ def test_draws_go_on_where_the_cache_ran_out(tiny_model: Path, in_process: Calla
 
         return count
 
-    async def scenario(served: Any) -> list[Generation]:
-        manager = (await asyncio.gather(*_start(served, 2, [0]))) and served.engine._manager.batch_processor
-        manager.offloading_manager.offload_requests = counted(manager.offloading_manager.offload_requests)
+    async def generations(served: Any) -> list[Generation]:
         return list(await asyncio.gather(*_start(served, 300)))
 
-    squeezed = small.run(scenario(small))
+    async def scenario() -> list[Generation]:
+        manager = (await asyncio.gather(*_start(small, 2, [0]))) and small.engine._manager.batch_processor
+        manager.offloading_manager.offload_requests = counted(manager.offloading_manager.offload_requests)
+        return await generations(small)
+
+    squeezed = small.run(scenario())
     assert offloads > 0
-    for generation, other in zip(squeezed, large.run(scenario(large)), strict=True):
+    for generation, other in zip(squeezed, renewed.run(generations(renewed)), strict=True):
         assert generation.completion_ids.tolist() == other.completion_ids.tolist()
         assert np.abs(generation.logprobs - other.logprobs).max() < 1e-5
 
@@ -307,6 +318,7 @@ def test_each_span_has_its_versions_logprobs(
                 assert renewed.engine.policy_version() == version - 1
             await _update(renewed, models[version], version, flush_cache=mode == "retract")
             await _post(renewed, "/continue_generation")
+        pace.full()
         return list(await asyncio.gather(*running))
 
     generations = renewed.run(scenario())
@@ -345,6 +357,7 @@ def test_no_later_prompt_reads_what_old_weights_cached(
         await _post(renewed, "/pause_generation", mode=mode)
         await _update(renewed, other_model, 1, flush_cache=False)
         await _post(renewed, "/continue_generation")
+        pace.full()
         early = await renewed.engine.generate(Prompt(prompt.ids, (), None), Sampling(8, 1.0, 1))
         long = np.concatenate([prompt.ids, (await generation).completion_ids])
         assert len(long) > 260
@@ -368,6 +381,7 @@ def test_an_update_while_aborted(
         late = _start(renewed, 20, [20, 21])
         await _update(renewed, other_model, 1)
         await _post(renewed, "/continue_generation")
+        pace.full()
         return list(await asyncio.gather(*running)), list(await asyncio.gather(*late))
 
     early, late = renewed.run(scenario())
@@ -388,6 +402,7 @@ def test_the_log_has_the_spans(renewed: Any, pace: Any, other_model: Path) -> No
         await _post(renewed, "/pause_generation", mode="retract")
         await _update(renewed, other_model, 3)
         await _post(renewed, "/continue_generation")
+        pace.full()
         return await request
 
     assert renewed.run(scenario()).status_code == 200
@@ -446,6 +461,7 @@ def test_the_cache_is_given_away_and_taken_again(renewed: InProcess, pace: Pace)
         await _post(renewed, "/resume_memory_occupation", tags=["kv_cache"])
         assert size() == whole > 0
         await _post(renewed, "/continue_generation")
+        pace.full()
         return undisturbed, list(await asyncio.gather(*running))
 
     for before, after in zip(*renewed.run(scenario()), strict=True):
@@ -464,6 +480,7 @@ def test_weights_change_while_the_cache_is_away(renewed: InProcess, pace: Pace, 
         await _update(renewed, other_model, 1)
         await _post(renewed, "/resume_memory_occupation")
         await _post(renewed, "/continue_generation")
+        pace.full()
         return (await asyncio.gather(*running))[0]
 
     assert [span.version for span in renewed.run(scenario()).version_spans] == [0, 1]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.processes.warm import TORCH, WarmProcess
 
 pytest.importorskip("torch")
 
@@ -37,7 +38,7 @@ sys.stdin.read()
 
 def _from_a_process(strategy: str, file: Path) -> list[tuple[str, torch.Tensor]]:
     words = [sys.executable, "-c", SENDER, strategy, str(file)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+    with WarmProcess(words, modules=TORCH, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
         assert sender.stdout is not None
         assert sender.stdin is not None
         try:

@@ -290,6 +290,7 @@ def test_tensors_in_mid_generation(
             await post("/continue_generation", status=400)  # the weights are of two versions
         await post("/end_weight_update")
         await post("/continue_generation")
+        pace.full()
         return await running
 
     generation = renewed.run(scenario())
@@ -397,6 +398,7 @@ def test_weights_are_named_once_they_are_verified(
         assert f'"digest":"{digest_tensors(dict(items))}"' in await post("/weights_checker")
         await post("/update_weight_version", new_version="6", abort_all_requests=False)
         await post("/continue_generation")
+        pace.full()
         return await running
 
     def activations() -> list[PolicyActivated]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -158,34 +158,36 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def connection(log: Store) -> Iterator[Connection]:
-    """One connection to the recorded store's head, whose views are made once."""
-    with connect_at(log, format_cut(log.head())) as opened:
-        yield opened
+def readers() -> Iterator[tuple[Callable[..., Any], Callable[..., References]]]:
+    """Connects to a store, and finds the samples that a recipe may choose from, once for each cut of it."""
+    connections: dict[tuple[Path, str], Connection] = {}
+    found: dict[tuple[Path, str, str, Any], References] = {}
+    with ExitStack() as stack:
 
+        def connect(log: Store, cut: str) -> Any:
+            if (log.path, cut) not in connections:
+                connections[log.path, cut] = stack.enter_context(connect_at(log, cut))
+            return nullcontext(connections[log.path, cut])
 
-@pytest.fixture(scope="module")
-def references(log: Store) -> Callable[..., References]:
-    """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
-    cache: dict[str, References] = {}
+        def find(
+            log: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any, policy: str
+        ) -> References:
+            assert (run, policy) == (fabric.RUN, "actor")
+            key = log.path, format_cut(cut), recipe.model_dump_json(), mixture
+            if key not in found:
+                found[key] = find_references(log, cut, run, recipe, mixture=mixture, policy=policy)
+            return found[key]
 
-    def find(store: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any, policy: str) -> References:
-        assert (store, cut, run, mixture, policy) == (log, log.head(), fabric.RUN, None, "actor")
-        key = recipe.model_dump_json()
-        if key not in cache:
-            cache[key] = find_references(log, cut, run, recipe, policy=policy)
-        return cache[key]
-
-    return find
+        yield connect, find
 
 
 @pytest.fixture
 def read_once(
-    connection: Connection, references: Callable[..., References], monkeypatch: pytest.MonkeyPatch
+    readers: tuple[Callable[..., Any], Callable[..., References]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Configurations that ask the recorded store the same share one reading of it."""
-    monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", lambda *_: nullcontext(connection))
-    monkeypatch.setattr("rollbook.train.batches.recipe_result.find_references", references)
+    """Configurations that ask one store the same share one reading of it."""
+    monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", readers[0])
+    monkeypatch.setattr("rollbook.train.batches.recipe_result.find_references", readers[1])
 
 
 @pytest.mark.usefixtures("read_once")
@@ -243,6 +245,7 @@ def test_rewards_that_are_no_number(log: Store) -> None:
         assert (check.verdict, words in check.said) == (verdict, True), check
 
 
+@pytest.mark.usefixtures("read_once")
 def test_rewards_of_another_size(tmp_path: Path) -> None:
     """Hundreds are too much for a critic, and where nothing divides them; whitened, or normalized, not."""
     log = _rewarded(tmp_path / "store", [[0.0, 300.0, 100.0, 900.0]] * 4)
@@ -286,6 +289,7 @@ def test_a_split_that_the_recipe_does_not_take_is_named(tmp_path: Path) -> None:
     assert log.head() == before
 
 
+@pytest.mark.usefixtures("read_once")
 def test_the_reference_is_looked_for(trained: Callable[..., Store]) -> None:
     """Among the policy's checkpoints; one whose folder is gone is none."""
     log = trained()
@@ -294,14 +298,16 @@ def test_the_reference_is_looked_for(trained: Callable[..., Store]) -> None:
         return _checks(log, **_algorithm(kl=0.1, reference_version=version))["kl"]
 
     assert (kl(0).verdict, kl(11).verdict) == ("green", "green")
-    assert (kl(7).verdict, kl(99).verdict) == ("red", "red")
-    assert "of policy 'actor' there are: 0, 4, 8, 9, 11, 12" in kl(7).said
+    lacking = kl(7)
+    assert (lacking.verdict, kl(99).verdict) == ("red", "red")
+    assert "of policy 'actor' there are: 0, 4, 8, 9, 11, 12" in lacking.said
     shutil.rmtree(log.path / "checkpoints/demo/actor/v00000011")
     gone = kl(11)
     assert (gone.verdict, "whose checkpoint is gone" in gone.said) == ("red", True)
     assert "there are: 0, 4, 8, 9, 12)" in gone.said
 
 
+@pytest.mark.usefixtures("read_once")
 def test_bounds_at_the_recorded_gap(tmp_path: Path) -> None:
     """The newest step that measured the gap decides; what is kept is that of normal log-ratios."""
     log = rb.open(tmp_path / "gap", create=True)
@@ -350,6 +356,7 @@ def test_memory_counts_every_model() -> None:
         assert memory.said.startswith(f"{count * each / 2**30:.2f} GiB of state, ")
 
 
+@pytest.mark.usefixtures("read_once")
 def test_memory_of_a_forward_pass(log: Store) -> None:
     """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
     results = {}
@@ -408,6 +415,7 @@ def _routed(log: Store, positions: Sequence[int]) -> Store:
     return log
 
 
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.more_but("positions1-*", "positions3-*")
 @pytest.mark.parametrize(
     ("positions", "verdict", "said"),

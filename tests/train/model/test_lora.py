@@ -125,6 +125,7 @@ def _loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return -chosen[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
 
 
+@pytest.mark.more_but("None-*", "targets1-qwen3-tied", "targets2-gemma3")
 @pytest.mark.parametrize("model", ["qwen3-tied", "qwen2", "qwen3_moe", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj"), ("k_proj", "o_proj")])
 def test_a_training_is_pefts(model_folders: Path, model: str, targets: Any) -> None:

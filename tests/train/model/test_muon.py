@@ -92,6 +92,7 @@ def test_it_learns_and_replays(recorded: Stores) -> None:
     assert [replay_step(whole, step).differs_in for step in (0, 5, 8)] == [None] * 3
 
 
+@pytest.mark.more
 def test_a_restart_has_its_momentum(recorded: Stores) -> None:
     """Of a training without a schedule: interrupted after each step, the same bits."""
     whole, broken = recorded("whole"), recorded("broken")
