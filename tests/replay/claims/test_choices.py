@@ -5,6 +5,7 @@ Nothing is run: a manifest's choice is made again by the log alone.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,12 +91,11 @@ def _selection(log: Store, run: str, step: int) -> StageReplay:
 
 def _forged(log: Store, folder: Path, run: str, change: Callable[[list[Event]], list[Event]]) -> Store:
     """A copy of the log whose training wrote other events."""
-    store = rb.open(folder / "forged", create=True)
-    whole = list(log.events())
-    for lane in log.lanes():
-        events = [event for event in whole if event.lane == lane]
-        with store.writer(lane) as writer:
-            writer.append(change(events) if lane == f"train-{run}" else events).result(30)
+    path, lane = folder / "forged", f"train-{run}"
+    shutil.copytree(log.path, path, ignore=lambda _, names: {lane, "catalog.db", "derived"} & set(names))
+    store = rb.open(path)
+    with store.writer(lane) as writer:
+        writer.append(change([event for event in log.events() if event.lane == lane])).result(30)
     return store
 
 
