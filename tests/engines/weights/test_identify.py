@@ -16,6 +16,7 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.fakes.processes.warm import TORCH, WarmProcess
 
 from rollbook import store
 from rollbook.bench.scripted.job import Options
@@ -271,10 +272,37 @@ def test_comparing_elsewhere(world: World) -> None:
     digest = digest_tensors(read_weights(world.model))
     assert reply["found"] == {"path": str(world.model), "digest": digest, "held": HELD}
     assert list(reply["reasons"]) == [str(other)]
+
+
+class Forked:
+    """What is awaited of a process, of one that is a fork."""
+
+    def __init__(self, words: tuple[str, ...], **options: Any) -> None:
+        self._process = WarmProcess(words, modules=TORCH, **options)
+        self.kill = self._process.kill
+
+    async def communicate(self, sent: bytes) -> tuple[bytes, bytes]:
+        """Its output and its errors."""
+        said: tuple[bytes, bytes] = await asyncio.to_thread(self._process.communicate, sent)
+        return said
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended."""
+        return self._process.returncode
+
+
+def test_a_failure_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last line of what the process said, with the remedy."""
+
+    async def start(*words: str, **options: Any) -> Forked:
+        return Forked(words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     with pytest.raises(
         EngineError, match="could not be compared: KeyError: 'ranks': let the trainer sync it"
     ):
-        run(lambda: identify.compare_elsewhere({"url": held.url}))
+        run(lambda: identify.compare_elsewhere({"url": "http://e"}))
 
 
 # Binding ------------------------------------------------------------------------------------------
