@@ -248,9 +248,9 @@ def test_following_the_tail(cli: Cli, store: Store) -> None:
     def finish() -> None:
         fabric.append(store, late, lane="later")
 
-    timer = threading.Timer(1.0, finish)
+    timer = threading.Timer(0.5, finish)
     timer.start()
-    counts = _score(cli, store, "--follow", 4)
+    counts = _score(cli, store, "--follow", 2)
     timer.join()
     assert counts == {"scored": 98, "already_there": 0, "left_out": {}}
     rewards = _rewards(store, "judge")

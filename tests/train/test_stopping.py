@@ -60,6 +60,7 @@ def _train_until_interrupted(log: Store) -> None:
             fabric.train(log, fabric.config(fabric.SFT))
 
 
+@pytest.mark.more_but("SIGTERM")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_the_command_ends_in_order(recorded: Stores, tmp_path: Path, name: str) -> None:
     """It says how far it came, has a checkpoint of that, and exits as the signal wants."""

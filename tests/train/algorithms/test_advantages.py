@@ -111,6 +111,7 @@ def test_the_bits_are_those_of_a_loop_over_groups(
     assert advantages.tobytes() == expected.tobytes()
 
 
+@pytest.mark.more
 def test_many_groups_have_the_bits_of_each() -> None:
     """The same over tens of thousands of groups of one size, for the sizes that trainings have."""
     rng = np.random.default_rng(0)

@@ -51,7 +51,7 @@ def test_there_are_these() -> None:
     ] == NAMES
 
 
-@pytest.mark.more_but("grpo", "ppo", "gspo", "decoupled_ppo")
+@pytest.mark.more_but("grpo", "ppo")
 @pytest.mark.parametrize("name", NAMES)
 def test_each_trains_and_replays(trained_by: Callable[..., Store], name: str) -> None:
     """Two steps of two groups of four; the manifest holds every key; the last step replays."""

@@ -84,7 +84,7 @@ def _same(sample: Sample, other: Sample) -> None:
     assert {n: getattr(sample, n) for n in rest} == {n: getattr(other, n) for n in rest}
 
 
-@pytest.mark.more_but("sealed-all", "live-longest", "both-last")
+@pytest.mark.more_but("both-all", "both-last")
 @pytest.mark.parametrize("paths", ["all", "last", "longest"])
 def test_samples_from_columns_are_those_of_the_fold(
     recorded_forests: Store, finished: list[Trajectory], paths: Paths

@@ -99,6 +99,7 @@ def test_a_kill_changes_nothing(recorded: Stores) -> None:
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
+@pytest.mark.more
 def test_samples_are_packed_from_a_step_on(recorded: Stores) -> None:
     """A training that goes on packed is another one, from the same weights; steps of both replay."""
     log = recorded()
@@ -110,6 +111,7 @@ def test_samples_are_packed_from_a_step_on(recorded: Stores) -> None:
     assert [replay_step(log, step).differs_in for step in (1, 3)] == [None, None]
 
 
+@pytest.mark.more
 def test_held_out_samples_are_packed_too(recorded: Stores) -> None:
     """Their loss is that of padded ones."""
     losses = []

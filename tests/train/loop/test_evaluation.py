@@ -21,6 +21,7 @@ from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, EvalFinished, PreferenceAdded, StepCommitted, StopFired
 
 EVERY_2 = {"evaluation": {"every": 2}}
+RISES_TWICE = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
 
 
 def _of(log: Store, kind: Any) -> list[Any]:
@@ -100,9 +101,9 @@ def test_the_same_however_the_forward_passes_are_cut(tmp_path: Path) -> None:
 def test_at_most_so_many_samples(tmp_path: Path) -> None:
     """The same ones each time, chosen by the seed."""
     log = _taught(tmp_path / "store", 9)
-    fabric.train(log, fabric.config(fabric.SFT, steps=2, evaluation={"every": 9, "max_samples": 4}))
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, evaluation={"every": 9, "max_samples": 4}))
     other = _taught(tmp_path / "other", 9)
-    fabric.train(other, fabric.config(fabric.SFT, steps=2, seed=8, evaluation={"every": 9, "max_samples": 4}))
+    fabric.train(other, fabric.config(fabric.SFT, steps=1, seed=8, evaluation={"every": 9, "max_samples": 4}))
     assert {record.samples for record in (*_of(log, EvalFinished), *_of(other, EvalFinished))} == {4}
     assert _losses(log)[0] != _losses(other)[0]
 
@@ -179,6 +180,7 @@ def test_a_restart_evaluates_what_is_missing(tmp_path: Path) -> None:
     assert {(record.samples, record.cut) for record in evaluations} == {(5, evaluations[0].cut)}
 
 
+@pytest.mark.more
 def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
     """Held-out samples that come later are in none of the evaluations that follow, restarted or not."""
     log = _taught(tmp_path / "store")
@@ -222,11 +224,9 @@ def test_samples_of_another_run(tmp_path: Path) -> None:
 
 
 def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The held-out loss rises twice: event, checkpoint, the words; again, and nothing more is written.
-
-    Without the rule it goes on, with the bits of a training that never stopped."""
-    log, free = (_taught(tmp_path / name, contrary=True) for name in ("store", "free"))
-    rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
+    """The held-out loss rises twice: event, checkpoint, the words; again, and nothing more is written."""
+    log = _taught(tmp_path / "store", contrary=True)
+    rule = RISES_TWICE
     settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[rule])
     fabric.train(log, settings)
     [stop], losses = _of(log, StopFired), list(_losses(log).values())
@@ -240,6 +240,15 @@ def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[s
     fabric.train(log, settings)
     assert "stopped early after" in capsys.readouterr().err
     assert {type(e.record).KIND for e in log.events() if e.seq >= before.get(e.lane, 0)} == {"run.opened"}
+
+
+@pytest.mark.more
+def test_without_the_rule_it_goes_on(tmp_path: Path) -> None:
+    """With the bits of a training that never stopped."""
+    log, free = (_taught(tmp_path / name, contrary=True) for name in ("store", "free"))
+    settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[RISES_TWICE])
+    fabric.train(log, settings)
+    assert len(_of(log, StopFired)) == 1
     fabric.train(log, settings.model_copy(update={"stop": ()}))
     fabric.train(free, fabric.config(fabric.SFT))
     assert _digests(log) == _digests(free)
@@ -277,8 +286,7 @@ def test_a_rule_waits_for_the_batch_in_hand(recorded: Callable[..., Store]) -> N
 def test_abandoned_versions_do_not_count(tmp_path: Path) -> None:
     """Their evaluations and stops are none of the training's any more: it goes on, and stops anew."""
     log = _taught(tmp_path / "store", contrary=True)
-    rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
-    settings = fabric.config(fabric.SFT, checkpoint_every=1, evaluation={"every": 1}, stop=[rule])
+    settings = fabric.config(fabric.SFT, checkpoint_every=1, evaluation={"every": 1}, stop=[RISES_TWICE])
     fabric.train(log, settings)
     [stop] = _of(log, StopFired)
     fabric.train(log, settings, abandon_after=stop.policy_version - 1)

@@ -70,6 +70,7 @@ def test_the_best_and_the_worst_of_each_group(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.more
 def test_the_tail_gives_the_same_pairs(tmp_path: Path) -> None:
     """Online, as at a cut."""
     log = _rewarded(tmp_path / "store")

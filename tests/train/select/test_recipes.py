@@ -77,7 +77,7 @@ def _named(groups: str, members: str = "0123") -> list[str]:
     return [f"{group}{i}" for group in groups for i in members]
 
 
-@pytest.mark.more_but("---zero_variance", "top_fraction*", "labels---not_chosen", "min_reward*")
+@pytest.mark.more_but("---zero_variance", "top_fraction*", "min_reward*")
 @pytest.mark.parametrize(
     ("recipe", "groups", "used", "dropped"),
     [
@@ -143,6 +143,7 @@ def test_a_share_of_stale_tokens(at_version_2: Store) -> None:
     assert replay_step(log, 2).bit_for_bit
 
 
+@pytest.mark.more
 def test_all_stale_is_dropped(log: Store) -> None:
     """At version 4, even the newest token is too old."""
     fabric.train(log, fabric.config(fabric.SFT, steps=4))
@@ -239,7 +240,7 @@ def test_a_decay_needs_versions() -> None:
         fabric.config(fabric.SFT, recipe={"splits": ["teacher"], "age_decay": 0.9})
 
 
-@pytest.mark.more_but("all-*-tail", "kept-*-cut")
+@pytest.mark.more_but("all-*-tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize(
     ("statistics", "mean", "deviation"), [("kept", 2.5, 0.5**0.5), ("all", 1.5, 1.25**0.5)]

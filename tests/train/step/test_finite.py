@@ -190,6 +190,7 @@ def _leaves(refs: Any) -> list[str]:
     return [ref["turn_id"] for ref in refs]
 
 
+@pytest.mark.more_but("GRPO")
 @pytest.mark.parametrize("names", ["GRPO", "SFT"])
 def test_a_batch_that_is_skipped(
     recorded: Stores,

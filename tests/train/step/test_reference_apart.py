@@ -70,6 +70,7 @@ def test_the_same_bits(recorded: Stores, name: str) -> None:
     assert [replay_step(apart, step).differs_in for step in (0, 3)] == [None, None]
 
 
+@pytest.mark.more
 def test_parts_of_a_batch_that_come(recorded: Stores) -> None:
     """With mode = "hybrid" it computes each part while the rest is awaited."""
     algorithm = {"name": "grpo", "groups": 3, "group_size": 4, "kl": 0.1, "old": "trainer"}

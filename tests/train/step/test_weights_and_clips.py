@@ -85,6 +85,7 @@ def test_tokens_that_are_left_out(counted: bool) -> None:
     assert [int(mask.sum()) for mask in experience.masks] == ([2, 2] if counted else [1, 1])
 
 
+@pytest.mark.more_but("False")
 @pytest.mark.parametrize("counted", [True, False])
 def test_of_a_training(recorded: Callable[..., Store], counted: bool) -> None:
     """The share that was rejected is the same, counted or not; the view of metrics has it; the step
