@@ -101,6 +101,7 @@ def test_steps_are_taken_meanwhile(recorded: Stores, monkeypatch: pytest.MonkeyP
         assert all((ours.weights[name] == tensor).all() for name, tensor in theirs.weights.items())
 
 
+@pytest.mark.more_but("whole")
 @WAYS
 def test_one_is_written_at_a_time(recorded: Stores, monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
     """The next one waits for the one before."""

@@ -172,6 +172,7 @@ def test_one_engine_of_two_was_never_there(recorded: Callable[..., Store], start
     assert [(r.engine, r.policy_version) for r in _records(log, PolicyActivated)] == [(url, 0), (url, 1)]
 
 
+@pytest.mark.more_but("tensor")
 @pytest.mark.parametrize("transport", ["auto", "tensor"])
 def test_an_engine_that_does_not_come(
     recorded: Callable[..., Store], caplog: pytest.LogCaptureFixture, transport: str

@@ -99,6 +99,7 @@ def test_unknown_weights_stand_still_in_the_end(world: World) -> None:
     assert (engine.version, engine.app.paused) == ("3", None)
 
 
+@pytest.mark.more_but("drop")
 @pytest.mark.parametrize("kind", ["drop", "hang"])
 def test_a_flush_without_an_answer(world: World, timed: Callable[..., Any], kind: str) -> None:
     """It stays paused, and the next sync heals it."""
