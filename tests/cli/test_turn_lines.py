@@ -12,11 +12,11 @@ import orjson
 import pytest
 
 from rollbook.cli import app as cli
-from rollbook.cli.show import traffic as print_turns
-from rollbook.cli.show.traffic import KINDS, Traffic, Words
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.events.event_json import json_bytes
+from rollbook.transcript import traffic as print_turns
+from rollbook.transcript.traffic import KINDS, Traffic, Words
 
 LINES = """\
 2023-11-14 UTC

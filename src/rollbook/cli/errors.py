@@ -24,7 +24,8 @@ from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.cli.terminal import LogFormatter, visible
+from rollbook.cli.terminal import LogFormatter
+from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.store.sql.sandbox import Connection

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
-from rollbook.cli.terminal import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError, RollbookError
 from rollbook.store.log.store import Store
+from rollbook.transcript.text import visible
 
 MOST_LISTED = 20
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
-from rollbook.cli.terminal import Console, print_json, say, table_of, visible
+from rollbook.cli.terminal import Console, print_json, say, table_of
+from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.store.log.store import Store
@@ -46,10 +47,10 @@ def samples(
         print_recipe(store, recipe, as_of, run, json)
         return
     from rollbook.cli.runs import cut_of
-    from rollbook.cli.show.finding import openings_of
     from rollbook.store.errors import CutError
     from rollbook.store.open import open_store
     from rollbook.train.select.samples import all_samples
+    from rollbook.transcript.finding import openings_of
 
     log = open_store(store)
     cut = cut_of(log, as_of, run)

@@ -11,7 +11,8 @@ import typer
 
 from rollbook.cli.errors import querying
 from rollbook.cli.options import AsOf, RunOfStep, StoreOption
-from rollbook.cli.terminal import print_json, print_table, visible
+from rollbook.cli.terminal import print_json, print_table
+from rollbook.transcript.text import visible
 
 
 def sql(

@@ -52,10 +52,11 @@ def tail(
     extends or why it is a root, prompt + completion tokens, policy version,
     finish reason, latency, mean logprob, and how the reply begins.
     """
-    from rollbook.cli.show.traffic import KINDS, EventLines, TurnLines
+    from rollbook.cli.show.lines import EventLines, TurnLines
     from rollbook.store.errors import ConfigError
     from rollbook.store.log.tail import Filter
     from rollbook.store.open import open_store
+    from rollbook.transcript.traffic import KINDS
 
     if store is None and url is None and (named := os.environ.get(STORE_VARIABLE)):
         store = Path(named)

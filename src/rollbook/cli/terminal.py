@@ -5,10 +5,6 @@ at the last moment, when all that is to be styled has its style; and takes no te
 exact values: such a character is written there as JSON's own escape.
 
 Rows are printed as a table: numbers right-aligned, long values cut, one value per line if too wide.
-
-What agents send and models sample is not to be trusted: an escape sequence in it would drive the terminal it
-is printed on, and a right-to-left override would change what a line seems to say. So every character that is
-not printable is written as its escape, visibly.
 """
 
 from __future__ import annotations
@@ -18,9 +14,7 @@ import errno
 import logging
 import re
 import sys
-import unicodedata
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from rich.console import Console as _RichConsole
@@ -28,6 +22,8 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from rollbook.transcript.text import visible
 
 _NOT_ASCII_CONTROLS = re.compile(
     "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e"
@@ -169,76 +165,3 @@ def _cell(value: Any, most: int) -> str:
     whole = orjson.dumps(value, default=str).decode() if isinstance(value, (list, dict)) else str(value)
     text = visible(whole[: most + 1], lines=True)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-ID_CHARACTERS = 8
-"""Of an id; its end, since ids that were made together begin alike."""
-SHORT_CHARACTERS, SHORT_LINES = 480, 8
-"""What is shown of a long text unless all of it is asked for: so many characters, and lines."""
-LONG_CHARACTERS = 600
-"""A text is long from here on: of one that is hardly longer than what is shown, nothing is left out."""
-
-
-def visible(text: str, *, lines: bool = False) -> str:
-    """The text with an escape for each character that a terminal would act on; with `lines` it keeps \\n."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or (lines and c == "\n") else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    if unicodedata.category(character) == "Zs":  # a wide or unbreakable space is not printable to Python
-        return character
-    if character == "\t":
-        return "    "
-    return character.encode("unicode_escape").decode("ascii")
-
-
-def one_line(value: object, width: int) -> str:
-    """The beginning of a text, or of a value as JSON, on one line of at most so many characters."""
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else json_text(value)
-    text = visible(" ".join(text[: 4 * width].split()))
-    return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
-
-
-def shortened(text: str, *, full: bool = False) -> str:
-    """The text, safe to print; of a long text its beginning and end, and how much was left out."""
-    lines = text.count("\n") + 1
-    if full or (len(text) <= LONG_CHARACTERS and lines <= SHORT_LINES):
-        return visible(text, lines=True)
-    head = "\n".join(text[: SHORT_CHARACTERS * 3 // 4].split("\n")[: SHORT_LINES - 2])
-    tail = text[len(head) :][-SHORT_CHARACTERS // 4 :].split("\n")[-1]
-    missing = len(text) - len(head) - len(tail)
-    gap = f"\n... {missing:,} characters more ...\n" if missing else ""
-    return visible(head.rstrip() + gap + tail.strip(), lines=True)
-
-
-def json_text(value: Any) -> str:
-    """A value as JSON."""
-    import orjson
-
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-
-
-def short_id(identity: str) -> str:
-    """The end of an id, long enough to distinguish ids."""
-    return visible(identity[-ID_CHARACTERS:])
-
-
-def clock(time_us: int, form: str = "%m-%d %H:%M:%S") -> str:
-    """A time (UTC) to the millisecond; the number itself where a clock was too far off for a date."""
-    try:
-        when = datetime.fromtimestamp(time_us / 1e6, UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(time_us)
-    return f"{when.strftime(form)}.{when.microsecond // 1000:03d}"
-
-
-def duration(milliseconds: float) -> str:
-    """A time span, in a suitable unit."""
-    if abs(milliseconds) < 1000:
-        return f"{milliseconds:.0f} ms"
-    seconds = milliseconds / 1000
-    return f"{seconds:.1f} s" if abs(seconds) < 120 else f"{seconds / 60:.1f} min"

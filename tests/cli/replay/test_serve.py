@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from rollbook.cli.app import app
 from rollbook.cli.replay.serve import read_cassette
-from rollbook.cli.show.finding import NotFoundError
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError, QueryError
 from rollbook.store.ids import new_id
+from rollbook.transcript.finding import NotFoundError
 
 NONE = np.empty(0, np.int32)
 

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from rollbook import store as rb
 from rollbook.cli import app as cli
-from rollbook.cli.show.finding import NotFoundError, find_trajectory, near_names
 from rollbook.store import Event, Store
 from rollbook.store.events import RewardAssigned, TrajectoryOpened
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
+from rollbook.transcript.finding import NotFoundError, find_trajectory, near_names
 
 
 @pytest.fixture

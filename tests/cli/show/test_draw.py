@@ -13,10 +13,10 @@ from rich.console import Console, RenderableType
 from tokenizers import Tokenizer
 
 from rollbook.cli.show.draw import TokenText, View, context_text, draw, legend, sampled_text, style_of
-from rollbook.cli.show.facts import Answer
-from rollbook.cli.show.reading import facts_of
 from rollbook.store import Event
 from rollbook.store.events import VersionSpan
+from rollbook.transcript.facts import Answer
+from rollbook.transcript.reading import facts_of
 
 DRAWN = """\
 trajectory  fix-readme  T-1

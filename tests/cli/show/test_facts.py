@@ -9,14 +9,14 @@ import numpy as np
 import orjson
 import pytest
 
-from rollbook.cli.show.facts import Label, Reward, TrajectoryFacts
-from rollbook.cli.show.messages import Part
-from rollbook.cli.show.reading import facts_of, mean_and_lowest
 from rollbook.store import Event
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
 from rollbook.store.events import VersionSpan
 from rollbook.store.fold.trajectory import fold
+from rollbook.transcript.facts import Label, Reward, TrajectoryFacts
+from rollbook.transcript.messages import Part
+from rollbook.transcript.reading import facts_of, mean_and_lowest
 
 
 @pytest.fixture

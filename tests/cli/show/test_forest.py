@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.cli.show.draw import MAX_DEPTH, Node, arrange
-from rollbook.cli.show.facts import TurnFacts
+from rollbook.transcript.facts import TurnFacts
 
 Shape = list[Any]
 

@@ -168,7 +168,7 @@ class _Query:
 
     def turns(self, condition: str, wanted: str) -> list[tuple[str, str]]:
         """(turn, trajectory) of the turns for which a condition on `turn_id` holds, a few at most."""
-        from rollbook.cli.show.finding import NEAR_NAMES
+        from rollbook.transcript.finding import NEAR_NAMES
 
         values = {"wanted": wanted, "run": self.run, "most": NEAR_NAMES}
         rows: list[tuple[str, str]] = self.connection.execute(_TURNS.format(condition), values).fetchall()
@@ -180,7 +180,7 @@ class _Query:
         Raises:
             NotFoundError: there are several.
         """
-        from rollbook.cli.show.finding import SHORTEST_END, NotFoundError
+        from rollbook.transcript.finding import SHORTEST_END, NotFoundError
 
         matches = self.turns("turn_id = $wanted", wanted)
         if not matches and len(wanted) >= SHORTEST_END:
@@ -196,7 +196,7 @@ class _Query:
         Raises:
             NotFoundError: there are several, or none.
         """
-        from rollbook.cli.show.finding import SHORTEST_END, NotFoundError
+        from rollbook.transcript.finding import SHORTEST_END, NotFoundError
 
         if (match := self.turn(wanted)) is None:
             raise NotFoundError(
@@ -211,7 +211,7 @@ class _Query:
         Raises:
             NotFoundError: there is none, or there are several.
         """
-        from rollbook.cli.show.finding import find_trajectory
+        from rollbook.transcript.finding import find_trajectory
 
         return find_trajectory(self.log, self.cut, name, self.run).trajectory_id
 
@@ -222,7 +222,7 @@ class _Query:
         Raises:
             NotFoundError: there is none, or there are several.
         """
-        from rollbook.cli.show.finding import NotFoundError, openings_of
+        from rollbook.transcript.finding import NotFoundError, openings_of
 
         exact = self.turns("turn_id = $wanted", name)
         named = [] if exact else openings_of(self.log, self.cut, name)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollbook.cli.terminal import Console, draw_table, print_json, short_id
+from rollbook.cli.terminal import Console, draw_table, print_json
+from rollbook.transcript.text import short_id
 
 if TYPE_CHECKING:
     from rollbook.lineage import records

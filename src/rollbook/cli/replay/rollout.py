@@ -83,10 +83,10 @@ def rollout(
     rollbook replay rollout task-7 --model ./my-model --store runs --json
     """
     from rollbook.cli.runs import of_run
-    from rollbook.cli.show.finding import find_trajectory
     from rollbook.replay.rollouts.rollout import Rollout
     from rollbook.replay.rollouts.source import Draws
     from rollbook.store.open import open_store
+    from rollbook.transcript.finding import find_trajectory
 
     weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
     log = open_store(store)

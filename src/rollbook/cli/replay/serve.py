@@ -100,8 +100,8 @@ def read_cassette(
     from rollbook.cassettes.cassette import Cassette
     from rollbook.cassettes.tape import read_tapes
     from rollbook.cli.runs import of_run
-    from rollbook.cli.show.finding import find_trajectory
     from rollbook.store.open import open_store
+    from rollbook.transcript.finding import find_trajectory
 
     log = open_store(path)
     with of_run(log, run):

@@ -13,7 +13,8 @@ import typer
 from rich.table import Table
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
-from rollbook.cli.terminal import Console, print_json, say, table_of, visible
+from rollbook.cli.terminal import Console, print_json, say, table_of
+from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.replay.what_if.rescoring import Written

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Named, Run, StoreOption
-from rollbook.cli.terminal import Console, print_json, short_id, visible
+from rollbook.cli.terminal import Console, print_json
+from rollbook.transcript.text import short_id, visible
 
 if TYPE_CHECKING:
-    from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
     from rollbook.store.cut import Cut
     from rollbook.store.log.store import Store
+    from rollbook.transcript.facts import TrajectoryFacts, TurnFacts
 
 
 Tokens = Annotated[
@@ -53,9 +54,9 @@ def show(
     """
     from rollbook.cli.runs import of_run
     from rollbook.cli.show.draw import TokenText, View, draw
-    from rollbook.cli.show.finding import find_trajectory
     from rollbook.engines.hub import model_folder
     from rollbook.store.open import open_store
+    from rollbook.transcript.finding import find_trajectory
 
     log = open_store(store)
     with of_run(log, run):
@@ -78,9 +79,9 @@ def show(
 
 def read_facts(log: Store, cut: Cut, trajectory_id: str) -> TrajectoryFacts:
     """A trajectory at a cut; reads only what holds its events."""
-    from rollbook.cli.show.reading import facts_of
     from rollbook.store.cut import holds
     from rollbook.store.log.trajectory_reader import TrajectoryReader
+    from rollbook.transcript.reading import facts_of
 
     events = TrajectoryReader(log.path).events(sorted(cut), [trajectory_id])
     return facts_of([event for event in events if holds(cut, event.lane, event.seq)])
@@ -92,7 +93,7 @@ def find_turn(facts: TrajectoryFacts, wanted: str) -> TurnFacts:
     Raises:
         NotFoundError: there is none, or several.
     """
-    from rollbook.cli.show.finding import NotFoundError
+    from rollbook.transcript.finding import NotFoundError
 
     matches = [turn for turn in facts.turns if wanted in (turn.turn_id, f"{turn.number}")]
     matches = matches or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]

@@ -20,7 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from rollbook.cli.show.facts import (
+from rollbook.store.errors import ModelError
+from rollbook.store.events import Json, VersionSpan
+from rollbook.store.sql.vocabularies import TOKENIZER, read_tokenizer, token_texts
+from rollbook.transcript.facts import (
     COMPLETED,
     ERASED,
     FAILED,
@@ -31,12 +34,9 @@ from rollbook.cli.show.facts import (
     TrajectoryFacts,
     TurnFacts,
 )
-from rollbook.cli.show.messages import REASONING, Message, part_words
-from rollbook.cli.show.reading import CHAT_COMPLETIONS
-from rollbook.cli.terminal import clock, duration, one_line, short_id, shortened, visible
-from rollbook.store.errors import ModelError
-from rollbook.store.events import Json, VersionSpan
-from rollbook.store.sql.vocabularies import TOKENIZER, read_tokenizer, token_texts
+from rollbook.transcript.messages import REASONING, Message, part_words
+from rollbook.transcript.reading import CHAT_COMPLETIONS
+from rollbook.transcript.text import clock, duration, one_line, short_id, shortened, visible
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

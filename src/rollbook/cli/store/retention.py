@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollbook.cli.progress import progress
 from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import MIB, Console, print_json, table_of, visible
+from rollbook.cli.terminal import MIB, Console, print_json, table_of
 from rollbook.store.errors import UpkeepError
 from rollbook.store.open import open_store
 from rollbook.store.redaction import Scrubber
@@ -22,6 +22,7 @@ from rollbook.store.upkeep.erase import EraseReport, erase_trajectory
 from rollbook.store.upkeep.find_secrets import NAMED, Secrets, find_secrets
 from rollbook.store.upkeep.retain import RetainReport, retain
 from rollbook.store.upkeep.retention_policy import EndedTraining, trainings_ended_by
+from rollbook.transcript.text import visible
 
 
 def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
-from rollbook.cli.terminal import print_json, say, visible
+from rollbook.cli.terminal import print_json, say
+from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut

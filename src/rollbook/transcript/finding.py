@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollbook.cli.terminal import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import TrajectoryOpened
@@ -20,6 +19,7 @@ from rollbook.store.log.store import Store
 from rollbook.store.sealed.derived import TRAJECTORIES
 from rollbook.store.sealed.unit import MARKS, Unit, derived_folder, while_replaced
 from rollbook.store.upkeep.find import rows_where
+from rollbook.transcript.text import visible
 
 NEAR_NAMES = 5
 LEAST_SIMILARITY = 0.7

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from rollbook.cli.terminal import json_text, one_line
 from rollbook.store.events.about import MARK
+from rollbook.transcript.text import json_text, one_line
 
 TEXT, REASONING, CALL, IMAGE, OTHER, ERASED = "text", "reasoning", "call", "image", "other", "erased"
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")

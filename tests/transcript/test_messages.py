@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.cli.show.messages import Message, Part, beginning, call_names, part_words, read_message
+from rollbook.transcript.messages import Message, Part, beginning, call_names, part_words, read_message
 
 PIXEL = b"\x89PNG not really"
 SHA = hashlib.sha256(PIXEL).hexdigest()

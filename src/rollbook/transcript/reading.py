@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.cli.show import facts
-from rollbook.cli.show.facts import Answer, Label, Reward, TrajectoryFacts, TurnFacts
-from rollbook.cli.show.messages import call_names, read_message
 from rollbook.store.errors import CutError
 from rollbook.store.events import (
     Event,
@@ -24,6 +21,9 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.fold.trajectory import Trajectory, Turn, fold
+from rollbook.transcript import facts
+from rollbook.transcript.facts import Answer, Label, Reward, TrajectoryFacts, TurnFacts
+from rollbook.transcript.messages import call_names, read_message
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
 

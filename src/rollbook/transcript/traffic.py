@@ -14,11 +14,7 @@ from typing import Any
 
 from cachetools import FIFOCache
 from rich.cells import cell_len
-from rich.text import Text
 
-from rollbook.cli.show.messages import beginning
-from rollbook.cli.show.reading import mean_and_lowest
-from rollbook.cli.terminal import Console, clock, duration, one_line, say, short_id, visible
 from rollbook.store.events import (
     Event,
     PolicyActivated,
@@ -30,28 +26,12 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.fold.versions import unversioned
+from rollbook.transcript.messages import beginning
+from rollbook.transcript.reading import mean_and_lowest
+from rollbook.transcript.text import clock, duration, one_line, short_id, visible
 
 WORDS = 60
 """Characters of a text that a line shows."""
-
-
-class EventLines:
-    """Prints events for people, with colours if the output is a terminal."""
-
-    def __init__(self) -> None:
-        self._console = Console(soft_wrap=True)
-
-    def __call__(self, event: Event) -> None:
-        time, place, kind, trajectory, summary = map(visible, line_of(event))
-        colour = {"turn": "cyan", "trajectory": "green", "reward": "yellow", "step": "magenta"}
-        text = Text.assemble(
-            (f"{time} ", "dim"),
-            f"{place:<14} ",
-            (f"{kind:<22} ", "red" if kind.endswith(".failed") else colour.get(kind.split(".")[0], "")),
-            (f"{trajectory:<8} ", "dim"),
-            summary,
-        )
-        self._console.print(text)
 
 
 def line_of(event: Event) -> tuple[str, str, str, str, str]:
@@ -156,7 +136,8 @@ class Traffic:
         name = _fitted(self._name(trajectory_id) if trajectory_id else getattr(event.record, "policy", ""))
         line = [(f"{time[:8]:<8} ", "dim"), (f"{name:<{NAME_WIDTH}} ", colour), *words]
         if isinstance(event.record, TurnCompleted):
-            room = WORDS if self._width is None else max(WORDS // 2, self._width - cell_len(_plain(line)) - 2)
+            used = cell_len(plain_text(line)) + 2
+            room = WORDS if self._width is None else max(WORDS // 2, self._width - used)
             line.append((f" {beginning(event.record.reply, room)}", ""))
         date = [[(f"{day} UTC", "dim")]] if day != self._day else []
         self._day = day
@@ -261,21 +242,5 @@ def _fitted(name: str) -> str:
     return text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 10]}..{text[-8:]}"
 
 
-def _plain(line: Words) -> str:
+def plain_text(line: Words) -> str:
     return "".join([text for text, _ in line])
-
-
-class TurnLines:
-    """Prints traffic; with colours on a terminal, else without Rich, which would take most of the time."""
-
-    def __init__(self) -> None:
-        self._console = Console(soft_wrap=True)
-        self._coloured = self._console.is_terminal
-        self._traffic = Traffic(self._console.width if self._coloured else None)
-
-    def __call__(self, event: Event) -> None:
-        for line in self._traffic.lines(event):
-            if self._coloured:
-                self._console.print(Text.assemble(*line))
-            else:
-                say(_plain(line))

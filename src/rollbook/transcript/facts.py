@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.cli.show.messages import Message
 from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan
+from rollbook.transcript.messages import Message
 
 EXACT, TEXT_ONLY, ERASED, MIXED = "exact", "text_only", "erased", "mixed"
 """Of a turn: its sampled ids are here; it never had any; they were erased. Of several: not all the same."""

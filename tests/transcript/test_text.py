@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.cli.terminal import clock, duration, one_line, shortened, visible
+from rollbook.transcript.text import clock, duration, one_line, shortened, visible
 
 
 @pytest.mark.parametrize(
