@@ -42,9 +42,8 @@ from rollbook.store.sealed.page_headers import GROUP_BYTES, PAGE_BYTES, refuse_l
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.attach import end_with_units
 from rollbook.store.upkeep.verify import verify_store
+from rollbook.train.batches.manifest_batch import begins, samples_at_cut
 from rollbook.train.checkpoints.export import without_optimizer
-from rollbook.train.resume.rerun import samples_at_cut
-from rollbook.train.step.experiences import begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from rollbook.store.interchange.excerpt import Rows
 from rollbook.store.safe_paths import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.config.lora import recorded_lora
-from rollbook.train.step.experiences import begins
 
 CONFIG = "config.json"
 """A model's architecture, in a checkpoint's folder."""

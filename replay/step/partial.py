@@ -40,11 +40,10 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch, MicroBatch, build_batch, in_sample_order, micro_batches_of
 from rollbook.train.batches.experience import Bools, Scores
+from rollbook.train.batches.manifest_batch import begins, experience_at, samples_at_cut
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.rerun import samples_at_cut
 from rollbook.train.select.samples import Sample
 from rollbook.train.step.evidence import of_batch, of_tokens
-from rollbook.train.step.experiences import begins, experience_at
 from rollbook.train.step.step import PolicyLoss, loss_inputs
 
 FORWARD = ("logprobs", "losses")

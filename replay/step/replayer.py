@@ -39,11 +39,12 @@ from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch
+from rollbook.train.batches.manifest_batch import begins, samples_at_cut
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
+from rollbook.train.resume.rerun import RerunStep, input_evidence, rerun_steps
 from rollbook.train.select.recipe import ModelLimits
-from rollbook.train.step.experiences import Experiences, begins
+from rollbook.train.step.experiences import Experiences
 from rollbook.train.step.scoring import References
 from rollbook.train.step.step import STAGES
 

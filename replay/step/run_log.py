@@ -13,8 +13,8 @@ from rollbook.store import Store, parse_cut
 from rollbook.store.events import StepPlanned, StepVectors, TrajectoryErased
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.manifest_batch import recorded_values
 from rollbook.train.select.recipe import UNLIMITED
-from rollbook.train.step.evidence import recorded_values
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainEr
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.safe_paths import place_inside
+from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from rollbook.train.model.shape import ModelShape, read_shape
-from rollbook.train.step.experiences import begins
 
 
 @dataclass(frozen=True, slots=True, eq=False)

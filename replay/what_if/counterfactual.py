@@ -23,6 +23,7 @@ from rollbook.store.fold.history import CommittedStep
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm, recorded_algorithm
 from rollbook.train.batches.batch import Batch, Partition, mini_batches
+from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.config.config import OptimizerConfig, check_recipe, describe_errors
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
@@ -31,7 +32,7 @@ from rollbook.train.resume.schedule import divide_samples, settings_of
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop
 from rollbook.train.select.samples import Sample
-from rollbook.train.step.experiences import Experiences, begins
+from rollbook.train.step.experiences import Experiences
 from rollbook.train.step.step import run_step, step_seed
 
 

@@ -25,10 +25,10 @@ from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.surrogates import k3
 from rollbook.train.batches.batch import Batch, without_experts
+from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.checkpoints.export import write_model
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.select.recipe import ModelLimits
-from rollbook.train.step.experiences import begins
 from rollbook.train.step.predictions import logprobs_of
 
 

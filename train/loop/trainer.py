@@ -22,20 +22,19 @@ from rollbook.store.events import Json, Record, SampleDropped, StepCommitted, St
 from rollbook.store.fold.history import History, all_samples
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.batches.batch import Partition, mini_batches
+from rollbook.train.batches.manifest_batch import oldest_of, samples_at_cut
 from rollbook.train.clock import Clock, Spent, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.publish.publish import Publisher
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.base import folder_to_copy
-from rollbook.train.resume.rerun import samples_at_cut
 from rollbook.train.resume.restore import adapted_algorithm, fingerprint_of, restored
 from rollbook.train.resume.schedule import divide_samples, schedule_of, settings_of
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop, mark_decided
 from rollbook.train.select.samples import Sample
 from rollbook.train.sources.selection import Selection
-from rollbook.train.step.experiences import oldest_of
 from rollbook.train.step.reference import steps_since
 from rollbook.train.step.step import run_step, step_seed
 

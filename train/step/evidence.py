@@ -100,20 +100,6 @@ def recorded_hashes(recorded: Json | None) -> RecordedHashes:
     return RecordedHashes(dict(zip(stages, each, strict=True)), tensors)
 
 
-def recorded_values(vectors: StepVectors) -> Singles:
-    """The values of each trained token that a step recorded, float32 [P].
-
-    Raises:
-        ReplayError: they cannot be read.
-    """
-    try:
-        return _bytes(vectors.values).view("<f4").astype(np.float32)
-    except ValueError as error:
-        raise ReplayError(
-            f"step {vectors.step}: its vectors of {vectors.stage} cannot be read: {error}"
-        ) from error
-
-
 def tensor_hashes(lines: Sequence[str]) -> Hashes:
     """The hashes of tensors, by name, uint8 [T, 6], from their lines in a digest."""
     words = (line.rsplit(" ", 1)[1] for line in sorted(lines, key=name_in))

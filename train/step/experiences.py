@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,13 +17,11 @@ from rollbook.train.batches.experience import (
     Bools,
     Experience,
     Scores,
-    age_weights,
-    experience_of,
     trained_masks,
 )
+from rollbook.train.batches.manifest_batch import begins, experience_at
 from rollbook.train.clock import timed
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.select.drops import peers_of
 from rollbook.train.select.routing import Mixture
 from rollbook.train.select.samples import Sample
 from rollbook.train.step.critic import critic_inputs
@@ -168,38 +166,3 @@ class _Scored:
     leaves: list[str]
     parts: Partition
     scores: Pending
-
-
-def oldest_of(recipe: Json, version: int) -> int | None:
-    """The version before which a recipe masks tokens; None if it masks none."""
-    if recipe.get("stale_tokens") != "mask" or recipe["max_staleness"] is None:
-        return None
-    return version - int(recipe["max_staleness"])
-
-
-def experience_at(
-    plan: StepPlanned,
-    samples: Mapping[str, Sample],
-    scores_of: Callable[[Sequence[Sample], Sequence[Bools]], Scores],
-) -> Experience:
-    """The experience of the rollout batch that begins with a manifest.
-
-    Args:
-        samples: of the batch, by leaf turn.
-        scores_of: gives the scores of ordered samples, for their trained tokens.
-
-    Raises:
-        TrainError: a part of the algorithm gives another shape than is asked of it.
-    """
-    # The same sample may be in several pairs: the manifest says by how much it is better in each.
-    ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
-    masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
-    scores = scores_of(ordered, masks)
-    aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
-    others = peers_of(ordered, plan.others)
-    return experience_of(ordered, recorded_algorithm(plan.algorithm), scores, masks, aged, others)
-
-
-def begins(plan: StepPlanned) -> bool:
-    """Whether the step needs the samples of its whole rollout batch."""
-    return plan.rollout_batch is None or "samples" in plan.rollout_batch

@@ -17,7 +17,7 @@ from rollbook.replay.verdict import Verdict
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError, ReplayError, TrainError
 from rollbook.store.events import RewardAssigned, TurnDelivered
-from rollbook.train.resume.rerun import samples_at_cut
+from rollbook.train.batches.manifest_batch import samples_at_cut
 
 Stores = Callable[..., Store]
 

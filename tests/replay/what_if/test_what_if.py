@@ -25,8 +25,8 @@ from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest, what_if
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ReplayError, TrainError
 from rollbook.store.events import PreferenceAdded, RewardAssigned
+from rollbook.train.batches.manifest_batch import samples_at_cut
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.resume.rerun import samples_at_cut
 
 Cli = Callable[..., tuple[int, str, str]]
 LINEAR = {"name": "grpo", "groups": 2, "group_size": 4, "surrogate": "reinforce"}

@@ -19,7 +19,7 @@ from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import StepCommitted, StepPlanned
 from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.resume.rerun import samples_at_cut
+from rollbook.train.batches.manifest_batch import samples_at_cut
 
 Stores = Callable[..., Store]
 SURROGATE = '''
