@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rollbook.store import Store, format_cut
-from rollbook.store.cut import Cut
 from rollbook.store.events import Json
-from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.store.sql.training_views import RECORDED
 
@@ -241,36 +238,35 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def read_course(log: Store, cut: Cut, run: str, policy: str) -> TrainingCourse:
-    """What the newest training of a policy in a run did up to a cut.
+def read_course(connection: Connection, run: str, policy: str) -> TrainingCourse:
+    """What the newest training of a policy in a run did, over a connection of `store.sql.query`.
 
     Raises:
-        CorruptionError: a file is damaged.
+        duckdb.Error: a file is damaged.
     """
-    with connect_at(log, format_cut(cut)) as connection:
 
-        def rows(query: str) -> list[tuple[Any, ...]]:
-            return connection.execute(query).fetchall()
+    def rows(query: str) -> list[tuple[Any, ...]]:
+        return connection.execute(query).fetchall()
 
-        training = _newest(connection, run, policy)
-        steps = rows(training.metrics(*_METRICS))
-        return TrainingCourse(
-            training=training,
-            rows=[dict(zip(_METRICS, row[1:], strict=True)) for row in steps],
-            numbers=[row[0] for row in steps],
-            held_out={
-                version: HeldOut(mean, deviation**2 / count)
-                for version, mean, count, deviation in rows(training.held_out())
-            },
-            dropped=dict(rows(training.drops())),
-            used=sum(int(row[1 + _METRICS.index("samples")] or 0) for row in steps),
-            failed=dict(rows(training.failed_steps())),
-            syncs=[(version, error) for version, _, error in rows(training.failed_syncs())],
-            held_out_losses=dict(rows(training.losses())),
-            partial={row[0]: (row[1], row[2]) for row in rows(training.partial_evaluations())},
-            turns=[Turns(*row) for row in rows(training.ended_turns())],
-            launches=[Launches(*row) for row in rows(training.ended_launches())],
-        )
+    training = _newest(connection, run, policy)
+    steps = rows(training.metrics(*_METRICS))
+    return TrainingCourse(
+        training=training,
+        rows=[dict(zip(_METRICS, row[1:], strict=True)) for row in steps],
+        numbers=[row[0] for row in steps],
+        held_out={
+            version: HeldOut(mean, deviation**2 / count)
+            for version, mean, count, deviation in rows(training.held_out())
+        },
+        dropped=dict(rows(training.drops())),
+        used=sum(int(row[1 + _METRICS.index("samples")] or 0) for row in steps),
+        failed=dict(rows(training.failed_steps())),
+        syncs=[(version, error) for version, _, error in rows(training.failed_syncs())],
+        held_out_losses=dict(rows(training.losses())),
+        partial={row[0]: (row[1], row[2]) for row in rows(training.partial_evaluations())},
+        turns=[Turns(*row) for row in rows(training.ended_turns())],
+        launches=[Launches(*row) for row in rows(training.ended_launches())],
+    )
 
 
 _METRICS = [column.name for column in RECORDED]

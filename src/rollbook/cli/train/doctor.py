@@ -10,7 +10,8 @@ import typer
 from rich.text import Text
 
 from rollbook.cli.options import AsJson, AsOf, Policy, Run, Source, StoreOption
-from rollbook.cli.terminal import Console, print_json, say, table_of, visible
+from rollbook.cli.terminal import Console, print_json, say, table_of
+from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.store.cut import Cut
@@ -85,14 +86,19 @@ def doctor(
 
     rollbook doctor --store runs --run math-1
     """
+    from rollbook.cli.errors import querying
     from rollbook.cli.runs import cut_of, only_run
+    from rollbook.store.cut import format_cut
     from rollbook.store.open import open_store
+    from rollbook.store.sql.query import connect_at
     from rollbook.train.doctor.evidence import read_course
     from rollbook.train.doctor.signs import findings
 
     log = open_store(store)
     run = run or only_run(log)
-    course = read_course(log, cut_of(log, as_of, run), run, policy)
+    cut = format_cut(cut_of(log, as_of, run))
+    with connect_at(log, cut) as connection, querying(connection):
+        course = read_course(connection, run, policy)
     found = findings(course)
     if json:
         print_json(
