@@ -23,8 +23,10 @@ BELOW = {
     "rollouts": {"edge", "store"},
     "lineage": {"train", "store"},
     "cassettes": {"ingest", "engines", "edge", "store"},
+    "transcript": {"store"},
+    "viewer": {"transcript", "lineage", "train", "ingest", "engines", "edge", "store"},
 }
-"""Layer -> what it may import beside itself. The last three are applications that others stand on."""
+"""Layer -> what it may import beside itself. From `rollouts` on: applications that others stand on."""
 AT_ROOT = ("store", "ingest", "train", "replay")
 ROOMS = {
     "store": [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sql_examples import EXAMPLES, Example
-
 from rollbook.store.sql.columns import View
 from rollbook.store.sql.views import VIEWS
+from rollbook.viewer.examples import EXAMPLES, Example
 
 INTRODUCTION = """# SQL over the log
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from page_sql import render
-from sql_examples import EXAMPLES, Example
 
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.sql.sandbox import Connection
 from rollbook.store.sql.views import VIEWS, View
+from rollbook.viewer.examples import EXAMPLES, Example
 
 
 def test_the_page_is_the_rendered_one(root: Path) -> None:

@@ -39,6 +39,7 @@ from rollbook.cli.train.doctor import doctor, preflight
 from rollbook.cli.train.plot import plot
 from rollbook.cli.train.score import score
 from rollbook.cli.train.train import train
+from rollbook.cli.view import view
 
 app = typer.Typer(
     cls=LiteralGroup,
@@ -61,7 +62,7 @@ app.add_typer(lineage_app, name="lineage")
 
 app.command(cls=ServeCommand)(serve)
 command: Callable[..., None]
-for command in (sql, tail, show, samples, ledger, train, preflight, doctor):
+for command in (sql, view, tail, show, samples, ledger, train, preflight, doctor):
     app.command()(command)
 app.command("import")(import_)
 app.command("run")(run_online)
