@@ -192,12 +192,14 @@ class Samples:
     why: str
 
 
-_TRAJECTORIES = """
+AMONG = "trajectory_id IN (SELECT unnest($ids::VARCHAR[])) AND trajectory_id BETWEEN $first AND $last"
+"""Of some trajectories. The bounds say nothing new, but DuckDB passes over the row groups outside of them."""
+_TRAJECTORIES = f"""
     SELECT trajectory_id, trajectory, "group", reward FROM trajectories
-    WHERE trajectory_id IN (SELECT unnest($ids::VARCHAR[]))"""
-_TURNS = """
+    WHERE {AMONG}"""
+_TURNS = f"""
     SELECT turn_id, parent_turn_id, prompt_length, completion_length, min_version FROM internal.turn_scalars
-    WHERE completed IS NOT NULL AND trajectory_id IN (SELECT unnest($ids::VARCHAR[]))"""
+    WHERE completed IS NOT NULL AND {AMONG}"""
 
 
 def read_samples(snapshot: Snapshot, query: Query) -> Samples:
@@ -243,8 +245,9 @@ def _rank(line: SampleLine, order: str) -> tuple[bool, float]:
 
 def _lines(snapshot: Snapshot, plan: StepPlanned, advantages: Sequence[float | None]) -> list[SampleLine]:
     ids = sorted({ref["trajectory_id"] for ref in plan.samples})
-    trajectories = {row["trajectory_id"]: row for row in snapshot.rows(_TRAJECTORIES, ids=ids)}
-    turns = {row["turn_id"]: row for row in snapshot.rows(_TURNS, ids=ids)}
+    among = {"ids": ids, "first": ids[0] if ids else "", "last": ids[-1] if ids else ""}
+    trajectories = {row["trajectory_id"]: row for row in snapshot.rows(_TRAJECTORIES, **among)}
+    turns = {row["turn_id"]: row for row in snapshot.rows(_TURNS, **among)}
     places = {
         at: (rank, part)
         for rank, parts in enumerate(plan.partition)
