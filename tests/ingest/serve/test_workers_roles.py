@@ -103,7 +103,11 @@ def test_the_bound_of_an_online_training(
     def come(name: str) -> None:
         statuses[httpx.post(f"{served.url}/v1/trajectories", json={"id": name}, timeout=30).status_code] += 1
 
-    threads = [threading.Thread(target=come, args=[f"t{number}"]) for number in range(40)]
+    names = [f"t{number}" for number in range(40)]
+    first = [next(name for name in names if owner_of(name, 3) == worker) for worker in range(3)]
+    for name in first:  # one of each worker begins, whichever is quicker then
+        come(name)
+    threads = [threading.Thread(target=come, args=[name]) for name in names if name not in first]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -111,5 +115,5 @@ def test_the_bound_of_an_online_training(
     assert statuses == {201: 12, 503: 28}
     opened = [e.lane for e in store.open(served.path).events() if isinstance(e.record, TrajectoryOpened)]
     assert len(opened) == 12
-    assert len({*opened}) > 1
+    assert len({*opened}) == 3
     served.stop()
