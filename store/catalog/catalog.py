@@ -93,9 +93,14 @@ class Catalog:
             row = find_lane(session, lane)
             row.opened_us, row.process = now_us(), os.getpid()
             row.truncated_bytes = state.truncated_bytes
+            first = state.segments[0].number if state.segments else state.last_segment + 1
+            # Read together, and held: the session then has each of them without a query of its own.
+            rows = select(SegmentRow).where(SegmentRow.lane == lane, SegmentRow.number >= first)
+            held = session.scalars(rows).all()
             for info in state.segments:
                 write_segment(session, lane, info.number, info.first_seq, info.events, info.bytes)
             write_segment(session, lane, state.last_segment + 1, state.next_seq)
+            del held
 
     def record_units(self, lane: str, units: Iterable[Unit]) -> None:
         """Record the complete list of a lane's current units; rows of other units of the lane are deleted."""

@@ -15,6 +15,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,6 +222,13 @@ def _engine(url: URL) -> Engine:
     if url.database not in (None, "", ":memory:"):
         with contextlib.suppress(OSError):  # where it cannot be made, SQLite says so
             make_empty(Path(str(url.database)))  # its journals take its mode
+    return _sqlite_engine(url)
+
+
+@lru_cache(maxsize=8)
+def _sqlite_engine(url: URL) -> Engine:
+    """The engine of a file. To make one takes longer than to write a lane's row: those of a process are kept,
+    without the connections, which `Database.close` ends."""
     engine = create_engine(url, connect_args={"timeout": PATIENCE_S})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
