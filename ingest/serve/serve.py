@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from rollbook import store
 from rollbook.edge.connections import Connections, bounded_http, connections_for, raise_descriptors
+from rollbook.edge.listening import listening_on
 from rollbook.edge.memory import give_back
 from rollbook.edge.web_pages import is_loopback
 from rollbook.ingest.cluster.bus import Bus, Inboxes
@@ -38,7 +39,7 @@ from rollbook.ingest.serve.workers import Workers, in_child
 from rollbook.ingest.settings import ServeSettings
 from rollbook.ingest.trajectories.place import ALONE, FIRST, Place
 from rollbook.store import Store
-from rollbook.store.errors import ConfigError, LaneLockedError
+from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import Json
 
 
@@ -304,23 +305,6 @@ def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
     """For uvicorn: the client is the connection's peer, unless that is one of these proxies and names the
     client."""
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
-
-
-def listening_on(host: str, port: int) -> socket.socket:
-    """A socket bound to an address; port 0 takes a free one.
-
-    Raises:
-        ConfigError: it cannot be.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
-    return listener
 
 
 def _started(proxy: Prepared, listener: socket.socket, path: Path, recorded: Recorded, said: Json) -> Started:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from urllib.parse import unquote
 
 import httpx
 import orjson
-import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -35,12 +33,12 @@ from rollbook.edge.errors import add_error_replies
 from rollbook.edge.forwarding import end_to_end
 from rollbook.edge.guard import Guard, add_guards
 from rollbook.edge.keys import Keys, sent_key, trajectory_key
-from rollbook.edge.web_pages import AllowedHosts, allowed_hosts
+from rollbook.edge.listening import Announce, serve_alone
+from rollbook.edge.web_pages import AllowedHosts
 from rollbook.ingest.access import ROUTES
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.registry import APIS, error_body
 from rollbook.ingest.fields import json_object
-from rollbook.ingest.serve.serve import listening_on
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
 from rollbook.ingest.turns.model_call import ModelCall
@@ -241,10 +239,6 @@ async def _paced(packets: list[bytes], over_s: float) -> AsyncIterator[bytes]:
         yield packet
 
 
-BACKLOG = 2048
-Announce = Callable[[str], None]
-
-
 def serve_cassette(
     cassette: Cassette, host: str, port: int, options: CassetteOptions, announce: Announce
 ) -> None:
@@ -256,13 +250,7 @@ def serve_cassette(
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    with listening_on(host, port) as listener:
-        listener.listen(BACKLOG)  # what is announced is there: a program may ask at once
-        app = build_cassette_app(cassette, replace(options, own=allowed_hosts(host, socket.gethostname())))
-        config = uvicorn.Config(app, ws="none", log_level="warning", access_log=False, log_config=None)
-        shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{listener.getsockname()[1]}")
-        uvicorn.Server(config).run(sockets=[listener])
+    serve_alone(lambda own: build_cassette_app(cassette, replace(options, own=own)), host, port, announce)
 
 
 def state_of(cassette: Cassette) -> Json:
