@@ -18,12 +18,11 @@ from rollbook.viewer.snapshots import Snapshots
 
 
 @pytest.fixture
-def reader(store: Store) -> Iterator[LiveReader]:
-    """A reader of a store."""
+def reader(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveReader]:
+    """A reader of a store, whose thread ends soon after its pages."""
+    monkeypatch.setattr(live, "IDLE_S", 0.1)
     shared = Snapshots(store)
-    made = LiveReader(shared, "/view")
-    yield made
-    made.stopping = lambda: True
+    yield LiveReader(shared, "/view")
     shared.close()
 
 
@@ -104,14 +103,12 @@ def test_a_page_that_falls_behind_is_told(
 
     [message] = asyncio.run(watch())[-1:]
     assert (len(message["lines"]), message["missed"]) == (2, 3)
-    short.stopping = lambda: True
 
 
 def test_the_reader_ends_with_its_pages(
     store: Store, reader: LiveReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread, and what it remembers, are gone a while after the last page."""
-    monkeypatch.setattr(live, "IDLE_S", 0.1)
     _append(store, kinds.TrajectoryOpened("t1", "a"))
 
     async def watch() -> None:

@@ -13,12 +13,7 @@ from rollbook.store.fold.history import all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Batch, Partition, build_batch
-from rollbook.train.batches.experience import (
-    Bools,
-    Experience,
-    Scores,
-    trained_masks,
-)
+from rollbook.train.batches.experience import Bools, Experience, Scores, trained_masks
 from rollbook.train.batches.manifest_batch import begins, experience_at
 from rollbook.train.clock import timed
 from rollbook.train.ranks.policy import Policy

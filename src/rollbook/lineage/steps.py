@@ -24,6 +24,7 @@ from rollbook.lineage.uses import places_of
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json
 from rollbook.store.sealed.projections import ONE_VERSION
+from rollbook.store.sql.relations import AMONG, among
 from rollbook.store.sql.sandbox import Connection
 
 _Maker = tuple[str, str, int]
@@ -38,19 +39,19 @@ _VERSIONS = """
         UNION ALL SELECT run FROM internal.turn_scalars
                   WHERE policy = $policy AND $version BETWEEN min_version AND max_version)
     WHERE $run IS NULL OR run = $run ORDER BY run"""
-_TURNS = """
+_TURNS = f"""
     SELECT turn_id, lane, seq, run, parent_turn_id, completion_length, policy, policy_version, one_version,
            min_version, max_version
     FROM internal.turn_scalars
-    WHERE completed IS NOT NULL AND trajectory_id IN (SELECT unnest($ids::VARCHAR[]))"""
-_NAMES = """
+    WHERE completed IS NOT NULL AND {AMONG}"""
+_NAMES = f"""
     SELECT trajectory_id, trajectory FROM internal.trajectory_scalars
-    WHERE trajectory_id IN (SELECT unnest($ids::VARCHAR[]))"""
+    WHERE {AMONG}"""
 _SPANS = f"""
     SELECT turn_id, span.policy, span.version, span."end" - span.start AS tokens
     FROM (SELECT turn_id, unnest(version_spans) AS span FROM internal.several_turns
           WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}
-            AND trajectory_id IN (SELECT unnest($ids::VARCHAR[])))"""
+            AND {AMONG})"""
 _DROPS = """
     SELECT rule, count(*) FROM drops
     WHERE run = $run AND policy = $policy AND step = $step AND attempt = $attempt
@@ -214,7 +215,7 @@ def _batch(
     connection: Connection, manifest: Json, lines: Lines
 ) -> tuple[tuple[StepSample, ...], tuple[SampledBy, ...]]:
     """The samples that a manifest names, in order, and which versions sampled their tokens."""
-    ids = {"ids": sorted({ref["trajectory_id"] for ref in manifest["samples"]})}
+    ids = among(ref["trajectory_id"] for ref in manifest["samples"])
 
     def rows(query: str) -> list[tuple[Any, ...]]:
         return connection.execute(query, ids).fetchall()

@@ -35,6 +35,7 @@ from rollbook.store.fold.trajectory import Trajectory, Turn, fold
 from rollbook.store.log.store import Store
 from rollbook.store.sql.ledger_view import shares
 from rollbook.store.sql.sandbox import Connection
+from rollbook.train.select.samples import Sample
 
 _SHARES = f"""
     SELECT turn_id, policy, policy_version, tokens, term, rule FROM ({shares("trajectory_id = $id")})
@@ -300,9 +301,14 @@ def _token_use(consumed: Consumed, turn_id: str, index: int) -> TokenUse | None:
         return TokenUse(consumed.use, False, CUT_OFF)
     if sample.loss_mask[place]:
         return TokenUse(consumed.use, True, None)
+    return TokenUse(consumed.use, False, why_untrained(turn, sample))
+
+
+def why_untrained(turn: Turn, sample: Sample) -> str:
+    """Why what a completed turn sampled has no loss in a sample with the turn on its path."""
     if sample.erased:
-        return TokenUse(consumed.use, False, ERASED)
+        return ERASED
     if not turn.delivered:
-        return TokenUse(consumed.use, False, UNDELIVERED)
-    altered = bool(turn.completed.logprob_semantics.get("altered"))
-    return TokenUse(consumed.use, False, ALTERED if altered else OTHER_SAMPLE)
+        return UNDELIVERED
+    altered = turn.completed is not None and turn.completed.logprob_semantics.get("altered")
+    return ALTERED if altered else OTHER_SAMPLE

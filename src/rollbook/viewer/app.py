@@ -21,7 +21,7 @@ from rollbook.edge.errors import describe
 from rollbook.store.errors import QueryError, RequestError
 from rollbook.viewer import console, live, runs, samples, search, steps, trajectories
 from rollbook.viewer.pages import Page, add_page
-from rollbook.viewer.rendering import Pictures
+from rollbook.viewer.rendering import Templates
 from rollbook.viewer.snapshots import Snapshots
 
 PREFIX = "/view"
@@ -62,14 +62,14 @@ def add_viewer(app: FastAPI, snapshots: Snapshots) -> None:
 
 def build_viewer(snapshots: Snapshots) -> FastAPI:
     """The viewer's own application, whose addresses begin behind `/view`."""
-    pictures = Pictures(PREFIX)
+    templates = Templates(PREFIX)
     viewer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     viewer.add_route("/", _to_runs, methods=["GET"])
     viewer.add_route("/static/{name:path}", _static, methods=["GET"])
     console.add_downloads(viewer, snapshots)
-    reader = viewer.state.live = live.LiveReader(snapshots, PREFIX)
+    reader = live.LiveReader(snapshots, PREFIX)
     for page in (*PAGES, live.add_live(viewer, reader)):
-        add_page(viewer, page, snapshots, pictures)
+        add_page(viewer, page, snapshots, templates)
 
     async def failed(request: Request, error: Exception) -> Response:
         status, code, message = (
@@ -78,7 +78,7 @@ def build_viewer(snapshots: Snapshots) -> FastAPI:
         if request.url.path.endswith(".json"):
             body = orjson.dumps({"error": {"code": code, "message": message}})
             return Response(body, status, media_type="application/json")
-        text = pictures.draw("error.html", {"status": status, "code": code, "message": message})
+        text = templates.draw("error.html", {"status": status, "code": code, "message": message})
         return Response(text, status, media_type="text/html")
 
     for kind in (RequestError, QueryError, HTTPException, Exception):

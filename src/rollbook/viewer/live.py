@@ -100,8 +100,6 @@ class LiveReader:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._waiting: set[Callable[[], object]] = set()
-        self.stopping: Callable[[], bool] = lambda: False
-        """Whether the server is ending, so that endless pages end."""
 
     # For pages --------------------------------------------------------------------------------------
 
@@ -114,7 +112,7 @@ class LiveReader:
 
         self._enter(wake)
         try:
-            while not self.stopping():
+            while True:
                 grown.clear()
                 with self._lock:
                     lines = [line for line in self._lines if line.number > after]
@@ -189,7 +187,7 @@ class LiveReader:
     def _unwatched(self) -> bool:
         """Whether no page is open, nor was of late; then the thread is to end."""
         with self._lock:
-            over = self.stopping() or (not self._pages and time.monotonic() - self._left_s > IDLE_S)
+            over = not self._pages and time.monotonic() - self._left_s > IDLE_S
             if over:
                 self._thread = None
                 self._lines.clear()

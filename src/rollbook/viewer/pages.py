@@ -13,12 +13,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from rollbook.store.errors import RequestError
-from rollbook.viewer.rendering import Pictures
+from rollbook.viewer.rendering import JSON, Templates
 from rollbook.viewer.snapshots import Snapshot, Snapshots
 
 Query = Mapping[str, str]
 """What an address says: the parts of its path, and what stands behind the question mark."""
-JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Page:
     read: Callable[[Snapshot, Query], Any]
 
 
-def add_page(app: FastAPI, page: Page, snapshots: Snapshots, pictures: Pictures) -> None:
+def add_page(app: FastAPI, page: Page, snapshots: Snapshots, templates: Templates) -> None:
     """Add a page at its address, and what it shows at the same address with `.json`."""
 
     def read(request: Request) -> tuple[Any, dict[str, int]]:
@@ -45,11 +44,11 @@ def add_page(app: FastAPI, page: Page, snapshots: Snapshots, pictures: Pictures)
 
     async def as_json(request: Request) -> Response:
         record, _ = await run_in_threadpool(read, request)
-        return Response(orjson.dumps(record, option=JSON_OPTIONS), media_type="application/json")
+        return Response(orjson.dumps(record, option=JSON), media_type="application/json")
 
     async def as_html(request: Request) -> Response:
         record, cut = await run_in_threadpool(read, request)
-        return HTMLResponse(await run_in_threadpool(pictures.draw, page.template, record, cut))
+        return HTMLResponse(await run_in_threadpool(templates.draw, page.template, record, cut))
 
     app.add_route(f"{page.path}.json", as_json, methods=["GET"])
     app.add_route(page.path, as_html, methods=["GET"])

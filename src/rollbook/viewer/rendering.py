@@ -23,11 +23,13 @@ from rollbook.transcript.text import visible
 
 DASH = "–"
 """Printed where there is no value."""
+JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+"""How records are written as JSON."""
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 120, 24, 60
 
 
-class Pictures:
-    """Draws records by templates.
+class Templates:
+    """Draws records as HTML.
 
     Args:
         prefix: what the viewer's addresses begin with, such as /view.
@@ -46,7 +48,6 @@ class Pictures:
             "brief": brief,
             "json": as_json,
             "moment": moment,
-            "clock": clock,
             "count": count,
             "line": visible,
             "number": number,
@@ -55,7 +56,7 @@ class Pictures:
             "tokens": tokens,
             "visible": partial(visible, lines=True),
         }
-        self._environment.globals |= {"link": partial(link, prefix), "prefix": prefix, "DASH": DASH}
+        self._environment.globals |= {"link": partial(link, prefix), "prefix": prefix}
 
     def draw(self, template: str, record: Any, cut: Cut | None = None) -> str:
         """A record as HTML, by a template that calls it `page`."""
@@ -91,11 +92,11 @@ def percent(share: float | None) -> str:
     return DASH if share is None else f"{100 * share:.1f} %"
 
 
-def ago(time: datetime | None, now: datetime | None = None) -> Markup:
+def ago(time: datetime | None) -> Markup:
     """How long a time, of UTC, is ago; the time itself is its tooltip."""
     if time is None:
         return Markup(DASH)
-    seconds = ((now or datetime.now(UTC)).replace(tzinfo=None) - time).total_seconds()
+    seconds = (datetime.now(UTC).replace(tzinfo=None) - time).total_seconds()
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             words = f"{seconds / length:.0f} {unit} ago"
@@ -124,13 +125,7 @@ def brief(text: str) -> str:
 
 def as_json(value: Any) -> str:
     """A value as indented JSON, safe to show."""
-    option = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return visible(orjson.dumps(value, default=str, option=option).decode(), lines=True)
-
-
-def clock(time: datetime | None) -> str:
-    """A time of UTC, to the second."""
-    return DASH if time is None else time.isoformat(" ", "seconds")
+    return visible(orjson.dumps(value, default=str, option=JSON | orjson.OPT_INDENT_2).decode(), lines=True)
 
 
 def spark(values: Sequence[float | None], label: str) -> Markup:

@@ -225,8 +225,7 @@ def read_signs(snapshot: Snapshot, query: Query) -> Signs:
     def diagnose() -> Signs:
         with snapshot.connection.cursor() as cursor:
             course = evidence.read_course(cursor, run, policy)
-        findings = [finding for sign in signs.SIGNS if (finding := sign(course)) is not None]
-        return Signs(run, policy, len(course.numbers), findings)
+        return Signs(run, policy, len(course.numbers), signs.findings(course))
 
     return snapshot.once(("signs", run, policy), diagnose)
 

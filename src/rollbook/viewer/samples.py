@@ -11,9 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbook.lineage.records import TokenLineage
-from rollbook.lineage.trajectories import token_lineage
+from rollbook.lineage.trajectories import (
+    ALTERED,
+    ERASED,
+    OTHER_SAMPLE,
+    UNDELIVERED,
+    token_lineage,
+    why_untrained,
+)
 from rollbook.store.errors import RequestError
-from rollbook.store.fold.trajectory import Trajectory, Turn
+from rollbook.store.fold.trajectory import Trajectory
 from rollbook.train.select.samples import Sample, samples_of
 from rollbook.viewer.consumed import ConsumedSample, consumed_sample
 from rollbook.viewer.pages import Page, Query, missing, whole_number
@@ -171,23 +178,12 @@ def _parts(snapshot: Snapshot, trajectory: Trajectory, sample: Sample) -> list[P
         for first, last, sampled in ((start, middle, False), (middle, end, True)):
             if first < last:
                 trained = int(sample.loss_mask[first:last].sum())
-                why = "" if trained or not sampled else _why(turn, sample)
+                why = "" if trained or not sampled else why_untrained(turn, sample)
                 ids = sample.tokens[first:last].tolist()
                 parts.append(
                     Part(turn_id, number, sampled, trained, why, first, ids, [texts.get(i) for i in ids])
                 )
     return parts
-
-
-def _why(turn: Turn, sample: Sample) -> str:
-    """Why what a turn sampled was not trained in this sample."""
-    if turn.tokens_erased or sample.erased:
-        return "erased"
-    if not turn.delivered:
-        return "undelivered"
-    if turn.completed is not None and turn.completed.logprob_semantics.get("altered"):
-        return "altered"
-    return "other sample"
 
 
 def _texts(snapshot: Snapshot, sample: Sample) -> dict[int, str | None]:
@@ -254,7 +250,7 @@ def _versions(sample: Sample) -> Scale:
     return Scale("version", "categorical", _classes(np.where(sample.versions >= 0, at, -1)), legend, "")
 
 
-_REASONS = ("trained", "undelivered", "altered", "other sample", "erased")
+_REASONS = ("trained", UNDELIVERED, ALTERED, OTHER_SAMPLE, ERASED)
 
 
 def _mask(found: _Found) -> Scale:
@@ -265,7 +261,7 @@ def _mask(found: _Found) -> Scale:
         assert turn.completed is not None
         begin = max(turn.completed.prompt_length, start)
         trained = sample.loss_mask[begin:end]
-        values[begin:end] = np.where(trained, 0, _REASONS.index(_why(turn, sample)))
+        values[begin:end] = np.where(trained, 0, _REASONS.index(why_untrained(turn, sample)))
     legend = [(f"{at:x}", reason) for at, reason in enumerate(_REASONS) if (values == at).any()]
     return Scale("mask", "categorical", _classes(values), [*legend, (PLAIN, "prompt")], "")
 

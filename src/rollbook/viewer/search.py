@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from rollbook.store.errors import RequestError
+from rollbook.store.sql.relations import AMONG, among
 from rollbook.transcript.messages import read_message
 from rollbook.viewer.pages import Page, Query, whole_number
 from rollbook.viewer.snapshots import Snapshot
@@ -96,9 +97,9 @@ _TRAJECTORIES = """
 _WORDS = """
     SELECT trajectory_id, turn_id, run, kind, extra FROM internal.turn_events
     WHERE {text} AND {where} LIMIT $most"""
-_NAMES = """
+_NAMES = f"""
     SELECT trajectory_id, any_value(trajectory) AS trajectory FROM internal.trajectory_parts
-    WHERE trajectory_id IN (SELECT unnest($ids::VARCHAR[])) GROUP BY trajectory_id"""
+    WHERE {AMONG} GROUP BY trajectory_id"""
 
 
 def read_search(snapshot: Snapshot, query: Query) -> Search:
@@ -202,8 +203,8 @@ def _texts(kind: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _names(snapshot: Snapshot, hits: Sequence[Hit]) -> dict[str, str]:
-    ids = sorted({hit.trajectory_id for hit in hits})
-    return {row["trajectory_id"]: row["trajectory"] for row in snapshot.rows(_NAMES, ids=ids)}
+    ids = among(hit.trajectory_id for hit in hits)
+    return {row["trajectory_id"]: row["trajectory"] for row in snapshot.rows(_NAMES, **ids)}
 
 
 def _named(hit: Hit, names: Mapping[str, str]) -> Hit:

@@ -10,23 +10,17 @@ from typing import Any
 
 import orjson
 
+from rollbook.lineage.records import Attempt
+from rollbook.lineage.uses import places_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import StepPlanned
+from rollbook.store.sql.relations import AMONG, among
 from rollbook.viewer.consumed import compute
 from rollbook.viewer.pages import Page, Query, missing, whole_number
 from rollbook.viewer.snapshots import Snapshot
 
 ORDERS = ("position", "advantage", "reward", "length", "staleness")
 """By what samples may be listed: by their place in the batch, or by one of the others from the greatest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt at a step, and its error if it failed."""
-
-    attempt: int
-    status: str
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +123,7 @@ def _wanted(rows: Sequence[dict[str, Any]], query: Query) -> dict[str, Any]:
     """The attempt that an address names; else the one that committed, or the last."""
     wanted = whole_number(query, "attempt")
     committed = [row for row in rows if row["output_version"] is not None]
-    row = next((row for row in rows if row["attempt"] == wanted), (committed or rows)[-1])
-    return row
+    return next((row for row in rows if row["attempt"] == wanted), (committed or rows)[-1])
 
 
 # Its samples ------------------------------------------------------------------------------------------
@@ -192,8 +185,6 @@ class Samples:
     why: str
 
 
-AMONG = "trajectory_id IN (SELECT unnest($ids::VARCHAR[])) AND trajectory_id BETWEEN $first AND $last"
-"""Of some trajectories. The bounds say nothing new, but DuckDB passes over the row groups outside of them."""
 _TRAJECTORIES = f"""
     SELECT trajectory_id, trajectory, "group", reward FROM trajectories
     WHERE {AMONG}"""
@@ -244,16 +235,10 @@ def _rank(line: SampleLine, order: str) -> tuple[bool, float]:
 
 
 def _lines(snapshot: Snapshot, plan: StepPlanned, advantages: Sequence[float | None]) -> list[SampleLine]:
-    ids = sorted({ref["trajectory_id"] for ref in plan.samples})
-    among = {"ids": ids, "first": ids[0] if ids else "", "last": ids[-1] if ids else ""}
-    trajectories = {row["trajectory_id"]: row for row in snapshot.rows(_TRAJECTORIES, **among)}
-    turns = {row["turn_id"]: row for row in snapshot.rows(_TURNS, **among)}
-    places = {
-        at: (rank, part)
-        for rank, parts in enumerate(plan.partition)
-        for part, positions in enumerate(parts)
-        for at in positions
-    }
+    ids = {ref["trajectory_id"] for ref in plan.samples}
+    trajectories = {row["trajectory_id"]: row for row in snapshot.rows(_TRAJECTORIES, **among(ids))}
+    turns = {row["turn_id"]: row for row in snapshot.rows(_TURNS, **among(ids))}
+    places = places_of(plan.partition)
     lines = []
     for position, ref in enumerate(plan.samples):
         path, node = [], turns.get(ref["turn_id"])

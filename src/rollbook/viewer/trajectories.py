@@ -8,6 +8,7 @@ from typing import Any
 
 from rollbook.lineage.records import TrajectoryLineage
 from rollbook.lineage.trajectories import trajectory_lineage
+from rollbook.store.errors import CutError, RequestError
 from rollbook.store.events import Event
 from rollbook.store.events.event_json import as_json
 from rollbook.transcript.facts import TrajectoryFacts, TurnFacts
@@ -79,8 +80,12 @@ def read_trajectory(snapshot: Snapshot, query: Query) -> TrajectoryPage:
 def _events(snapshot: Snapshot, query: Query) -> list[Event]:
     events = snapshot.store.events_about([query["trajectory_id"]])
     if not events:
-        raise missing(f"trajectory {query['trajectory_id']!r}", "was it dropped, or is its id cut short?")
+        raise _absent(query)
     return events
+
+
+def _absent(query: Query) -> RequestError:
+    return missing(f"trajectory {query['trajectory_id']!r}", "was it dropped, or is its id cut short?")
 
 
 def _branches(turns: Sequence[TurnFacts]) -> list[Branch]:
@@ -159,10 +164,11 @@ def _is_of(event: Event, turn_id: str) -> bool:
 
 def read_lineage(snapshot: Snapshot, query: Query) -> TrajectoryLineage:
     """Where a trajectory comes from, and what it led to."""
-    trajectory_id = query["trajectory_id"]
-    _events(snapshot, query)
     with snapshot.connection.cursor() as cursor:
-        return trajectory_lineage(snapshot.store, cursor, snapshot.cut, trajectory_id)
+        try:
+            return trajectory_lineage(snapshot.store, cursor, snapshot.cut, query["trajectory_id"])
+        except CutError as error:
+            raise _absent(query) from error
 
 
 PAGES = (
