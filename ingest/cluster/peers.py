@@ -469,8 +469,8 @@ class PeerBus:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if task.cancelled():
-            raise MovedError  # it was given up in the middle
+        if task.cancelled() or isinstance(task.exception(), EndingError):
+            raise MovedError  # it was given up in the middle: who asks again asks whoever holds the seat then
         return task.result()
 
     async def answer(self, kind: str, raw: bytes) -> bytes:

@@ -196,7 +196,7 @@ def _takes_connections(url: str) -> bool:
     at = httpx.URL(url)
     try:
         socket.create_connection((at.host, at.port), 5).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed as the connection came
         return False
     return True
 
